@@ -202,7 +202,7 @@ class Bench:
     def _train(self, engine: TrainEngine, group: GroupBatch, n: int) -> None:
         rows = n * len(group.trajectories[0]["steps"])
         stages: dict[str, Callable[[], object]] = {
-            "recompute": lambda: engine.log_probs(group),
+            "recompute": lambda: engine.recompute_proximal(group),
             "train": lambda: engine.accumulate(group, 1 / rows),
             "step": engine.step,
         }

@@ -10,7 +10,6 @@ Ranks are numbered by node, and neighbours share most: with 8 ranks, `sequence` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -65,12 +64,6 @@ class ParallelLayout:
         """Returns the number of copies of the weights that the ranks hold together."""
         return self.world_size // self.shard_size
 
-    @property
-    def averaged_over(self) -> int:
-        """Returns the number of ranks over which gradients are averaged where their sum is wanted: a loss is
-        multiplied by it. Those are all ranks, since they have rows of their own or their part of a sequence."""
-        return self.world_size
-
     def dealt(self, number: int, start: int = 0) -> range:
         """Returns which of `number` items this rank takes. Items are dealt in turn over the data ranks, and the first
         of these is item `start` of the deal: groups that follow each other are dealt on, so that ranks which do not
@@ -95,11 +88,6 @@ class ParallelLayout:
             if layout.leads_sequence and (items := layout.dealt(number, start)):
                 found |= zip(items, share, strict=True)
         return [found[item] for item in range(number)]
-
-
-def fewest_ranks(trainer: Trainer) -> int:
-    """Returns the least number of ranks that the degrees of the section `trainer` divide."""
-    return math.lcm(trainer.sequence_parallel, trainer.shard or 1)
 
 
 def layout_problems(world_size: int, sequence: int, shard: int | None) -> Iterator[str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from omni_async.entry_points import load_named
 from omni_async.families import PipelineFamily
 from omni_async.media import Media
 from omni_async.types import Prompt
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 def load_policy(family: PipelineFamily, path: str) -> Policy:
     """Returns the family's policy for the checkpoint at `path`; reads configuration files only, no weights."""
-    module, name = family.policy.split(":")
-    policy: Policy = getattr(import_module(module), name)(path)
+    policy: Policy = load_named(family.policy)(path)
     return policy
 
 

@@ -1,12 +1,15 @@
-"""Reads the parts of a checkpoint in diffusers layout, for every family."""
+"""Reads the parts of a checkpoint in diffusers layout, and holds what the policies of all families have in common."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
+from torch import nn
 
 from omni_async.families import SamplingSpec
 from omni_async.media import Media, require_media
@@ -66,3 +69,66 @@ def stack_images(media: list[Media], spec: SamplingSpec) -> torch.Tensor:
     spec's."""
     require_media(media, spec)
     return torch.stack([torch.as_tensor(one.image) for one in media]).float() / 127.5 - 1.0
+
+
+class DiffusersPolicy:
+    """What is the same of every `omni_async.policy.Policy` whose denoisers are models of diffusers. `denoiser` is the
+    name of their class, which is imported when a model is loaded."""
+
+    denoiser: str
+    components: tuple[str, ...] = ("transformer",)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+        # diffusers would keep some norms in float32, which vLLM-Omni does not and FSDP2 cannot shard.
+        return {name: nn.Module.to(load_part(self._class, self.path, name, dtype), dtype) for name in self.components}
+
+    def build_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+        return {name: empty_part(self._class, self.path, name, dtype) for name in self.components}
+
+    @property
+    def _class(self) -> Any:
+        import diffusers
+
+        return getattr(diffusers, self.denoiser)
+
+    def component_of(self, sigma: float) -> str:
+        return self.components[0]
+
+
+def branches(guided: bool) -> tuple[str, ...]:
+    """Returns the beginnings of the names of a sample's conditioning: of the prompt, and of the negative one."""
+    return ("prompt", "negative_prompt") if guided else ("prompt",)
+
+
+def linear_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+    """Applies classifier-free guidance."""
+    return uncond + scale * (cond - uncond)
+
+
+def guided(
+    predict: Callable[[str], torch.Tensor],
+    conditioning: Mapping[str, Any] | TensorDict,
+    scale: float,
+    unconditional_gradient: bool,
+    combine: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = linear_guidance,
+) -> torch.Tensor:
+    """Computes the velocity of both branches, or of the prompt alone where `scale` is 1.
+
+    Args:
+        predict: returns the velocity of a branch, one of `branches`.
+        conditioning: of the batch; ValueError if there is guidance and it has no negative prompt.
+        scale: of the guidance.
+        unconditional_gradient: whether gradients flow through the unconditional branch.
+        combine: makes the velocity of the conditional one, the unconditional one and `scale`.
+    """
+    cond = predict("prompt")
+    if scale <= 1:
+        return cond
+    if "negative_prompt_embeds" not in conditioning:
+        raise ValueError(f"guidance of {scale} needs conditioning with a negative prompt")
+    with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
+        uncond = predict("negative_prompt")
+    return combine(cond, uncond, scale)

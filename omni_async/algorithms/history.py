@@ -44,9 +44,7 @@ class _Moments:
     def scales(self, settings: Advantage) -> Tensor:
         """Returns (C,): 1 / std in the settings' form of eps."""
         deviations = (self.m2 / max(self.count - settings.ddof, 1)).sqrt().tolist()
-        return torch.tensor(
-            [inverse_std(deviation, settings.eps, settings.eps_form) for deviation in deviations], dtype=torch.float64
-        )
+        return torch.tensor([inverse_std(deviation, settings) for deviation in deviations], dtype=torch.float64)
 
 
 class RewardHistory:
@@ -65,15 +63,9 @@ class RewardHistory:
         prompt's only reward ever gets 0."""
         columns = self._checked(rewards, prompt_ids)
         merged = self._merged(columns, prompt_ids)
-        batch = [
-            global_scale(column, ddof=settings.ddof, eps=settings.eps, eps_form=settings.eps_form)
-            for column in columns.unbind(1)
-        ]
-        scale = (
-            torch.tensor(batch, dtype=torch.float64)
-            if settings.std == "global"
-            else torch.ones(columns.shape[1], dtype=torch.float64)
-        )
+        scale = torch.ones(columns.shape[1], dtype=torch.float64)
+        if settings.std == "global":
+            scale = torch.tensor([global_scale(column, settings) for column in columns.unbind(1)], dtype=torch.float64)
         advantages = torch.empty_like(columns)
         for prompt, moments in merged.items():
             members = prompt_ids == prompt

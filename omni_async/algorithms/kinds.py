@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from omni_async.config.schema import Config
-from omni_async.entry_points import load_registered
+from omni_async.entry_points import find_registered, load_named
 
 if TYPE_CHECKING:
     from omni_async.algorithms.registry import Objective
@@ -61,8 +59,7 @@ class Kind:
 
     def load_loss(self) -> Callable[..., Any]:
         """Loads the class of the losses (imports torch)."""
-        module, name = self.loss.split(":")
-        found: Callable[..., Any] = getattr(import_module(module), name)
+        found: Callable[..., Any] = load_named(self.loss)
         return found
 
 
@@ -71,9 +68,4 @@ def find_kind(name: str) -> Kind:
     from omni_async.algorithms.built_in_kinds import BUILT_IN
 
     known = {kind.name: kind for kind in BUILT_IN}
-    if name in known:
-        return known[name]
-    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in points:
-        raise ValueError(f"kinds of rows: expected one of {sorted({*known, *points})}, got {name!r}")
-    return load_registered(points[name], Kind, "kinds of rows")
+    return known.get(name) or find_registered(name, ENTRY_POINT_GROUP, Kind, "kinds of rows", known)

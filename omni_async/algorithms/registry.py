@@ -6,9 +6,8 @@ Built-in objectives are listed in `catalogue`; other packages add theirs through
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from omni_async.config.algorithm import Algorithm
 from omni_async.config.objective_section import OBJECTIVES
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
+from omni_async.entry_points import load_named
 
 AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
@@ -67,17 +67,8 @@ class Objective:
 
     def load(self) -> Callable[[Any, Algorithm], Any]:
         """Loads the function itself (imports torch)."""
-        module, name = self.compute.split(":")
-        function: Callable[[Any, Algorithm], Any] = getattr(import_module(module), name)
+        function: Callable[[Any, Algorithm], Any] = load_named(self.compute)
         return function
-
-    def check_fields(self, available: Collection[str]) -> None:
-        missing = [field for field in self.fields if field not in available]
-        if missing:
-            raise ValueError(
-                f"objective {self.name!r} needs the trajectory fields {missing}, which are missing; got"
-                f" {sorted(available)}"
-            )
 
 
 def objectives() -> dict[str, Objective]:

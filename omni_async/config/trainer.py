@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -97,3 +98,8 @@ class Trainer(Section, kw_only=True, frozen=True):
         Ema | None, _doc("Keep an exponential moving average of the trained weights, saved with every checkpoint.")
     ] = None
     optimizer: Annotated[Optimizer, _doc("Optimizer and schedule.")] = msgspec.field(default_factory=Optimizer)
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Returns the least number of ranks that the degrees of sequences and copies divide."""
+        return math.lcm(self.sequence_parallel, self.shard or 1)

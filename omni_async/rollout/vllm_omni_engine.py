@@ -165,7 +165,7 @@ class VllmOmniEngine:
 
     async def swap(self, version: int) -> WeightReport:
         staged = self._staged.take(version)
-        answer = await self._call("swap_weights", staged, False)
+        answer = await self._call("swap_weights", staged)
         held = await self._call("held_weights")
         if (held["version"], held["digest"]) != (version, staged.manifest.digest):
             raise EngineError(f"{self.name}: swapped to version {version}, but the worker holds {held}")

@@ -217,16 +217,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, or two batches in request
     batching, never inside one."""
 
-    def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
-        """Loads a version and returns the version and digest the pipeline holds now. `verify` rehashes first, where the
-        buckets travelled to another process.
+    def swap_weights(self, staged: Staged) -> dict[str, Any]:
+        """Loads a version and returns the version and digest the pipeline holds now.
 
         ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
         of the load.
         """
         started = time.perf_counter()
-        if verify:
-            staged.verify()
         pipeline = self.model_runner.pipeline
         components: dict[str, torch.nn.Module] = pipeline.components
         wanted: set[str] = set()

@@ -66,14 +66,6 @@ class AuxiliaryPolicies:
             raise RuntimeError(
                 f"{name!r} cannot be used inside {self._in_use!r}: the policy's own values would be lost"
             )
-        self._copy_in(name)
-        try:
-            yield
-        finally:
-            self._copy_back()
-
-    @torch.no_grad()
-    def _copy_in(self, name: str) -> None:
         parameters = _locals(self._parameters)
         if self._policy is None:
             self._policy = [torch.empty_like(p) for p in parameters]
@@ -81,14 +73,12 @@ class AuxiliaryPolicies:
         torch._foreach_copy_(parameters, _locals(self._copies[name]))
         self._in_use = name
         forget_gathered(self._module)
-
-    @torch.no_grad()
-    def _copy_back(self) -> None:
-        if self._policy is None:
-            raise RuntimeError("no auxiliary policy is in use")
-        torch._foreach_copy_(_locals(self._parameters), self._policy)
-        self._in_use = None
-        forget_gathered(self._module)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(_locals(self._parameters), self._policy)
+            self._in_use = None
+            forget_gathered(self._module)
 
 
 def forget_gathered(module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Runs one rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It depends on
 neither Ray nor a model family.
 
-The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `log_probs`, `snapshot`,
+The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `snapshot`,
 `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
 those that take a group with its own samples of the same group, as its `ParallelLayout` deals them (of a preference pair
 with both; a rank without a sample with another's, see `GroupBatch.counts`). `discard` is local, but all ranks must make
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from omni_async.algorithms.decay import ema_decay, ema_due
 from omni_async.algorithms.kinds import find_kind
@@ -37,8 +36,8 @@ from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.training.optimizer import clip_factor, learning_rate
 from omni_async.training.row_loss import RowLoss
-from omni_async.types import SampleDrift, WeightManifest
-from omni_async.weights.buckets import Bucket, BucketSet
+from omni_async.types import SampleDrift
+from omni_async.weights.buckets import BucketSet
 from omni_async.weights.snapshot import Snapshot
 
 __all__ = ["GroupBatch", "TrainEngine"]
@@ -126,14 +125,10 @@ class TrainEngine:
 
     def _follow(self) -> None:
         """Updates the moving average after an optimizer step, and the old policy after an update's last step."""
-        auxiliary, ema, per_update = (
-            self._model.auxiliary,
-            self.config.trainer.ema,
-            self.config.trainer.steps_per_update,
-        )
+        auxiliary, ema = self._model.auxiliary, self.config.trainer.ema
         if ema is not None and ema_due(self.optimizer_steps - 1, ema.every):
             auxiliary.follow("ema", ema_decay(self.optimizer_steps - 1, ema.decay, ema.warmup))
-        update, step = divmod(self.optimizer_steps, per_update)
+        update, step = divmod(self.optimizer_steps, self.config.trainer.steps_per_update)
         if step == 0 and "old" in auxiliary:
             auxiliary.follow("old", self._objective.old_decay(self.config.algorithm, update))
         if step == 0:
@@ -153,11 +148,6 @@ class TrainEngine:
         self._loss.gradient_normaliser()
         self._has_rows = False
 
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        """Returns log-probs (samples, trained steps) float32 on the CPU of this rank's samples under the current
-        weights."""
-        return self._loss.log_probs(group)
-
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
         """Copies this rank's rows of the weights that draw samples into `buckets`, as its part of published version
         `version`. Returns None on ranks that hold a further copy of the weights. These are the current weights, or the
@@ -169,13 +159,9 @@ class TrainEngine:
         """
         if self.layout.rank >= self.layout.shard_size:
             return None
-        old = {
-            name.removeprefix("old."): t
-            for name, t in self._model.auxiliary.tensors().items()
-            if name.startswith("old.")
-        }
-        base = {name: old.get(name, p) for name, p in self._base.items()}
-        adapters = {name: old.get(name, p) for name, p in self._adapters.items()}
+        drawing = self._model.auxiliary.tensors()
+        base = {name: drawing.get(f"old.{name}", p) for name, p in self._base.items()}
+        adapters = {name: drawing.get(f"old.{name}", p) for name, p in self._adapters.items()}
         payload, lora = self.config.weights.payload, self.config.model.lora
         if payload == "lora" and lora is not None:
             copy_out(buckets, adapters, {}, 1.0, None, self.layout.rank)
@@ -192,11 +178,6 @@ class TrainEngine:
             self.config.weights.bucket_mb * 2**20,
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy(),
         )
-
-    def export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
-        """Returns a snapshot in memory of its own, with its digest. WeightError where other ranks hold rows, too."""
-        snapshot = self.snapshot(version, self.bucket_set())
-        return (snapshot.manifest(), snapshot.buckets) if snapshot is not None else None
 
     def begin_save(self, folder: str | Path) -> tuple[Future[Any], dict[str, Any]]:
         """Copies out the trained parameters, auxiliary policies (reference, old, average) and the optimizer. Returns a

@@ -115,9 +115,6 @@ class ForwardLoss:
             f"{self._objective.name} has no ratio to the policy that made a sample, so there is no proximal pass"
         )
 
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        raise TrainingError(f"{self._objective.name} trains no steps that have a log-prob")
-
     def gradient_normaliser(self) -> tuple[float, float]:
         return 0.0, 0.0
 

@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from omni_async.policy import BuildsEmpty, Policy
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
+from omni_async.weights.shards import own_slices
 
 _STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers call weights
 
@@ -147,8 +147,5 @@ def _read(stored: Any, tensor: Tensor) -> None:
     """Reads what this rank keeps of a tensor, and casts it."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
-        return
-    local = tensor.to_local()
-    if local.numel():
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local.copy_(stored[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))])
+    elif (local := tensor.to_local()).numel():
+        local.copy_(stored[own_slices(tensor)])

@@ -28,12 +28,12 @@ class Proximal:
     kappa: Tensor | None
 
 
-def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor, num_elements: int) -> Proximal:
+def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor) -> Proximal:
     """Takes the policy in training as the proximal one. Detached."""
     kappa = None
     if rows.behaviour_mean is not None:
         squares = (step.mean.detach() - rows.behaviour_mean).square().flatten(1).mean(dim=1, dtype=torch.float64)
-        kappa = num_elements * squares / (2 * step.scale.double().square())
+        kappa = rows.num_elements * squares / (2 * step.scale.double().square())
     return Proximal(log_prob.detach(), step.mean.detach(), kappa)
 
 

@@ -26,10 +26,6 @@ class RowLoss(Protocol[Rows]):
         """Recomputes proximal log-probs: this rank's samples under the current weights, remembered until
         `end_update`. Returns their drifts in order, none of a sample that does not count."""
 
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
-        weights; no sample where the group's does not count."""
-
     def gradient_normaliser(self) -> tuple[float, float]:
         """Returns two sums over this rank's rows since the last step: the gradient must be multiplied by their
         quotient, once summed over ranks."""

@@ -71,8 +71,6 @@ class TransitionLoss:
         self._normaliser = [0.0, 0.0]
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
-        """Yields this rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable
-        group."""
         latent_shape, sigmas = self._drawn.by(group.spec)
         window = check_group(group, self._fields, sigmas, latent_shape)
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
@@ -99,9 +97,8 @@ class TransitionLoss:
             )
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows, group.spec)
-        proximal = self._passes.recall(group.group, rows.row_ids, rows.latents.device) or self._under_current(
-            rows, step, value
-        )
+        passed = self._passes.recall(group.group, rows.row_ids, rows.latents.device)
+        proximal = passed or under_current(rows, step, value)
         old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
         drift = self._drift(rows, step.scale, proximal)
         weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
@@ -133,15 +130,13 @@ class TransitionLoss:
 
     @torch.no_grad()
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        """Recomputes proximal log-probs: this rank's samples under the current weights, remembered until
-        `end_update`. Returns their drifts in order, none of a sample that does not count."""
         row_ids: list[tuple[int, int]] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
             step, value = self._current(rows, group.spec)
             if not counts:
                 continue
-            proximal = self._under_current(rows, step, value)
+            proximal = under_current(rows, step, value)
             self._passes.remember(group.group, rows.row_ids, proximal)
             row_ids += rows.row_ids
             drifts.append(self._drift(rows, step.scale, proximal))
@@ -152,23 +147,7 @@ class TransitionLoss:
         num_elements = math.prod(self._drawn.by(group.spec)[0])
         return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, num_elements)
 
-    @torch.no_grad()
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
-        weights; no sample where the group's does not count."""
-        # Padding is computed too: the other ranks join in its collectives.
-        value_of: dict[tuple[int, int], Tensor] = {}
-        for rows, counts in self.batches(group):
-            values = self._current(rows, group.spec)[1].cpu()
-            if counts:
-                value_of |= dict(zip(rows.row_ids, values.unbind(), strict=True))
-        if not value_of:
-            return torch.empty(0, 0)
-        return torch.stack([value_of[row_id] for row_id in sorted(value_of)]).reshape(len(group.trajectories), -1)
-
     def gradient_normaliser(self) -> tuple[float, float]:
-        """Returns two sums over this rank's rows since the last step: the gradient must be multiplied by their
-        quotient, once summed over ranks."""
         sums, self._normaliser = self._normaliser, [0.0, 0.0]
         return sums[0], sums[1]
 
@@ -176,7 +155,6 @@ class TransitionLoss:
         self._first_step = False
 
     def end_update(self, progress: float) -> None:
-        """Ends the update: its proximal policy is no longer of use."""
         self._passes.clear()
         self._first_step = True
 
@@ -189,15 +167,11 @@ class TransitionLoss:
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:
-        noise_level = torch.full_like(
-            rows.sigma, self._sde.noise_level, dtype=torch.float64
-        )  # unrounded, as the engines have it
+        # Unrounded, as the engines have it.
+        noise_level = torch.full_like(rows.sigma, self._sde.noise_level, dtype=torch.float64)
         return transition(
             self._sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level
         )
-
-    def _under_current(self, rows: TransitionRows, step: Transition, value: Tensor) -> Proximal:
-        return under_current(rows, step, value, rows.num_elements)
 
     def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
         """Returns log-prob and mean of the policy that the ratio is taken to."""
@@ -213,9 +187,8 @@ class TransitionLoss:
         value = proximal.log_prob
         if self._correction.mode == "interpolated":
             value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
-        return Drift(
-            self._nats(rows, scale, value)[:, None], None if proximal.kappa is None else proximal.kappa[:, None]
-        )
+        kappa = None if proximal.kappa is None else proximal.kappa[:, None]
+        return Drift(self._nats(rows, scale, value)[:, None], kappa)
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
         """Converts the difference of the log-probs `value` and the recorded ones to log-ratios of the whole sample,

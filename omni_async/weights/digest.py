@@ -17,25 +17,14 @@ from omni_async.types import TensorSpec, WeightManifest
 
 Bucket = npt.NDArray[np.uint8]
 
-_ITEM_BYTES = {
-    **dict.fromkeys(
-        (
-            "bool",
-            "uint8",
-            "int8",
-            "float8_e4m3fn",
-            "float8_e4m3fnuz",
-            "float8_e5m2",
-            "float8_e5m2fnuz",
-            "float8_e8m0fnu",
-        ),
-        1,
-    ),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
+_DTYPES_OF_BYTES = {
+    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+    2: "float16 bfloat16 int16 uint16",
+    4: "float32 int32 uint32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
 }
+_ITEM_BYTES = {dtype: size for size, dtypes in _DTYPES_OF_BYTES.items() for dtype in dtypes.split()}
 
 
 class WeightError(RuntimeError):

@@ -19,7 +19,17 @@ from omni_async.media import Media
 from omni_async.policy import SequencePlan
 from omni_async.sde.schedules import scheduler_sigmas
 from omni_async.types import Prompt
-from pipelines.parts import as_images, empty_part, load_part, load_tokenizer, read_config, stack_images
+from pipelines.parts import (
+    DiffusersPolicy,
+    as_images,
+    branches,
+    guided,
+    linear_guidance,
+    load_part,
+    load_tokenizer,
+    read_config,
+    stack_images,
+)
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -39,39 +49,26 @@ _PIXELS_AT_ONCE = 1024 * 1024
 def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
     """Applies true classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T,
     C) float32."""
-    combined = uncond + scale * (cond - uncond)
+    combined = linear_guidance(cond, uncond, scale)
     return combined * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
 
 
-class QwenImagePolicy:
+class QwenImagePolicy(DiffusersPolicy):
     """The `omni_async.policy.Policy` of Qwen-Image. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool,
     and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
 
-    components: tuple[str, ...] = ("transformer",)
+    denoiser = "QwenImageTransformer2DModel"
     sequence_plan: SequencePlan | None = SequencePlan(
         masked_text={"encoder_hidden_states": "encoder_hidden_states_mask"}
     )
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        super().__init__(path)
         transformer = read_config(path, "transformer")
         self.in_channels = int(transformer["in_channels"])
         self.text_width = int(transformer["joint_attention_dim"])
         self.pixels_per_token = PATCH * 2 ** len(read_config(path, "vae")["temperal_downsample"])
         self.scheduler_config = read_config(path, "scheduler", "scheduler_config.json")
-
-    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        from diffusers import QwenImageTransformer2DModel
-
-        return {"transformer": load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
-
-    def build_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        from diffusers import QwenImageTransformer2DModel
-
-        return {"transformer": empty_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
-
-    def component_of(self, sigma: float) -> str:
-        return "transformer"
 
     def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
         rows, columns = self._grid(spec)
@@ -109,16 +106,7 @@ class QwenImagePolicy:
             )[0]
             return v.float()
 
-        cond = predict("prompt")
-        if not spec.guided:
-            return cond
-        if "negative_prompt_embeds" not in conditioning:
-            raise ValueError(
-                f"true_cfg_scale = {spec.true_cfg_scale} needs conditioning encoded with a negative prompt"
-            )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
-            uncond = predict("negative_prompt")
-        return combine_guidance(cond, uncond, spec.true_cfg_scale)
+        return guided(predict, conditioning, spec.true_cfg_scale, unconditional_gradient, combine_guidance)
 
     def call(self, transformer: torch.nn.Module, **inputs: Any) -> Any:
         """Runs the denoiser; where it takes other arguments than diffusers', a subclass adds them."""
@@ -131,12 +119,8 @@ class QwenImagePolicy:
 
     def blank_conditioning(self, spec: QwenImageSampling) -> TensorDict:
         embeds, mask = torch.zeros(1, self.text_width), torch.ones(1, dtype=torch.bool)
-        branches = ("prompt", "negative_prompt") if spec.guided else ("prompt",)
-        fields = {
-            f"{branch}_{part}": tensor.clone()
-            for branch in branches
-            for part, tensor in (("embeds", embeds), ("mask", mask))
-        }
+        parts = {"embeds": embeds, "mask": mask}
+        fields = {f"{branch}_{name}": part.clone() for branch in branches(spec.guided) for name, part in parts.items()}
         return TensorDict(fields, batch_size=[])
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:

@@ -9,9 +9,7 @@ quickstart (``recipes/quickstart/build_checkpoint.py``) starts from the same par
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -228,20 +226,8 @@ def build_components(
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
     """Writes a random checkpoint in diffusers' layout to ``path`` and returns it. ``shape``: see
     ``build_components``."""
-    path = Path(path)
-    cast(Any, build_components(**shape)).to(dtype).save_pretrained(path)
-    return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny random Qwen-Image checkpoint (diffusers layout).")
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
-    args = parser.parse_args()
-    build(args.out, seed=args.seed)
-    num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
-    sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
+    return tiny.write(build_components(**shape), path, dtype)
 
 
 if __name__ == "__main__":
-    main()
+    tiny.main(build, "Qwen-Image")

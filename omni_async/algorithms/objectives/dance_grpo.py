@@ -4,7 +4,7 @@ the transition "dance"."""
 from __future__ import annotations
 
 from omni_async.algorithms.objectives.base import ObjectiveOutput, TransitionInputs
-from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, log_ratios_nats, objective_output
+from omni_async.algorithms.objectives.flow_grpo import flow_grpo
 from omni_async.config.algorithm import Algorithm
 
 
@@ -18,5 +18,4 @@ def dance_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
             f"algorithm.kl_coef: dance_grpo has no KL term, got {algorithm.kl_coef}; flow_grpo is the same loss"
             " with one"
         )
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
-    return objective_output(inputs, algorithm, loss, metrics)
+    return flow_grpo(inputs, algorithm)

@@ -66,8 +66,8 @@ class Fsdp2Backend(ModuleBackend):
                 buffer.data = buffer.data.to(self.device)
 
     def backward(self, losses: Tensor, weight: float) -> None:
-        # FSDP2 averages gradients over ranks, where their sum is asked for.
-        torch.autograd.backward(losses.sum() * (weight * self.layout.averaged_over))
+        # FSDP2 averages gradients over all ranks. Their sum is wanted: each has rows of its own, or its part of a row.
+        torch.autograd.backward(losses.sum() * (weight * self.layout.world_size))
 
 
 def _mesh(device: torch.device, layout: ParallelLayout) -> DeviceMesh:
