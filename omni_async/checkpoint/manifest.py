@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from omni_async.checkpoint.errors import CheckpointError
+from omni_async.checkpoint.errors import CheckpointError, read_json
 
 FILE = "manifest.json"
 _FORMAT = 1
@@ -45,9 +45,8 @@ def check_manifest(folder: Path) -> None:
     """Raises CheckpointError with the first thing that is not as it was written, or that was not written: a reader of
     `folder` meets after this nothing but the files that the manifest names, and some that no reader opens."""
     try:
-        (
-            folder / FILE
-        ).lstat()  # first: a wrong path may lead to a folder that holds half a disk, links and pipes included
+        # First: a wrong path may lead to a folder that holds half a disk, links and pipes included.
+        (folder / FILE).lstat()
         found = dict(_files(folder))
     except FileNotFoundError:
         found = {}
@@ -55,7 +54,7 @@ def check_manifest(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
     if FILE not in found:
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {FILE}")
-    manifest = _read(found.pop(FILE))
+    manifest = read_json(found.pop(FILE), Manifest, _FORMAT, _LARGEST)
     if unnamed := {name for name in found.keys() - manifest.files.keys() if not _is_bystander(name)}:
         raise CheckpointError(f"{found[min(unnamed)]} is not what was written: {FILE} does not name it")
     for name, content in manifest.files.items():
@@ -89,20 +88,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
                     raise CheckpointError(
                         f"{path} is neither a file nor a folder; a checkpoint has no links, pipes or devices"
                     )
-
-
-def _read(path: Path) -> Manifest:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise CheckpointError(f"{path} is larger than {_LARGEST} bytes")
-        manifest = msgspec.json.decode(content, type=Manifest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
-    if manifest.format != _FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}, this version reads {_FORMAT}")
-    return manifest
 
 
 def _check(path: Path, content: Content) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from omni_async.checkpoint.errors import CheckpointError
+from omni_async.checkpoint.errors import CheckpointError, read_json
 from omni_async.control.control_state import ControlState
 
 FILE = "state.json"
@@ -35,31 +35,18 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.control.version
 
 
-class _Format(msgspec.Struct):
-    format: int = 1
-
-
 def write_state(folder: Path, state: State) -> None:
     (folder / FILE).write_bytes(msgspec.json.encode(state))
 
 
 def read_state(folder: Path) -> State:
     """Reads a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
-    path = folder / FILE
     try:
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{path} is larger than {_LARGEST} bytes")
-        content = path.read_bytes()
-        found = msgspec.json.decode(content, type=_Format).format
-        if found != FORMAT:
-            raise CheckpointError(f"{path} has format {found}, this version reads {FORMAT}")
-        state = msgspec.json.decode(content, type=State)
+        state = read_json(folder / FILE, State, FORMAT, _LARGEST)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint folder: it has no {FILE}") from None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
     if problem := _impossible(state):
-        raise CheckpointError(f"{path} is of no run: {problem}")
+        raise CheckpointError(f"{folder / FILE} is of no run: {problem}")
     return state
 
 

@@ -25,12 +25,11 @@ from omni_async.components import compute_velocity, named_parameters
 from omni_async.policy import Codec, Policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.conditioning import ConditioningCache
-from omni_async.rollout.payloads import Staged, adapted_weights
+from omni_async.rollout.payloads import Staged, adapted_weights, take_in
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
-from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,13 +109,7 @@ class DiffusersEngine:
         return await waiting.result
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        started = time.perf_counter()
-        try:
-            await asyncio.to_thread(Staged(manifest, buckets).verify)
-        except WeightError as error:
-            raise EngineError(f"{self.name}: {error}") from error
-        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
-        return manifest.digest
+        return await take_in(self.name, self._staged, manifest, buckets)
 
     async def swap(self, version: int) -> WeightReport:
         self._require_open()

@@ -3,14 +3,18 @@ diffusers names when swapped."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from omni_async.rollout.base import EngineError
+from omni_async.rollout.staged import StagedVersion
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import unpack, verify
+from omni_async.weights.buckets import WeightError, unpack, verify
 from omni_async.weights.lora import merged_weights
 
 if TYPE_CHECKING:
@@ -60,6 +64,17 @@ class Staged:
                 f"expected {expected.get(name, 'nothing of that name')}"
             )
         return unpack(self.manifest, self.buckets)
+
+
+async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+    """Verifies a version beside the event loop, and stages it; returns its digest. EngineError if it is damaged."""
+    started = time.perf_counter()
+    try:
+        await asyncio.to_thread(Staged(manifest, buckets).verify)
+    except WeightError as error:
+        raise EngineError(f"{engine}: {error}") from error
+    into.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
+    return manifest.digest
 
 
 def adapted_weights(adapters: Iterable[str]) -> set[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
@@ -19,12 +18,11 @@ from tensordict import TensorDict
 from omni_async.families import PipelineFamily
 from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.rollout.payloads import Staged
+from omni_async.rollout.payloads import Staged, take_in
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import check_request
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
-from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,13 +153,7 @@ class VllmOmniEngine:
         return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions)
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        started = time.perf_counter()
-        try:
-            await asyncio.to_thread(Staged(manifest, buckets).verify)
-        except WeightError as error:
-            raise EngineError(f"{self.name}: {error}") from error
-        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
-        return manifest.digest
+        return await take_in(self.name, self._staged, manifest, buckets)
 
     async def swap(self, version: int) -> WeightReport:
         staged = self._staged.take(version)

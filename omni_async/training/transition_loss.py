@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -19,50 +20,25 @@ from omni_async.algorithms.correction.drift import Drift
 from omni_async.algorithms.correction.ratio import interpolated_log_prob
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config, Sde
 from omni_async.families import SamplingSpec
-from omni_async.layout import ParallelLayout
-from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
-from omni_async.training.backends.base import TrainBackend
-from omni_async.training.device import largest_over_ranks
-from omni_async.training.groups import Drawn, GroupBatch, check_group
-from omni_async.training.metrics import Metrics
-from omni_async.training.micro_batches import micro_batches
+from omni_async.training.groups import GroupBatch, check_group
 from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
+from omni_async.training.row_loss import LossOfObjective
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
 
 
-class TransitionLoss:
+class TransitionLoss(LossOfObjective):
     """The `RowLoss` of transition objectives. `omni_async.training.engine` documents the order of calls."""
 
-    def __init__(
-        self,
-        config: Config,
-        objective: Objective,
-        policy: Policy,
-        model: TrainBackend,
-        metrics: Metrics,
-        layout: ParallelLayout,
-    ) -> None:
-        rollout, algorithm = config.rollout, config.algorithm
-        if rollout.sde is None:
-            raise ValueError(f"rollout.sde: {algorithm.name} trains noisy steps, and null takes none")
-        self._sde: Sde = rollout.sde
-        self._algorithm = algorithm
-        self._correction = config.correction
-        self._objective = objective
-        self._fields = trajectory_fields(objective, config)
-        self._compute = objective.load()
-        self._policy = policy
-        self._model = model
-        self._metrics = metrics
-        self._layout = layout
-        self._micro_batch_size = config.trainer.micro_batch_size
-        self._drawn = Drawn(policy, rollout)
-        c = self._correction
+    def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
+        if config.rollout.sde is None:
+            raise ValueError(f"rollout.sde: {config.algorithm.name} trains noisy steps, and null takes none")
+        super().__init__(config, objective, *parts)
+        self._sde: Sde = config.rollout.sde
+        c = self._correction = config.correction
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"
         self._whole_samples = objective.unit == "sample" or rejects_samples or weighs_samples
@@ -76,12 +52,9 @@ class TransitionLoss:
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
         count = len(chosen[0])
         unit = count if self._whole_samples else 1
-        most = self._layout.most(group.size)
         samples = zip(group.trajectories, chosen, strict=True)
         needs = [self._component(t, k) for t, positions in samples for k in positions]
-        for batch in micro_batches(
-            needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
-        ):
+        for batch in self._micro_batches(needs, unit, self._layout.most(group.size) * count):
             rows = build_rows(group, chosen, batch, needs, self._policy, self._model.device)
             yield rows, batch.counts and group.counts
 
@@ -226,8 +199,7 @@ class TransitionLoss:
         if drift.kappa is not None:
             record("kappa_nats", drift.kappa)
             by_step("kappa_nats", drift.kappa.flatten(), rows.steps, "mean")
-        record("row_staleness/mean", rows.staleness.double())
-        record("row_staleness/max", rows.staleness.double(), "max")
+        self._record_staleness(rows.staleness)
 
     def _record_mismatch(self, rows: TransitionRows, nats: Tensor) -> None:
         """Records the log-ratios between engine and trainer under the same weights."""

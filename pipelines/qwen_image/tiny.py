@@ -26,6 +26,8 @@ from diffusers import (
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
+from pipelines import tiny
+
 # The template that the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are,
 # so a tokenizer of ours is right only if it spends exactly 34 tokens on the prefix.
 PROMPT_PREFIX = (
