@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -38,7 +36,7 @@ def pipeline(policy: QwenImagePolicy) -> QwenImagePipeline:
     return pipeline
 
 
-def test_the_family_is_found_and_imports_no_torch() -> None:
+def test_the_family_is_found_and_imports_no_torch():
     family = find_family("qwen_image")
     assert family.model_index_class == "QwenImagePipeline"
     with pytest.raises(ValueError, match="qwen_image"):
@@ -50,7 +48,7 @@ def test_the_family_is_found_and_imports_no_torch() -> None:
     )
 
 
-def test_encode_is_diffusers_encode_prompt(codec: QwenImageCodec, pipeline: QwenImagePipeline) -> None:
+def test_encode_is_diffusers_encode_prompt(codec, pipeline):
     for prompt in PROMPTS:
         expected, _ = pipeline.encode_prompt(prompt)
         conditioning = codec.encode(Prompt(0, prompt), GUIDED)
@@ -60,9 +58,7 @@ def test_encode_is_diffusers_encode_prompt(codec: QwenImageCodec, pipeline: Qwen
     assert "negative_prompt_embeds" not in codec.encode(Prompt(0, "x"), PLAIN)
 
 
-def test_decode_is_diffusers_decode(
-    policy: QwenImagePolicy, codec: QwenImageCodec, pipeline: QwenImagePipeline
-) -> None:
+def test_decode_is_diffusers_decode(policy, codec, pipeline):
     latents = torch.randn(3, *policy.latent_shape(PLAIN), generator=torch.Generator().manual_seed(0))
     images = torch.stack([media.image for media in codec.decode(latents, PLAIN)])
     assert images.shape == (3, 3, 64, 32)
@@ -74,7 +70,7 @@ def test_decode_is_diffusers_decode(
     assert (images.float() - expected).abs().max() <= 1
 
 
-def test_single_frame_decoding_is_exact_to_rounding(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
+def test_single_frame_decoding_is_exact_to_rounding(policy, codec):
     latents = torch.randn(2, 16, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = AutoencoderKLQwenImage.from_pretrained(policy.path, subfolder="vae").decode(latents).sample[:, :, 0]
@@ -91,7 +87,7 @@ def velocity(
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_a_padded_batch_is_its_samples(policy: QwenImagePolicy, codec: QwenImageCodec, scale: float) -> None:
+def test_a_padded_batch_is_its_samples(policy, codec, scale):
     transformer = load_model(policy)
     rows = [codec.encode(Prompt(0, prompt), GUIDED) for prompt in PROMPTS]
     assert len({len(row["prompt_embeds"]) for row in rows}) == 3
@@ -104,7 +100,7 @@ def test_a_padded_batch_is_its_samples(policy: QwenImagePolicy, codec: QwenImage
         assert_close(batch[i : i + 1], alone, rtol=0, atol=1e-5)
 
 
-def test_bfloat16_weights_take_and_return_float32(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
+def test_bfloat16_weights_take_and_return_float32(policy, codec):
     transformer = load_model(policy, torch.bfloat16)
     x = torch.randn(1, *policy.latent_shape(PLAIN))
     v = velocity(
@@ -119,7 +115,7 @@ def test_bfloat16_weights_take_and_return_float32(policy: QwenImagePolicy, codec
     assert v.dtype == torch.float32
 
 
-def test_gradients_reach_the_transformer_through_both_branches(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
+def test_gradients_reach_the_transformer_through_both_branches(policy, codec):
     transformer = load_model(policy)
     c = policy.stack_conditioning([codec.encode(Prompt(0, "7"), GUIDED)])
     x = torch.randn(1, *policy.latent_shape(PLAIN))
@@ -127,18 +123,18 @@ def test_gradients_reach_the_transformer_through_both_branches(policy: QwenImage
     assert transformer["transformer"].proj_out.weight.grad.abs().max() > 0
 
 
-def test_guidance_needs_a_negative_prompt(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
+def test_guidance_needs_a_negative_prompt(policy, codec):
     c = policy.stack_conditioning([codec.encode(Prompt(0, "7"), PLAIN)])
     with pytest.raises(ValueError, match="negative prompt"):
         velocity(policy, load_model(policy), torch.randn(1, 8, 64), torch.tensor([0.5]), c, 2.0)
 
 
-def test_sigmas_are_the_schedulers(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
+def test_sigmas_are_the_schedulers(policy, pipeline):
     pipeline("7", height=64, width=32, num_inference_steps=6, true_cfg_scale=1.0, output_type="latent")
     assert torch.equal(policy.sigmas(6, PLAIN), pipeline.scheduler.sigmas)
 
 
-def test_sizes_and_folders_that_cannot_work_are_named(policy: QwenImagePolicy, tmp_path) -> None:
+def test_sizes_and_folders_that_cannot_work_are_named(policy, tmp_path):
     with pytest.raises(ValueError, match="multiples of 16, got 64 x 40"):
         policy.latent_shape(QwenImageSampling(height=64, width=40))
     with pytest.raises(ValueError, match="is missing"):

@@ -1,7 +1,5 @@
 """Provides a tiny random Qwen-Image, requests for it, and published versions of its weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,5 @@
 """Tests which requests share conditioning, with a codec that sees the images of prompts."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +21,7 @@ class SeeingCodec:
     def __init__(self) -> None:
         self.calls = 0
 
-    def to(self, device: Any) -> SeeingCodec:
+    def to(self, device: Any) -> Any:
         return self
 
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
@@ -39,7 +36,7 @@ class SeeingCodec:
         raise NotImplementedError
 
 
-def test_the_same_text_with_other_images_is_another_prompt(tmp_path: Path) -> None:
+def test_the_same_text_with_other_images_is_another_prompt(tmp_path):
     lines = []
     for number, (name, grey) in enumerate((("a.png", 10), ("b.png", 200), ("copy.png", 10))):
         Image.new("RGB", (4, 4), (grey,) * 3).save(tmp_path / name)

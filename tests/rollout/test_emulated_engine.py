@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -27,7 +25,7 @@ def engine(max_batch: int = 4, **times: float) -> EmulatedEngine:
     )
 
 
-def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
+def test_log_probs_are_those_of_a_policy_with_velocity_zero():
     async def main() -> Trajectory:
         e = engine()
         await e.start()
@@ -52,7 +50,7 @@ def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
     assert made.versions.spans == ((0, 6),)
 
 
-def test_steps_take_their_time_and_batches_share_it() -> None:
+def test_steps_take_their_time_and_batches_share_it():
     async def main() -> float:
         e = engine(max_batch=4, step_s=0.01, per_sample_s=0.001)
         await e.start()
@@ -66,7 +64,7 @@ def test_steps_take_their_time_and_batches_share_it() -> None:
     assert 0.156 <= asyncio.run(main()) < 0.6
 
 
-def test_versions_change_between_two_steps() -> None:
+def test_versions_change_between_two_steps():
     async def main() -> Trajectory:
         e = engine(step_s=0.02)
         await e.start()
@@ -86,7 +84,7 @@ def test_versions_change_between_two_steps() -> None:
     assert asyncio.run(main()).versions.spans == ((0, 2), (7, 4))
 
 
-def test_close_fails_what_is_in_flight() -> None:
+def test_close_fails_what_is_in_flight():
     async def main() -> list[object]:
         e = engine(max_batch=1, step_s=10.0)
         await e.start()
@@ -98,7 +96,7 @@ def test_close_fails_what_is_in_flight() -> None:
     assert [type(r) for r in asyncio.run(main())] == [EngineError, EngineError]
 
 
-def test_its_media_have_the_shapes_of_the_spec_and_a_level_of_the_seed() -> None:
+def test_its_media_have_the_shapes_of_the_spec_and_a_level_of_the_seed():
     class Film(SamplingSpec, frozen=True):
         def media(self) -> tuple[MediaShape, ...]:
             return MediaShape("video", (4, 3, 6, 8), 12), MediaShape("audio", (2, 100), 8000)

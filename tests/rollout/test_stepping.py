@@ -1,7 +1,5 @@
 """Tests samples in flight: what is added to each, and what their prompts are encoded to."""
 
-from __future__ import annotations
-
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
@@ -15,7 +13,7 @@ from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.rollout.conftest import make_request
 
 
-def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins() -> None:
+def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins():
     shape = (3, 4)
     for start in range(3):
         sample = InFlight(make_request(sde_kind="dance", window=SdeWindow(start, 3)), linear(6), shape)
@@ -40,7 +38,7 @@ class Codec:
         return TensorDict({}, batch_size=[])
 
 
-def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides() -> None:
+def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides():
     cache = ConditioningCache(codec := Codec())  # type: ignore[arg-type]
     unguided, guided = make_request(negative_prompt="blur"), make_request(negative_prompt="blur", true_cfg_scale=4.0)
     for request in (unguided, guided, unguided, guided):

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from omni_async.sde.transitions import KINDS, log_prob, nats_per_log_prob, ode_step, step_mixed, take_step, transition
 
-torch.set_num_threads(1)
-
 SHAPE = (3, 5)
 
 

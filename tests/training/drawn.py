@@ -1,7 +1,5 @@
 """Draws groups of a family's tiny checkpoint as an engine would, and splits what ranks get of them."""
 
-from __future__ import annotations
-
 import torch
 from tensordict import TensorDict
 

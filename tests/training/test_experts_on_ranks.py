@@ -1,8 +1,6 @@
 """Tests that the two experts of Wan2.2 get the same gradients from two ranks as from one, under FSDP2 over gloo,
 whichever expert a rank has rows for."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -45,7 +43,7 @@ def worker(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch]]) 
     dist.destroy_process_group()
 
 
-def test_two_ranks_have_the_gradients_of_one_for_both_experts(tmp_path: Path) -> None:
+def test_two_ranks_have_the_gradients_of_one_for_both_experts(tmp_path):
     path = tiny.build(tmp_path / "wan")
     common = [f"model.path={path}", "rollout.group_size=3", "trainer.micro_batch_size=2"]
     configs = {name: load(RECIPE, [*common, *settings]) for name, settings in SETTINGS.items()}

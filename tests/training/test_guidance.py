@@ -1,20 +1,14 @@
 """Tests classifier-free guidance in training: with or without gradient through the unconditional branch."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import assert_gradients, nudge, started, stepped
+from tests.training.engines import assert_gradients, log_probs, make_config, nudge, started, stepped
 from tests.training.plain import gradients_of, model_of, steps_of, surrogate
 
-MakeConfig = Callable[..., Config]
 MINE = {"rollout.sampling.true_cfg_scale": 3.0, "trainer.micro_batch_size": 3}
 
 
@@ -25,9 +19,7 @@ def nudged(config: Config) -> TrainEngine:
 
 
 @pytest.mark.parametrize("through", [True, False])
-def test_the_gradient_is_that_of_a_detached_or_whole_unconditional_branch(
-    make_config: MakeConfig, through: bool
-) -> None:
+def test_the_gradient_is_that_of_a_detached_or_whole_unconditional_branch(through):
     engine = nudged(make_config(**MINE, **{"algorithm.unconditional_gradient": through}))
     group = tiny_group(TinyPolicy(), engine.config)
     model = model_of(engine)
@@ -39,15 +31,13 @@ def test_the_gradient_is_that_of_a_detached_or_whole_unconditional_branch(
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
-def test_detaching_changes_the_gradient_but_no_value(
-    make_config: MakeConfig, backend: str, lora: dict[str, Any] | None
-) -> None:
+def test_detaching_changes_the_gradient_but_no_value(backend, lora):
     metrics = []
     for through in (True, False):
         changes = {"algorithm.unconditional_gradient": through, "trainer.backend": backend, "model.lora": lora}
         engine = started(make_config(**MINE, **changes))
         group = tiny_group(TinyPolicy(), engine.config)
-        assert (engine.log_probs(group) - torch.stack([t["log_probs"] for t in group.trajectories])).abs().max() < 1e-6
+        assert (log_probs(engine, group) - torch.stack([t["log_probs"] for t in group.trajectories])).abs().max() < 1e-6
         engine.accumulate(group, 1 / 8)
         metrics.append(engine.step())
     assert abs(metrics[0].pop("grad_norm") / metrics[1].pop("grad_norm") - 1) > 1e-3

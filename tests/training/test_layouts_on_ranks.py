@@ -1,8 +1,6 @@
 """Tests that four gloo ranks train what one plain rank trains, however they hold the weights, for every family, and
 that a checkpoint of one layout goes on in another."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
@@ -127,7 +125,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
 
 
 @pytest.mark.timeout(900)
-def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path: Path) -> None:
+def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path):
     jobs: dict[str, tuple[Config, GroupBatch, Path]] = {}
     alone: dict[str, tuple[TrainEngine, dict[str, Any]]] = {}
     for family in FAMILIES[:3]:

@@ -1,7 +1,5 @@
 """Tests that ranks reduce their metrics to those of one rank, however rows are dealt. Four processes over gloo."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -47,7 +45,7 @@ def worker(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_rows_count_once_however_they_are_dealt(tmp_path: Path) -> None:
+def test_rows_count_once_however_they_are_dealt(tmp_path):
     mp.spawn(worker, (tmp_path,), nprocs=WORLD, join=True)
     for rank in range(WORLD):
         found, sums = pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes())

@@ -1,11 +1,8 @@
 """Tests that several ranks are one rank: same gradients, metrics and weights, whatever the split. Real processes over
 gloo."""
 
-from __future__ import annotations
-
 import math
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +21,11 @@ from omni_async.training.metrics import Metrics
 from omni_async.weights.buckets import unpack, verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
+from tests.training.engines import log_probs, make_config
 from tests.training.exports import export
 from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
-MakeConfig = Callable[..., Config]
 EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach
 
 # A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
@@ -108,7 +105,7 @@ def update(engine: TrainEngine, number: int) -> dict[str, Any]:
     groups = groups_of(engine, number)
     seen: dict[str, list[list[Any]]] = {}
     if engine.config.rollout.sde is not None:
-        seen["log_probs"] = [engine.log_probs(group).tolist() for group in groups]
+        seen["log_probs"] = [log_probs(engine, group).tolist() for group in groups]
     if engine.config.trainer.steps_per_update > 1:
         seen["drift"] = [
             [(*d.log_ratio, *(d.kappa or ())) for d in engine.recompute_proximal(group)] for group in groups
@@ -163,7 +160,7 @@ def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-6)
 
 
-def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_trains(tmp_path):
     two = {name: make_config(**{**BASE, **change, "trainer.workers": 2}) for name, change in VARIANTS.items()}
     mp.spawn(worker, (2, tmp_path, two), nprocs=2, join=True)
     for rank in (0, 1):
@@ -195,7 +192,7 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
         # A checkpoint of two ranks continues on one.
         load(alone_engine, tmp_path / name / "checkpoint")
         update(alone_engine, 1)
-        assert_same_tensors(dict(unpack(*alone_engine.export(2))), expected_weights)
+        assert_same_tensors(dict(unpack(*export(alone_engine, 2))), expected_weights)
 
 
 # ---- shares of every size --------------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ def dealing_worker(rank: int, world: int, folder: Path, configs: dict[tuple[str,
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_shares_of_any_size_have_the_gradients_of_one_rank(make_config: MakeConfig, tmp_path: Path, world: int) -> None:
+def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
     dealt = {key: make_config(**{**change, "trainer.workers": world}) for key, change in jobs.items()}
     mp.spawn(dealing_worker, (world, tmp_path, dealt), nprocs=world, join=True)

@@ -1,8 +1,6 @@
 """Tests the engine on a real architecture: a tiny random Qwen-Image, on the CPU and, where there is one, a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +15,12 @@ from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.shards import whole
 from tests.fakes import load_model
+from tests.training.engines import log_probs, make_config
+from tests.training.exports import export
 from tests.training.saved import load, save
 
 tiny = pytest.importorskip("pipelines.qwen_image.tiny")
 qwen = pytest.importorskip("pipelines.qwen_image.policy")
-
-MakeConfig = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +67,8 @@ def random_group(engine: TrainEngine) -> GroupBatch:
     )
     if engine.config.rollout.sde is None:
         return group
-    for sample, log_probs in zip(samples, engine.log_probs(group), strict=True):
-        sample["log_probs"] = log_probs
+    for sample, recorded in zip(samples, log_probs(engine, group), strict=True):
+        sample["log_probs"] = recorded
     return group
 
 
@@ -86,9 +84,7 @@ def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> t
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_qwen_image_trains_and_exports_diffusers_names(
-    make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str
-) -> None:
+def test_qwen_image_trains_and_exports_diffusers_names(checkpoint, lora, backend):
     options = {
         "model.lora": lora,
         "trainer.backend": backend,
@@ -99,7 +95,7 @@ def test_qwen_image_trains_and_exports_diffusers_names(
     )
     engine, metrics = train_two_steps(config, checkpoint, torch.device("cpu"))
     assert metrics["ratio_deviation"] > 0
-    names = {spec.name for spec in engine.export(1)[0].tensors}
+    names = {spec.name for spec in export(engine, 1)[0].tensors}
     if lora is None:
         assert names == set(dict(load_model(qwen.QwenImagePolicy(str(checkpoint))).named_parameters()))
     else:
@@ -108,9 +104,7 @@ def test_qwen_image_trains_and_exports_diffusers_names(
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_qwen_image_trains_on_final_latents_beside_two_other_policies(
-    make_config: MakeConfig, checkpoint: Path, backend: str
-) -> None:
+def test_qwen_image_trains_on_final_latents_beside_two_other_policies(checkpoint, backend):
     options = {
         "trainer.backend": backend,
         "rollout.sampling": {"height": 32, "width": 32, "true_cfg_scale": 3.0},
@@ -123,7 +117,7 @@ def test_qwen_image_trains_on_final_latents_beside_two_other_policies(
     assert metrics["kl_ref"] > 1.5 * metrics["old_deviation"] > 0  # the old policy follows, the reference does not
     digests = {which: digest_tensors(auxiliary_tensors(engine, which)) for which in ("old", "reference")}
     assert digests["reference"] == engine.digest0
-    assert digests["old"] == engine.export(2)[0].digest != engine.digest0
+    assert digests["old"] == export(engine, 2)[0].digest != engine.digest0
 
 
 def auxiliary_tensors(engine: TrainEngine, which: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,9 +129,7 @@ def auxiliary_tensors(engine: TrainEngine, which: str) -> Iterator[tuple[str, to
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 @pytest.mark.parametrize("backend", ["plain", "auto"])
-def test_qwen_image_trains_in_bfloat16_on_an_accelerator(
-    make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str, tmp_path: Path
-) -> None:
+def test_qwen_image_trains_in_bfloat16_on_an_accelerator(checkpoint, lora, backend, tmp_path):
     options = {"model.dtype": "bfloat16", "model.lora": lora, "trainer.backend": backend, "algorithm.kl_coef": 0.1}
     config = make_config(
         **options,
@@ -146,8 +138,8 @@ def test_qwen_image_trains_in_bfloat16_on_an_accelerator(
     engine, metrics = train_two_steps(config, checkpoint, rank_device(0))
     assert metrics["ratio_deviation"] > 0
     assert metrics["kl_ref"] > 0
-    manifest, _ = engine.export(2)
+    manifest, _ = export(engine, 2)
     assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
     save(engine, tmp_path / "c")
     load(engine, tmp_path / "c")
-    assert engine.export(2)[0].digest == manifest.digest
+    assert export(engine, 2)[0].digest == manifest.digest

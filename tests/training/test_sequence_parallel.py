@@ -1,10 +1,7 @@
 """Tests that ranks which share the tokens of a row train what one rank trains: real architectures over gloo, alone and
 beside data parallelism, with guidance, masks, LoRA, recomputed activations and several denoisers."""
 
-from __future__ import annotations
-
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -29,9 +26,9 @@ from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.shards import whole
 from tests.fakes import share
+from tests.training.engines import log_probs, make_config
 
 CPU = torch.device("cpu")
-MakeConfig = Callable[..., Config]
 LORA = {"model.lora": {"rank": 2, "alpha": 4.0}}
 CHECKPOINTING = {"trainer.gradient_checkpointing": True}
 
@@ -138,13 +135,13 @@ def train(config: Config, group: GroupBatch | None, rank: int) -> dict[str, Any]
     fill_adapters(engine)
     made = group if group is not None else random_group(engine.policy, config)
     mine = share(made, layout)
-    log_probs = engine.log_probs(mine)
+    recomputed = log_probs(engine, mine)
     if group is None:
-        for sample, recorded in zip(made.trajectories, log_probs, strict=True):
+        for sample, recorded in zip(made.trajectories, recomputed, strict=True):
             sample["log_probs"] = recorded
     engine.accumulate(mine, 1 / 8)
     gradients = {name: whole(p.grad) for name, p in engine._model.trainable.items() if p.grad is not None}
-    return {"log_probs": log_probs, "gradients": gradients, "group": made}
+    return {"log_probs": recomputed, "gradients": gradients, "group": made}
 
 
 def refusals(config: Config, rank: int) -> list[str]:
@@ -168,7 +165,7 @@ def refusals(config: Config, rank: int) -> list[str]:
         engine = TrainEngine(config, policy, ParallelLayout.of(config.trainer, rank), device=CPU)
         with pytest.raises((ValueError, TrainingError)) as refused:
             engine.setup()
-            engine.log_probs(random_group(policy, config))
+            log_probs(engine, random_group(policy, config))
         said.append(str(refused.value))
     SD3Transformer2DModel._cp_plan = None
     return said
@@ -202,7 +199,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def config_of(case: Case, checkpoints: dict[str, str], make_config: MakeConfig, alone: bool) -> Config:
+def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
     ranks = {} if alone else {"trainer.workers": case.workers, "trainer.sequence_parallel": case.sequence}
     changes = {
         "model.pipeline": case.family,
@@ -227,12 +224,10 @@ class Trained:
         return pickle.loads((self.folder / f"{name} {rank}").read_bytes())
 
 
-def trained(make_config: MakeConfig, checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
+def trained(checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
     cases = {name: case for name, case in CASES.items() if case.workers == world}
-    configs = {name: config_of(case, checkpoints, make_config, alone=False) for name, case in cases.items()}
-    alone = {
-        name: train(config_of(case, checkpoints, make_config, alone=True), None, 0) for name, case in cases.items()
-    }
+    configs = {name: config_of(case, checkpoints, alone=False) for name, case in cases.items()}
+    alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
     jobs = {name: (config, alone[name]["group"]) for name, config in configs.items()}
     asked = {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs
     mp.spawn(worker, (folder, world, asked), nprocs=world, join=True)
@@ -253,10 +248,8 @@ def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
                 assert (found["gradients"][weight] - gradient).abs().max() < 3e-6 * largest, f"{name}: {weight}"
 
 
-def test_two_ranks_that_share_tokens_train_what_one_trains(
-    make_config: MakeConfig, checkpoints: dict[str, str], tmp_path: Path
-) -> None:
-    ranks = trained(make_config, checkpoints, tmp_path, 2)
+def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
+    ranks = trained(checkpoints, tmp_path, 2)
     assert_ranks_train_what_one_trains(ranks)
     for rank in (0, 1):
         without, ignored = ranks.by(REFUSED, rank)
@@ -267,7 +260,5 @@ def test_two_ranks_that_share_tokens_train_what_one_trains(
         )
 
 
-def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(
-    make_config: MakeConfig, checkpoints: dict[str, str], tmp_path: Path
-) -> None:
-    assert_ranks_train_what_one_trains(trained(make_config, checkpoints, tmp_path, 4))
+def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
+    assert_ranks_train_what_one_trains(trained(checkpoints, tmp_path, 4))

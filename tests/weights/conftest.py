@@ -1,7 +1,5 @@
 """Makes small weights of several kinds, packed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

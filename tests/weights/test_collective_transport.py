@@ -1,8 +1,6 @@
 """Tests weights by broadcast, every rank in a thread of this process: what arrives, and what happens when a rank does
 not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +30,7 @@ class World:
         self.sender = CollectiveSender("127.0.0.1", "cpu", timeout_s)
         self.receivers = [CollectiveReceiver(f"rollout-{i}", timeout_s) for i in range(engines)]
 
-    async def connect(self) -> World:
+    async def connect(self):
         await self.sender.init({str(i): receiver.init for i, receiver in enumerate(self.receivers)})
         return self
 
@@ -42,7 +40,7 @@ class World:
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
-def test_every_engine_gets_what_was_sent(engines: int) -> None:
+def test_every_engine_gets_what_was_sent(engines):
     async def main() -> None:
         world = await World(engines).connect()
         for version in (1, 2):
@@ -59,7 +57,7 @@ def test_every_engine_gets_what_was_sent(engines: int) -> None:
     asyncio.run(main())
 
 
-def test_a_version_is_received_into_the_memory_of_the_one_before() -> None:
+def test_a_version_is_received_into_the_memory_of_the_one_before():
     async def main() -> None:
         world = await World(1).connect()
         [(_, first)], [(_, second)] = await world.carry(make_packed(1)), await world.carry(make_packed(2, seed=1))
@@ -68,7 +66,7 @@ def test_a_version_is_received_into_the_memory_of_the_one_before() -> None:
     asyncio.run(main())
 
 
-def test_a_larger_version_gets_larger_memory() -> None:
+def test_a_larger_version_gets_larger_memory():
     async def main() -> None:
         world = await World(1).connect()
         manifest = WeightManifest(1, "full", "", ())
@@ -86,7 +84,7 @@ def default_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_the_trainers_own_group_is_left_alone(default_group: None) -> None:
+def test_the_trainers_own_group_is_left_alone(default_group):
     async def main() -> None:
         [(manifest, buckets)] = await (await World(1).connect()).carry(make_packed())
         verify(manifest, buckets)
@@ -98,7 +96,7 @@ def test_the_trainers_own_group_is_left_alone(default_group: None) -> None:
     assert total.item() == 1.0
 
 
-def test_no_default_group_is_made() -> None:
+def test_no_default_group_is_made():
     async def main() -> None:
         await (await World(1).connect()).carry(make_packed())
 
@@ -106,7 +104,7 @@ def test_no_default_group_is_made() -> None:
     assert not dist.is_initialized()
 
 
-def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() -> None:
+def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout():
     async def main() -> None:
         world = World(1, SHORT_S)
 
@@ -122,7 +120,7 @@ def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() 
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_the_refusal_of_an_engine_is_reported_and_not_the_others_waiting_that_follows_from_it() -> None:
+def test_the_refusal_of_an_engine_is_reported_and_not_the_others_waiting_that_follows_from_it():
     async def main() -> None:
         async def dead(invitation: Any) -> None:
             raise ConnectionError("the actor died")
@@ -134,7 +132,7 @@ def test_the_refusal_of_an_engine_is_reported_and_not_the_others_waiting_that_fo
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout() -> None:
+def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout():
     async def main() -> None:
         world = await World(2, SHORT_S).connect()
         packed = make_packed()
@@ -150,7 +148,7 @@ def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout() -> None:
+def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout():
     async def main() -> None:
         world = await World(1, SHORT_S).connect()
         with pytest.raises(
@@ -161,7 +159,7 @@ def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout()
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follows_from_it() -> None:
+def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follows_from_it():
     async def main() -> None:
         world = await World(1, SHORT_S).connect()
         with pytest.raises(LookupError, match="an engine died"):
@@ -171,7 +169,7 @@ def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follow
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_nothing_is_carried_before_the_engines_have_joined() -> None:
+def test_nothing_is_carried_before_the_engines_have_joined():
     async def main() -> None:
         world, packed = World(1), make_packed()
         with pytest.raises(TransportError, match="version 3 cannot be sent before the engines have joined"):
@@ -182,7 +180,7 @@ def test_nothing_is_carried_before_the_engines_have_joined() -> None:
     asyncio.run(main())
 
 
-def test_a_run_without_engines_needs_no_group() -> None:
+def test_a_run_without_engines_needs_no_group():
     asyncio.run(World(0).sender.init({}))
 
 
@@ -190,12 +188,12 @@ def test_a_run_without_engines_needs_no_group() -> None:
     ("trainer", "rollout", "carrier"),
     [(0, 0, "cpu"), (1, 0, "cpu"), (0, 1, "cpu"), (0.5, 0.5, "cpu"), (1, 1, "device"), (2, 1, "device")],
 )
-def test_the_device_carries_where_every_rank_has_an_accelerator(trainer: float, rollout: float, carrier: str) -> None:
+def test_the_device_carries_where_every_rank_has_an_accelerator(trainer, rollout, carrier):
     config = make_config(**{"placement": {"trainer": {"gpus": trainer}, "rollout": {"gpus": rollout}}})
     assert carrier_of(config) == carrier
 
 
-def test_accelerators_that_are_shared_or_emulated_carry_nothing() -> None:
+def test_accelerators_that_are_shared_or_emulated_carry_nothing():
     one_each = {"placement": {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}}
     config = make_config(**one_each)
     assert carrier_of(config) == "device"
@@ -206,7 +204,7 @@ def test_accelerators_that_are_shared_or_emulated_carry_nothing() -> None:
     assert carrier_of(msgspec.structs.replace(config, emulation=Emulation(profile="qwen_image_lora_h800"))) == "cpu"
 
 
-def test_the_store_of_the_group_listens_on_its_own_address_alone() -> None:
+def test_the_store_of_the_group_listens_on_its_own_address_alone():
     async def main() -> None:
         world = World(1)
         await world.connect()
@@ -216,7 +214,7 @@ def test_the_store_of_the_group_listens_on_its_own_address_alone() -> None:
     asyncio.run(main())
 
 
-def test_one_process_is_refused_by_the_configuration() -> None:
+def test_one_process_is_refused_by_the_configuration():
     config = make_config(**{"weights.transport": "collective"})
     local = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, runtime="inprocess"))
     assert check(local) == "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"

@@ -1,7 +1,5 @@
 """Tests weights through the run's store: by reference in one process, and gone when they have arrived."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -12,10 +10,9 @@ from omni_async.store import LocalStore
 from omni_async.weights.digest import verify
 from omni_async.weights.transport.base import receive, sending
 from omni_async.weights.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
-from tests.weights.conftest import Packed
 
 
-def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed: Packed) -> None:
+def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed):
     async def main() -> None:
         store = LocalStore()
         sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
@@ -29,7 +26,7 @@ def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed: Packed) -
     asyncio.run(main())
 
 
-def test_a_bucket_that_is_gone_is_an_error(packed: Packed) -> None:
+def test_a_bucket_that_is_gone_is_an_error(packed):
     class Forgetful(LocalStore):
         async def get(self, reference: Any) -> Any:
             raise LookupError("object is gone")

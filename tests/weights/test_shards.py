@@ -1,7 +1,5 @@
 """Tests that rows which ranks copy out apart are the whole tensors when joined, to the bit: bytes, digest, adapters."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Sequence
@@ -69,9 +67,7 @@ def joined(found: Sequence[SharedRows]) -> Snapshot:
     bucket_bytes=st.integers(1, 300),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8]),
 )
-def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(
-    shapes: list[list[int]], ranks: int, bucket_bytes: int, dtype: torch.dtype
-) -> None:
+def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(shapes, ranks, bucket_bytes, dtype):
     generator = torch.Generator().manual_seed(len(shapes))
     tensors = {f"t{i}": (torch.randn(shape, generator=generator) * 9).to(dtype) for i, shape in enumerate(shapes)}
     snapshot = joined(copied(tensors, ranks, bucket_bytes))
@@ -88,7 +84,7 @@ def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(
         assert torch.equal(received[name], tensor)
 
 
-def test_rows_in_another_order_or_missing_are_found() -> None:
+def test_rows_in_another_order_or_missing_are_found():
     tensors = {"a": torch.arange(12.0).view(6, 2), "b": torch.arange(5.0)}
     first, second, third = copied(tensors, 3, 64)
     digest = joined([first, second, third]).manifest().digest
@@ -97,14 +93,14 @@ def test_rows_in_another_order_or_missing_are_found() -> None:
         joined([first, second]).manifest()
 
 
-def test_ranks_that_copied_other_tensors_out_are_told_apart() -> None:
+def test_ranks_that_copied_other_tensors_out_are_told_apart():
     first, _ = copied({"a": torch.ones(4)}, 2, 64)
     _, second = copied({"b": torch.ones(4)}, 2, 64)
     with pytest.raises(WeightError, match="version 3: rank 1 copied other tensors out than rank 0"):
         joined([first, second])
 
 
-def test_a_bucket_of_another_rank_is_known_by_its_reference_and_rank_0s_is_not() -> None:
+def test_a_bucket_of_another_rank_is_known_by_its_reference_and_rank_0s_is_not():
     first, second = copied({"a": torch.ones(40, 2)}, 2, 64)
     snapshot = joined([first, second])
     assert len(snapshot.buckets) == len(first.references) + len(second.references)
@@ -169,7 +165,7 @@ def work(rank: int, world: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path: Path) -> None:
+def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path):
     world = 4
     mp.spawn(work, (world, tmp_path), nprocs=world, join=True)
     ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
@@ -189,7 +185,7 @@ def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path: Path) 
         assert snapshot.manifest().digest == digest_tensors(adapters.items())
 
 
-def test_what_is_on_one_rank_is_whole_and_shares_its_memory() -> None:
+def test_what_is_on_one_rank_is_whole_and_shares_its_memory():
     tensor = torch.arange(6.0).view(3, 2)
     assert own_rows(tensor, 0).data_ptr() == whole(tensor).data_ptr() == tensor.data_ptr()
     assert own_rows(tensor, 1).shape == (0, 2)

@@ -1,10 +1,7 @@
 """Tests whole runs: versions as files and what is left of them, how one that can't be written ends the run, every
 transport between Ray actors."""
 
-from __future__ import annotations
-
 import errno
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_the_last_version_stays_as_a_file_and_is_what_was_trained(
-    tmp_path: Path, checkpoint: str, staleness: int
-) -> None:
+def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path, checkpoint, staleness):
     finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
     assert finished.summary.status == "done"
     [file] = (finished.path / "weights").iterdir()
@@ -35,9 +30,7 @@ def test_the_last_version_stays_as_a_file_and_is_what_was_trained(
     assert all(torch.equal(published[name], trained[name]) for name in trained)
 
 
-def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(
-    tmp_path: Path, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(tmp_path, checkpoint, monkeypatch):
     write = VersionFile.write
 
     def fails_at_2(file: VersionFile, bucket: Bucket) -> None:
@@ -73,7 +66,7 @@ _EMULATED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
+def test_runs_on_ray_publish_by_every_transport(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.weights_measure import ray_session
 
@@ -95,9 +88,7 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("transport", ["object_store", "disk", "collective"])
-def test_two_ranks_on_ray_publish_their_own_rows_and_engines_draw_with_what_was_trained(
-    tmp_path: Path, checkpoint: str, transport: str
-) -> None:
+def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trained(tmp_path, checkpoint, transport):
     pytest.importorskip("ray")
     from benchmarks.weights_measure import ray_session
 

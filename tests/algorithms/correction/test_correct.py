@@ -13,8 +13,6 @@ from omni_async.algorithms.correction.drift import Drift, effective_sample_size
 from omni_async.algorithms.correction.masks import k1_mask, k2_mask, k3_mask, m2po_mask
 from omni_async.config.algorithm import Correction
 
-torch.set_num_threads(1)
-
 
 def matrix(*rows):
     return torch.tensor(rows, dtype=torch.float64)

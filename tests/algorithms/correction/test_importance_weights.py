@@ -10,8 +10,6 @@ from omni_async.algorithms.correction.tempering import tempering_exponent
 from omni_async.algorithms.correction.weights import importance_weights, per_element
 from omni_async.config.algorithm import Correction
 
-torch.set_num_threads(1)
-
 
 def asked(**changes):
     return Correction(**{"mode": "decoupled", "weights": "importance", "cap": None, **changes})

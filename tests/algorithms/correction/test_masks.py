@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from omni_async.algorithms.correction.masks import k1_mask, k2_mask, k3_mask, kappa_mask, m2po_mask
 
-torch.set_num_threads(1)
-
 LEVELS = ("step", "sum", "mean", "max")
 
 

@@ -8,8 +8,6 @@ from omni_async.algorithms.objectives.awm import awm, log_likelihood
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.config.algorithm import Advantage, Algorithm, Awm
 
-torch.set_num_threads(1)
-
 WEIGHTINGS = ("uniform", "sigma", "sigma_squared", "huber", "ghuber")
 
 

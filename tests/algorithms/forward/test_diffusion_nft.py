@@ -8,8 +8,6 @@ from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.algorithms.objectives.diffusion_nft import diffusion_nft, preference
 from omni_async.config.algorithm import Advantage, Algorithm, Nft
 
-torch.set_num_threads(1)
-
 MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
 
 

@@ -9,8 +9,6 @@ import torch
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.sde.transitions import log_prob, take_step, transition
 
-torch.set_num_threads(1)
-
 SHAPE = (3, 4)
 D = 12
 
