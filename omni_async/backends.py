@@ -31,7 +31,7 @@ class Backend(msgspec.Struct, frozen=True):
     offload: bool = False
 
     def load(self) -> Any:
-        """Loads the class itself (imports torch)."""
+        """Load the class itself (imports torch)."""
         return load_named(self.train)
 
 
@@ -45,8 +45,10 @@ BUILT_IN = {
 
 
 def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Backend:
-    """Returns the backend called `name`; `auto` is plain on one CPU rank, where wrapping only costs time, and else
-    FSDP2. ValueError, one line, if there is none, or it cannot do what is asked for."""
+    """Return the backend called `name`.
+
+    `auto` is plain on one CPU rank, where wrapping only costs time, and else FSDP2. ValueError, one line, if there is
+    none, or it cannot do what is asked for."""
     chosen = ("plain" if on_cpu and workers == 1 else "fsdp2") if name == "auto" else name
     # Other packages cannot take a built-in name.
     backend = BUILT_IN.get(chosen) or find_registered(chosen, GROUP, Backend, "trainer.backend", {"auto", *BUILT_IN})

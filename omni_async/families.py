@@ -22,8 +22,10 @@ PARTS = ("image", "video", "audio")  # of media
 
 
 class MediaShape(msgspec.Struct, frozen=True):
-    """One part of a sample's media: an image (3, H, W), a video (F, 3, H, W) with its frames per second, or audio
-    (channels, n) with its samples per second."""
+    """One part of a sample's media.
+
+    An image (3, H, W), a video (F, 3, H, W) with its frames per second, or audio (channels, n) with its samples per
+    second."""
 
     part: Literal["image", "video", "audio"]
     shape: tuple[int, ...]
@@ -43,27 +45,31 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return False
 
     def problem(self, checkpoint: Path) -> str | None:
-        """Returns why the model in the folder `checkpoint` makes no such sample, as `key: reason`; None if it does.
+        """Return why the model in the folder `checkpoint` makes no such sample, as `key: reason`; None if it does.
+
         Reads configuration files, which were checked to be there and to be JSON."""
         return None
 
     def shared_tokens(self, checkpoint: Path) -> int | None:
-        """Returns the number of tokens, besides text, that the model in the folder `checkpoint` makes of a sample and
-        that ranks share in equal parts; None if parts may differ. Is asked after `problem`, and reads the same."""
+        """Return the number of tokens, besides text, that ranks share in equal parts; None if parts may differ.
+
+        They are what the model in the folder `checkpoint` makes of a sample. Is asked after `problem`."""
         return None
 
     def media(self) -> tuple[MediaShape, ...]:
-        """Returns the shapes of what is decoded from a sample; of emulated ones nothing is."""
+        """Return the shapes of what is decoded from a sample; of emulated ones nothing is."""
         return ()
 
 
 class PipelineFamily(msgspec.Struct, frozen=True):
-    """A model family. `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and
-    `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
-    checkpoint's `model_index.json` must have; `components` are the checkpoint's folders with what is trained;
-    `prompt_images` is the number of images that a prompt may carry (its codec reads them by
-    `omni_async.image_files.read_prompt_image`); `attention_heads` is the key of a component's config.json with the
-    number of its attention heads, None where ranks cannot share a row's tokens (`omni_async.policy.SequencePlan`)."""
+    """A model family.
+
+    `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and `vllm_extension` are the dotted
+    classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a checkpoint's `model_index.json` must
+    have; `components` are the checkpoint's folders with what is trained; `prompt_images` is the number of images that a
+    prompt may carry (its codec reads them by `omni_async.image_files.read_prompt_image`); `attention_heads` is the key
+    of a component's config.json with the number of its attention heads, None where ranks cannot share a row's tokens
+    (`omni_async.policy.SequencePlan`)."""
 
     name: str
     policy: str
@@ -78,12 +84,13 @@ class PipelineFamily(msgspec.Struct, frozen=True):
 
 @cache
 def family_names() -> tuple[str, ...]:
-    """Returns the names of all installed families, sorted."""
+    """Return the names of all installed families, sorted."""
     return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
 
 
 @cache
 def find_family(name: str) -> PipelineFamily:
-    """Returns the family registered as `name`. ValueError lists the known ones, or says why its package, which is
-    foreign code, gives none."""
+    """Return the family registered as `name`.
+
+    ValueError lists the known ones, or says why its package, which is foreign code, gives none."""
     return find_registered(name, GROUP, PipelineFamily, "model.pipeline")

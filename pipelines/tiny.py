@@ -14,14 +14,14 @@ from transformers.utils import logging as transformers_logging
 
 
 def fill_zeros(model: Any) -> None:
-    """Draws the parameters that begin at zero, with which a model would ignore its input. From torch's generator."""
+    """Draw the parameters that begin at zero, with which a model would ignore its input. From torch's generator."""
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
 
 
 def write(pipeline: Any, path: str | Path, dtype: torch.dtype) -> Path:
-    """Writes a pipeline in diffusers' layout to `path`, weights in `dtype`, and returns the path."""
+    """Write a pipeline in diffusers' layout to `path`, weights in `dtype`, and return the path."""
     if dtype != torch.float32:
         pipeline.to(dtype)
     pipeline.save_pretrained(path)
@@ -29,7 +29,7 @@ def write(pipeline: Any, path: str | Path, dtype: torch.dtype) -> Path:
 
 
 def main(build: Callable[..., Path], model: str, **flags: str) -> None:
-    """Runs the command line of a builder.
+    """Run the command line of a builder.
 
     Args:
         build: builds the checkpoint, of a folder, a seed and the flags.

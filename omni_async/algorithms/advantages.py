@@ -21,7 +21,7 @@ from omni_async.config.algorithm import Advantage
 
 
 def unclipped_advantages(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:
-    """Returns advantages (N,) float64 before the clamp. `rewards` (N,) finite, `group_ids` (N,) integers in any order.
+    """Return advantages (N,) float64 before the clamp. `rewards` (N,) finite, `group_ids` (N,) integers in any order.
 
     settings.std: "global" divides by the std of all N rewards, "group" by the group's own, "none" by nothing; ddof (0
     or 1) is subtracted from the count in the variance. Equal rewards give exactly 0.
@@ -45,12 +45,12 @@ def unclipped_advantages(rewards: Tensor, group_ids: Tensor, settings: Advantage
 
 
 def clip_binds(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> bool:
-    """Returns whether the clamp to +-clip_max changes any of these advantages."""
+    """Return whether the clamp to +-clip_max changes any of these advantages."""
     return bool((unclipped_advantages(rewards, group_ids, settings).abs() > settings.clip_max).any())
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """Subtracts their mean from the rewards (K,) of one group, in float64; exact zeros when all are equal."""
+    """Subtract their mean from the rewards (K,) of one group, in float64; exact zeros when all are equal."""
     values = _finite64(rewards)
     if values.max() == values.min():
         return torch.zeros_like(values)
@@ -58,8 +58,9 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def global_scale(rewards: Tensor, settings: Advantage) -> float:
-    """Returns the factor for all of an update's rewards (N,) with std="global": `inverse_std` of their std. A single
-    reward has std 1."""
+    """Return the factor for all of an update's rewards (N,) with std="global": `inverse_std` of their std.
+
+    A single reward has std 1."""
     values = _finite64(rewards)
     if settings.ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 or 1, got {settings.ddof}")
@@ -73,8 +74,9 @@ def global_scale(rewards: Tensor, settings: Advantage) -> float:
 
 
 def inverse_std(deviation: float, settings: Advantage) -> float:
-    """Returns 1 / (deviation + eps) with eps_form "added", 1 / max(deviation, eps) with "floor"; 0 where that would
-    divide by 0, since there is no signal."""
+    """Return 1 / (deviation + eps) with eps_form "added", 1 / max(deviation, eps) with "floor".
+
+    0 where that would divide by 0, since there is no signal."""
     eps, form = settings.eps, settings.eps_form
     if eps < 0:
         raise ValueError(f"eps must be >= 0, got {eps}")

@@ -1,5 +1,6 @@
-"""Combines several scorers into advantages: rewards (N, K), a weight per scorer, weights not normalised. Settings:
-`algorithm.advantage`.
+"""Combines several scorers into advantages: rewards (N, K), a weight per scorer, weights not normalised.
+
+Settings: `algorithm.advantage`.
 
   rewards     r = sum_k w_k r_k, then the advantages of r (VeRL-Omni, Flow-Factory's `sum`, MixGRPO's `reward_aggr`)
   advantages  A_k of each scorer alone, A = sum_k w_k A_k (MixGRPO's `advantage_aggr`): with a std, scorers count
@@ -32,8 +33,9 @@ def aggregate_advantages(
     history: RewardHistory | None = None,
     prompt_ids: Tensor | None = None,
 ) -> Tensor:
-    """Returns (N,) in rewards' dtype, float64 inside. `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,)
-    integers in any order.
+    """Return (N,) in rewards' dtype, float64 inside.
+
+    `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,) integers in any order.
 
     With settings.track_prompts `history` and `prompt_ids` (N,) replace groups, so that groups of one prompt share
     statistics; `history` is read only: commit `tracked_rewards` to it when the update is done. Otherwise both are
@@ -61,8 +63,9 @@ def aggregate_advantages(
 
 
 def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """Returns the columns that advantages are computed from, and that a `RewardHistory` keeps: (N, 1) float64, the
-    weighted sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
+    """Return the columns that advantages are computed from, and that a `RewardHistory` keeps.
+
+    (N, 1) float64, the weighted sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
     if rewards.ndim != 2 or rewards.numel() == 0 or weights.shape != rewards.shape[1:]:
         raise ValueError(
             f"expected rewards (N, K) and weights (K,), got {tuple(rewards.shape)} and {tuple(weights.shape)}"
@@ -78,11 +81,11 @@ def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Te
 
 
 def _weighted(advantages: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """Returns (N,) from (N, C); with aggregate="rewards" the weights are in the rewards already."""
+    """Return (N,) from (N, C); with aggregate="rewards" the weights are in the rewards already."""
     return advantages[:, 0] if settings.aggregate == "rewards" else advantages @ weights.to(torch.float64)
 
 
 def _without_peers(prompt_ids: Tensor, history: RewardHistory) -> Tensor:
-    """Returns (N,) bool: True for the only reward its prompt ever had, which has nothing to be compared with."""
+    """Return (N,) bool: True for the only reward its prompt ever had, which has nothing to be compared with."""
     rewards = Counter(prompt_ids.tolist())
     return torch.tensor([rewards[prompt] + history.count(prompt) == 1 for prompt in prompt_ids.tolist()])

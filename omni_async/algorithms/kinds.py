@@ -1,5 +1,7 @@
-"""Finds kinds of trained rows by name: what objectives of one kind have in common, known without importing torch, and
-the class that makes rows and losses of them.
+"""Finds kinds of trained rows by name.
+
+What objectives of one kind have in common, known without importing torch, and the class that makes rows and losses of
+them.
 
 Built-in kinds are listed in `built_in_kinds`; other packages add theirs through the entry-point group
 `omni_async.kinds` (each entry point is a `Kind`). Nothing outside a kind asks which one it is.
@@ -58,13 +60,13 @@ class Kind:
     problems: Callable[[Objective, Config], Iterator[str]] = _nothing
 
     def load_loss(self) -> Callable[..., Any]:
-        """Loads the class of the losses (imports torch)."""
+        """Load the class of the losses (imports torch)."""
         found: Callable[..., Any] = load_named(self.loss)
         return found
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
+    """Return the kind called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
     from omni_async.algorithms.built_in_kinds import BUILT_IN
 
     known = {kind.name: kind for kind in BUILT_IN}

@@ -66,13 +66,13 @@ class Objective:
             )
 
     def load(self) -> Callable[[Any, Algorithm], Any]:
-        """Loads the function itself (imports torch)."""
+        """Load the function itself (imports torch)."""
         function: Callable[[Any, Algorithm], Any] = load_named(self.compute)
         return function
 
 
 def objectives() -> dict[str, Objective]:
-    """Returns every objective by name, those of other packages included; a built-in name cannot be taken."""
+    """Return every objective by name, those of other packages included; a built-in name cannot be taken."""
     from omni_async.algorithms.catalogue import BUILT_IN
 
     installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=OBJECTIVES)}
@@ -80,7 +80,7 @@ def objectives() -> dict[str, Objective]:
 
 
 def find_objective(name: str) -> Objective:
-    """Returns the objective called `name`; ValueError lists the known ones."""
+    """Return the objective called `name`; ValueError lists the known ones."""
     from omni_async.algorithms.catalogue import BUILT_IN
 
     # Other packages cannot take a built-in name, so they are only read, which is slow, for other names.

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint, which may have been made anywhere, and defines the error for an unusable one."""
+"""Reads JSON files of a checkpoint that may have been made anywhere, and defines the error for an unusable one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class _Format(msgspec.Struct):
 
 
 def read_json(path: Path, cls: type[S], form: int, largest: int) -> S:
-    """Reads a file that the version of formats `form` wrote. FileNotFoundError if there is none, CheckpointError, one
-    line, if it is larger than `largest` bytes or is not one."""
+    """Read a file that the version of formats `form` wrote.
+
+    FileNotFoundError if there is none, CheckpointError, one line, if it is larger than `largest` bytes or is not one.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(largest + 1)

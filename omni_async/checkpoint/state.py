@@ -18,9 +18,11 @@ _MOST = 10**12  # updates, groups, images: no run has more
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `state.json`. `control`: the control plane, without references to trajectories. `engine`: what the
-    trainer's ranks count. `rule`: what the update rule remembers. `pipeline` and `algorithm` say what the tensors are
-    of, `samples` what the ready groups were made with."""
+    """The content of `state.json`.
+
+    `control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count. `rule`:
+    what the update rule remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the ready
+    groups were made with."""
 
     control: ControlState
     pipeline: str | None
@@ -40,7 +42,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(folder: Path) -> State:
-    """Reads a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
+    """Read a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
     try:
         state = read_json(folder / FILE, State, FORMAT, _LARGEST)
     except FileNotFoundError:
@@ -51,7 +53,7 @@ def read_state(folder: Path) -> State:
 
 
 def _impossible(state: State) -> str | None:
-    """Returns what no run can have come to, None if there is nothing. The types are right already."""
+    """Return what no run can have come to, None if there is nothing. The types are right already."""
     control = state.control
     for what, number in _counts(control):
         if not 0 <= number <= _MOST:
@@ -99,7 +101,7 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
 
 
 def _too_large(value: Any) -> str | None:
-    """Returns the path of a number that no machine counts to, None if there is none."""
+    """Return the path of a number that no machine counts to, None if there is none."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if found := _too_large(item):

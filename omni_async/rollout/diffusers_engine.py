@@ -155,7 +155,7 @@ class DiffusersEngine:
                 _settle(self._swaps.get().done, closed)
 
     def _take_batch(self) -> list[_Waiting]:
-        """Takes the oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
+        """Take the oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
         alive = [w for w in self._waiting if not w.result.done()]
         batch = [w for w in alive if w.batch_key == alive[0].batch_key][: self._max_batch]
         chosen = {id(w) for w in batch}
@@ -163,8 +163,9 @@ class DiffusersEngine:
         return batch
 
     def _make(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest]) -> list[Trajectory | Exception]:
-        """Makes a batch, in the worker thread. A prompt that cannot be encoded fails alone; any other error fails the
-        batch, as an EngineError."""
+        """Make a batch, in the worker thread.
+
+        A prompt that cannot be encoded fails alone; any other error fails the batch, as an EngineError."""
         self._swap_pending(loop)
         conditioning: dict[int, TensorDict] = {}
         results: dict[int, Trajectory | Exception] = {}

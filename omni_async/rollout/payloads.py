@@ -1,5 +1,6 @@
-"""Holds published weights as an engine takes them in: verified once when staged, turned into full weights under
-diffusers names when swapped."""
+"""Holds published weights as an engine takes them in.
+
+Verified once when staged, turned into full weights under diffusers names when swapped."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ class Staged:
     staged_s: float = 0.0
 
     def verify(self) -> None:
-        """Raises WeightError if the buckets differ from the manifest."""
+        """Raise WeightError if the buckets differ from the manifest."""
         verify(self.manifest, self.buckets)
 
     def weights(
         self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights that this version changes, under diffusers names, one tensor at a time; they must not be
-        written to.
+        """Yield the weights that this version changes, under diffusers names, one tensor at a time.
+
+        They must not be written to.
 
         `base` maps every weight, as `component.name`, to its value without adapters. A full payload yields all of them;
         a LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
@@ -67,7 +69,7 @@ class Staged:
 
 
 async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-    """Verifies a version beside the event loop, and stages it; returns its digest. EngineError if it is damaged."""
+    """Verify a version beside the event loop, and stage it; returns its digest. EngineError if it is damaged."""
     started = time.perf_counter()
     try:
         await asyncio.to_thread(Staged(manifest, buckets).verify)
@@ -78,12 +80,12 @@ async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightMani
 
 
 def adapted_weights(adapters: Iterable[str]) -> set[str]:
-    """Returns the names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
+    """Return the names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
     return {name.rsplit(".lora_", 1)[0] + ".weight" for name in adapters}
 
 
 def lora_scale(manifest: WeightManifest) -> float:
-    """Returns `manifest.lora["scale"]`, or alpha / rank where the manifest has these instead."""
+    """Return `manifest.lora["scale"]`, or alpha / rank where the manifest has these instead."""
     lora = manifest.lora or {}
     if "scale" in lora:
         return float(lora["scale"])

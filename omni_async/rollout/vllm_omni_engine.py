@@ -42,9 +42,10 @@ _GATHER_MS = 20.0
 
 
 class VllmOmniEngine:
-    """A `RolloutEngine` on vLLM-Omni. `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to
-    start. `batching`: samples join and leave the batch at every denoising step, or are drawn a whole batch at a
-    time."""
+    """A `RolloutEngine` on vLLM-Omni.
+
+    `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to start. `batching`: samples join and
+    leave the batch at every denoising step, or are drawn a whole batch at a time."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class VllmOmniEngine:
         self._serial = 0
 
     async def start(self) -> WeightReport:
-        """Takes tens of seconds, most of it imports; the event loop runs on meanwhile."""
+        """Take tens of seconds, most of it imports; the event loop runs on meanwhile."""
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         self._omni = await asyncio.to_thread(self._build)
@@ -180,8 +181,9 @@ class VllmOmniEngine:
         return self._omni
 
     async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Returns the workers' answer to a call. vLLM-Omni does not raise for a failed call, it answers with a
-        dictionary that says so."""
+        """Return the workers' answer to a call.
+
+        vLLM-Omni does not raise for a failed call, it answers with a dictionary that says so."""
         try:
             answers = await self._require_open().collective_rpc(method, timeout=self._rpc_timeout_s, args=arguments)
         except Exception as error:
@@ -204,7 +206,7 @@ class VllmOmniEngine:
 
 
 def _flatten(answers: Any) -> list[Any]:
-    """Flattens answers, which vLLM-Omni nests by stage, replica and rank."""
+    """Flatten answers, which vLLM-Omni nests by stage, replica and rank."""
     if isinstance(answers, list | tuple):
         return [leaf for answer in answers for leaf in _flatten(answer)]
     return [answers]

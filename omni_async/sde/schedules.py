@@ -23,13 +23,14 @@ OTHER_SCHEDULES = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigm
 
 
 def linear(num_inference_steps: int) -> Tensor:
-    """Returns 1, 1 - 1/N, ..., 1/N, 0."""
+    """Return 1, 1 - 1/N, ..., 1/N, 0."""
     return _append_zero(_linspace(num_inference_steps))
 
 
 def static_shift(shift: float, num_inference_steps: int) -> Tensor:
-    """Returns sigma = shift t / (1 + (shift - 1) t) of diffusers' `set_timesteps(N)` (SD3, Wan2.2): N equally spaced t
-    from 1 to the already shifted 1/1000, shifted again, and the final 0."""
+    """Return sigma = shift t / (1 + (shift - 1) t) of diffusers' `set_timesteps(N)` (SD3, Wan2.2).
+
+    N equally spaced t from 1 to the already shifted 1/1000, shifted again, and the final 0."""
     if not shift > 0:
         raise ValueError(f"shift must be > 0, got {shift}")
     _check_steps(num_inference_steps)
@@ -39,9 +40,10 @@ def static_shift(shift: float, num_inference_steps: int) -> Tensor:
 
 
 def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> float:
-    """Returns the shift exponent of an image of `image_seq_len` latent tokens: linear between (base_image_seq_len,
-    base_shift) and (max_image_seq_len, max_shift). Absent keys mean 256, 0.5, 4096, 1.15, as in diffusers' Qwen-Image
-    pipeline."""
+    """Return the shift exponent of an image of `image_seq_len` latent tokens.
+
+    Linear between (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift). Absent keys mean 256, 0.5, 4096,
+    1.15, as in diffusers' Qwen-Image pipeline."""
     if image_seq_len < 1:
         raise ValueError(f"image_seq_len must be >= 1, got {image_seq_len}")
     base_len = _number(scheduler_config, "base_image_seq_len", 256)
@@ -54,8 +56,10 @@ def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> fl
 
 
 def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_config: Mapping[str, Any]) -> Tensor:
-    """Returns bit for bit what a FlowMatchEulerDiscreteScheduler of this configuration uses when a diffusers pipeline
-    (Qwen-Image, FLUX, Z-Image, ...) hands it the sigmas 1, ..., 1/N and the shift of `image_seq_len` latent tokens.
+    """Return bit for bit the sigmas of a FlowMatchEulerDiscreteScheduler of this configuration.
+
+    It is used as a diffusers pipeline (Qwen-Image, FLUX, Z-Image, ...) does, which hands it the sigmas 1, ..., 1/N and
+    the shift of `image_seq_len` latent tokens.
 
     `scheduler_config` is `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
     shift 1, no terminal). ValueError for options that change the schedule in a way not written here (Karras,
@@ -74,7 +78,7 @@ def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_con
 
 
 def refuse_options(scheduler_config: Mapping[str, Any], *options: str) -> None:
-    """Raises ValueError for an option that is on, and changes the schedule in a way not written here."""
+    """Raise ValueError for an option that is on, and changes the schedule in a way not written here."""
     for key in options:
         if scheduler_config.get(key):
             raise ValueError(f"scheduler config: {key}={scheduler_config[key]!r} is not supported")
@@ -95,7 +99,7 @@ def _shift_static(t: Sigmas, shift: float) -> Sigmas:
 
 
 def _shift_dynamic(t: Sigmas, mu: float, time_shift_type: str) -> Sigmas:
-    """Returns m / (m + 1/t - 1) with m = e^mu (`exponential`) or mu (`linear`); see `resolution_mu`."""
+    """Return m / (m + 1/t - 1) with m = e^mu (`exponential`) or mu (`linear`); see `resolution_mu`."""
     if time_shift_type not in ("exponential", "linear"):
         raise ValueError(f"time_shift_type must be 'exponential' or 'linear', got {time_shift_type!r}")
     factor = math.exp(mu) if time_shift_type == "exponential" else mu
@@ -103,7 +107,7 @@ def _shift_dynamic(t: Sigmas, mu: float, time_shift_type: str) -> Sigmas:
 
 
 def _stretch(sigmas: Sigmas, terminal: float) -> Sigmas:
-    """Stretches sigmas (N,) away from 1 so that the last is `terminal`; needs that one to be < 1."""
+    """Stretch sigmas (N,) away from 1 so that the last is `terminal`; needs that one to be < 1."""
     if not 0 < terminal < 1:
         raise ValueError(f"the terminal sigma must be in (0, 1), got {terminal}")
     remaining = 1 - sigmas

@@ -1,5 +1,6 @@
-"""Runs one rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It depends on
-neither Ray nor a model family.
+"""Runs one rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints.
+
+It depends on neither Ray nor a model family.
 
 The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `snapshot`,
 `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
@@ -66,7 +67,7 @@ class TrainEngine:
         self._has_rows = False
 
     def setup(self) -> None:
-        """Loads the model and builds the optimizer. With several ranks, join the process group first."""
+        """Load the model and builds the optimizer. With several ranks, join the process group first."""
         layout = self.layout
         self._model = build_backend(self.config, self._objective, self.policy, self.device, layout)
         self.digest0 = self._model.digest
@@ -77,20 +78,23 @@ class TrainEngine:
         )
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
-        """Adds `row_weight` times the gradient of the summed row losses of `group`, over all ranks. ValueError for an
-        unusable group, before any gradient is touched."""
+        """Add `row_weight` times the gradient of the summed row losses of `group`, over all ranks.
+
+        ValueError for an unusable group, before any gradient is touched."""
         for rows, counts in self._loss.batches(group):
             self._model.backward(self._loss.losses(group, rows, counts), row_weight if counts else 0.0)
         self._has_rows = True
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        """Recomputes the proximal log-probs of this rank's samples for decoupled corrections; `accumulate` uses them
-        until the update's last step."""
+        """Recompute the proximal log-probs of this rank's samples for decoupled corrections.
+
+        `accumulate` uses them until the update's last step."""
         return self._loss.recompute_proximal(group)
 
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
-        """Multiplies the accumulated gradients by `grad_scale`, clips them and steps the optimizer. Returns metrics
-        over all ranks' rows since the last step.
+        """Multiply the accumulated gradients by `grad_scale`, clips them and step the optimizer.
+
+        Returns metrics over all ranks' rows since the last step.
 
         `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser.
         TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated.
@@ -117,14 +121,15 @@ class TrainEngine:
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def _normalise(self) -> float:
-        """Returns the factor that weights and masks made row by row still need: division by the rows that are left,
-        over all ranks."""
+        """Return the factor that weights and mask made row by row still need.
+
+        Division by the rows that are left, over all ranks."""
         sums = torch.tensor(self._loss.gradient_normaliser(), dtype=torch.float64)
         numerator, denominator = sum_of_rows(self.layout, sums).tolist()
         return 1.0 if numerator == denominator else numerator / denominator if denominator > 0 else 0.0
 
     def _follow(self) -> None:
-        """Updates the moving average after an optimizer step, and the old policy after an update's last step."""
+        """Update the moving average after an optimizer step, and the old policy after an update's last step."""
         auxiliary, ema = self._model.auxiliary, self.config.trainer.ema
         if ema is not None and ema_due(self.optimizer_steps - 1, ema.every):
             auxiliary.follow("ema", ema_decay(self.optimizer_steps - 1, ema.decay, ema.warmup))
@@ -138,20 +143,21 @@ class TrainEngine:
 
     @property
     def _progress(self) -> float:
-        """Returns the share of the run's updates that is done."""
+        """Return the share of the run's updates that is done."""
         return min(1.0, self.optimizer_steps / (self.config.trainer.updates * self.config.trainer.steps_per_update))
 
     def discard(self) -> None:
-        """Forgets everything accumulated since the last step, gradients and metrics."""
+        """Forget everything accumulated since the last step, gradients and metrics."""
         self._model.discard()
         self._metrics.clear()
         self._loss.gradient_normaliser()
         self._has_rows = False
 
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
-        """Copies this rank's rows of the weights that draw samples into `buckets`, as its part of published version
-        `version`. Returns None on ranks that hold a further copy of the weights. These are the current weights, or the
-        old policy's where the objective has one.
+        """Copy this rank's rows of the weights that draw samples into `buckets`, as its part of a version.
+
+        These are the current weights, or the old policy's where the objective has one. Returns None on ranks that hold
+        a further copy of the weights.
 
         Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
         `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
@@ -172,7 +178,7 @@ class TrainEngine:
         return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
 
     def bucket_set(self) -> BucketSet:
-        """Makes memory for snapshots, pinned where they come from an accelerator."""
+        """Make memory for snapshots, pinned where they come from an accelerator."""
         pinned = self.device.type != "cpu"
         return BucketSet(
             self.config.weights.bucket_mb * 2**20,
@@ -180,14 +186,16 @@ class TrainEngine:
         )
 
     def begin_save(self, folder: str | Path) -> tuple[Future[Any], dict[str, Any]]:
-        """Copies out the trained parameters, auxiliary policies (reference, old, average) and the optimizer. Returns a
-        future, done when this rank's part of them is written, and what `load` needs besides, as plain values. Call it
-        between steps: gradients are not kept."""
+        """Copy out the trained parameters, auxiliary policies (reference, old, average) and the optimizer.
+
+        Returns a future, done when this rank's part of them is written, and what `load` needs besides, as plain values.
+        Call it between steps: gradients are not kept."""
         return self._model.begin_save(Path(folder)), {"optimizer_steps": self.optimizer_steps}
 
     def load(self, folder: str | Path, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint that any number of ranks may have written; `state` holds the plain values that
-        `begin_save` returned."""
+        """Continue from a checkpoint that any number of ranks may have written.
+
+        `state` holds the plain values that `begin_save` returned."""
         self.discard()
         self._model.load(Path(folder))
         self.optimizer_steps = int(state["optimizer_steps"])

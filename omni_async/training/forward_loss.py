@@ -94,7 +94,7 @@ class ForwardLoss(LossOfObjective):
         return 0.0, 0.0
 
     def end_step(self) -> None:
-        """Does nothing: no value here depends on the step within an update."""
+        """Do nothing: no value here depends on the step within an update."""
 
     def end_update(self, progress: float) -> None:
         self._progress = progress

@@ -1,7 +1,7 @@
-"""Loads the trained components of one rank, in one of two ways: `WholeModel`, as the policy loads them, or
-`ShardedModel`, built without weights, spread over the ranks, and then read from the checkpoint's files, each rank what
-it keeps, so that no rank ever holds the whole model.
-"""
+"""Loads the trained components of one rank, in one of two ways.
+
+`WholeModel`, as the policy loads them, or `ShardedModel`, built without weights, spread over the ranks, and then read
+from the checkpoint's files, each rank what it keeps, so that no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Loading(Protocol):
     components: nn.ModuleDict
 
     def digest(self, dtype: torch.dtype) -> str:
-        """Returns the digest of the checkpoint's weights in `dtype`. To be asked first of all."""
+        """Return the digest of the checkpoint's weights in `dtype`. To be asked first of all."""
 
     def fill(self, device: torch.device) -> None:
-        """Gives parameters without memory their memory on `device`, and what the checkpoint says."""
+        """Give parameters without memory their memory on `device`, and what the checkpoint says."""
 
 
 class WholeModel:
@@ -46,12 +46,13 @@ class WholeModel:
         return digest_tensors((name, p.to(dtype)) for name, p in self.components.named_parameters())
 
     def fill(self, device: torch.device) -> None:
-        """Does nothing: the weights were loaded."""
+        """Do nothing: the weights were loaded."""
 
 
 class ShardedModel:
-    """Builds components without weights, and reads from the files what a rank keeps of each. Weights have `dtype`,
-    whatever the files have.
+    """Builds components without weights, and reads from the files what a rank keeps of each.
+
+    Weights have `dtype`, whatever the files have.
 
     ValueError, one line, if files and model have other names or shapes, or if a tensor that no file holds has no value.
     """
@@ -86,7 +87,7 @@ class ShardedModel:
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """Returns every tensor of a component's safetensors files, unread, by name."""
+    """Return every tensor of a component's safetensors files, unread, by name."""
     for stem in _STEMS:
         index, alone = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         if index.is_file():
@@ -107,7 +108,7 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_without_value(component: str, module: nn.Module) -> None:
-    """Refuses tensors on the meta device that are no parameters and that no file holds, by name."""
+    """Refuse tensors on the meta device that are no parameters and that no file holds, by name."""
     for path, part in module.named_modules():
         unsaved = {name: part.get_buffer(name) for name in part._non_persistent_buffers_set}
         own = {name: value for name, value in vars(part).items() if name not in ("_parameters", "_buffers")}
@@ -125,7 +126,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _refuse_others(folder: Path, module: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Refuses files with other names or shapes than the model has."""
+    """Refuse files with other names or shapes than the model has."""
     expected = module.state_dict()
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     extra = {name for name in stored if name not in expected and not any(re.search(key, name) for key in ignored)}
@@ -144,7 +145,7 @@ def _refuse_others(folder: Path, module: nn.Module, stored: Mapping[str, Any]) -
 
 
 def _read(stored: Any, tensor: Tensor) -> None:
-    """Reads what this rank keeps of a tensor, and casts it."""
+    """Read what this rank keeps of a tensor, and cast it."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
     elif (local := tensor.to_local()).numel():

@@ -1,5 +1,6 @@
-"""Computes losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction,
-and drift metrics.
+"""Computes losses of transition objectives.
+
+Forward passes, the policy that ratios are taken to, off-policy correction, and drift metrics.
 
 `correction.mode` decides which policy a ratio is taken to; `omni_async.training.proximal` says when the proximal policy
 needs a separate pass (`recompute_proximal`).
@@ -59,7 +60,7 @@ class TransitionLoss(LossOfObjective):
             yield rows, batch.counts and group.counts
 
     def _component(self, trajectory: TensorDict, position: int) -> str:
-        """Returns the component that a step of the window needs."""
+        """Return the component that a step of the window needs."""
         return self._policy.component_of(float(trajectory["sigmas"][trajectory["steps"][position]]))
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
@@ -147,7 +148,7 @@ class TransitionLoss(LossOfObjective):
         )
 
     def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
-        """Returns log-prob and mean of the policy that the ratio is taken to."""
+        """Return log-prob and mean of the policy that the ratio is taken to."""
         mode = self._correction.mode
         if mode in ("decoupled", "none"):
             return proximal.log_prob, proximal.mean
@@ -156,7 +157,7 @@ class TransitionLoss(LossOfObjective):
         return interpolated_log_prob(rows.behaviour_log_prob, current, rows.staleness), None
 
     def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
-        """Returns the drift (R, 1), every row on its own, from the policy that took the steps to the proximal one."""
+        """Return the drift (R, 1), every row on its own, from the policy that took the steps to the proximal one."""
         value = proximal.log_prob
         if self._correction.mode == "interpolated":
             value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
@@ -164,15 +165,14 @@ class TransitionLoss(LossOfObjective):
         return Drift(self._nats(rows, scale, value)[:, None], kappa)
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
-        """Converts the difference of the log-probs `value` and the recorded ones to log-ratios of the whole sample,
-        (R,) float64."""
+        """Return the log-ratios of the whole sample to the recorded log-probs of `value`, (R,) float64."""
         return self._nats_per_log_prob(rows, scale) * (value.double() - rows.behaviour_log_prob.double())
 
     def _nats_per_log_prob(self, rows: TransitionRows, scale: Tensor) -> Tensor:
         return nats_per_log_prob(self._sde.kind, scale.double(), rows.num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
-        """Returns the weights of these rows that need no other rows of the update; None if nothing is corrected."""
+        """Return the weights of these rows that need no other rows of the update; None if nothing is corrected."""
         c = self._correction
         if c.weights == "none" and not c.masks:
             return None
@@ -202,7 +202,7 @@ class TransitionLoss(LossOfObjective):
         self._record_staleness(rows.staleness)
 
     def _record_mismatch(self, rows: TransitionRows, nats: Tensor) -> None:
-        """Records the log-ratios between engine and trainer under the same weights."""
+        """Record the log-ratios between engine and trainer under the same weights."""
         if self._first_step:  # later steps of an update have moved away on purpose
             fresh = rows.staleness == 0
             self._metrics.record("engine_mismatch_nats", torch.where(fresh, nats, 0.0), "absmax")

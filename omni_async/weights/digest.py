@@ -32,13 +32,14 @@ class WeightError(RuntimeError):
 
 
 def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket]) -> str:
-    """Computes xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
+    """Compute xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
     return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets)) for s in specs)
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
-    """Raises WeightError, naming the version and both digests, unless `buckets` hold exactly what `manifest`
-    promises."""
+    """Raise WeightError unless `buckets` hold exactly what `manifest` promises.
+
+    The error names the version and both digests."""
     for spec in manifest.tensors:
         tensor_pieces(spec, buckets, manifest.version)
     actual = digest(manifest.tensors, buckets)
@@ -47,8 +48,9 @@ def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
 
 
 def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Sequence[Bucket]]]) -> str:
-    """Computes the digest of (name, dtype, shape, bytes in pieces) in any order; where a tensor is cut does not
-    matter."""
+    """Compute the digest of (name, dtype, shape, bytes in pieces) in any order.
+
+    Where a tensor is cut does not matter."""
     # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
     # independent of order.
     parts = {name: f"{name!r} {dtype} {shape} {_hash(pieces)}\n" for name, dtype, shape, pieces in tensors}
@@ -66,7 +68,7 @@ def _hash(pieces: Sequence[Bucket]) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one element; WeightError for anything that is not the name of a torch dtype."""
+    """Return the bytes of one element; WeightError for anything that is not the name of a torch dtype."""
     size = _ITEM_BYTES.get(dtype)
     if size is None:
         raise WeightError(f"unknown tensor dtype {dtype!r}")
@@ -74,7 +76,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def check_size(spec: TensorSpec, version: int | None = None) -> None:
-    """Raises WeightError, naming `version`, unless the pieces of a tensor have as many bytes as its shape."""
+    """Raise WeightError, naming `version`, unless the pieces of a tensor have as many bytes as its shape."""
     if spec.nbytes != math.prod(spec.shape) * item_bytes(spec.dtype):
         raise WeightError(
             f"{_where(version)}: tensor {spec.name!r} of shape {spec.shape} and dtype {spec.dtype} cannot take"
@@ -83,8 +85,9 @@ def check_size(spec: TensorSpec, version: int | None = None) -> None:
 
 
 def tensor_pieces(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> list[Bucket]:
-    """Returns views of a tensor's bytes, piece by piece; WeightError, naming `version`, if the buckets cannot hold
-    them."""
+    """Return views of a tensor's bytes, piece by piece.
+
+    WeightError, naming `version`, if the buckets cannot hold them."""
     check_size(spec, version)
     for piece in spec.pieces:
         size = len(buckets[piece.bucket]) if 0 <= piece.bucket < len(buckets) else 0

@@ -1,5 +1,7 @@
-"""Finds a rank's own rows of parameters that FSDP2 spreads over ranks: in the order of the ranks they are the whole
-tensor. What no mesh spreads, every rank holds; then rank 0 has all of its rows, and the others none."""
+"""Finds a rank's own rows of parameters that FSDP2 spreads over ranks.
+
+In the order of the ranks they are the whole tensor. What no mesh spreads, every rank holds; then rank 0 has all of its
+rows, and the others none."""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathers all of a possibly sharded tensor. Collective: the ranks that share a copy of the weights call it for the
-    same tensors in the same order."""
+    """Gather all of a possibly sharded tensor.
+
+    Collective: the ranks that share a copy of the weights call it for the same tensors in the same order."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_rows(tensor: Tensor, rank: int) -> Tensor:
-    """Returns the rows of `tensor` that `rank`, which this process is, holds; shares their memory. ValueError if it is
-    not rows that are spread."""
+    """Return the rows of `tensor` that `rank`, which this process is, holds; shares their memory.
+
+    ValueError if it is not rows that are spread."""
     held = tensor.detach()
     if isinstance(held, DTensor):
         local: Tensor = held.to_local()
@@ -26,7 +30,7 @@ def own_rows(tensor: Tensor, rank: int) -> Tensor:
 
 
 def rows_like(made: Tensor, stored: Tensor, rank: int) -> Tensor:
-    """Returns those rows of the whole tensor `made` that `own_rows` returns of `stored`."""
+    """Return those rows of the whole tensor `made` that `own_rows` returns of `stored`."""
     if not isinstance(stored, DTensor) or not _is_spread(stored):
         return made if rank == 0 else _no_rows(made)
     own: Tensor = made[own_slices(stored)]
@@ -34,13 +38,13 @@ def rows_like(made: Tensor, stored: Tensor, rank: int) -> Tensor:
 
 
 def own_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Returns where in the whole tensor this rank's part of it lies."""
+    """Return where in the whole tensor this rank's part of it lies."""
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(at, at + n) for at, n in zip(offsets, shape, strict=True))
 
 
 def _is_spread(tensor: DTensor) -> bool:
-    """Returns whether the rows are spread over ranks."""
+    """Return whether the rows are spread over ranks."""
     spread = [by for by in tensor.placements if not isinstance(by, Replicate)]
     if len(spread) > 1 or any(type(by) is not Shard or by.dim != 0 for by in spread):
         raise ValueError(

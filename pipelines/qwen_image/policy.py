@@ -1,5 +1,6 @@
-"""Implements Qwen-Image's policy: conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes
-them.
+"""Implements Qwen-Image's policy.
+
+Conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes them.
 
 Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The
 transformer is fed sigma itself (timestep / 1000). diffusers and transformers, which take seconds to import, are
@@ -47,15 +48,18 @@ _PIXELS_AT_ONCE = 1024 * 1024
 
 
 def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-    """Applies true classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T,
-    C) float32."""
+    """Apply true classifier-free guidance, rescaled per token to the norm of the conditional prediction.
+
+    All (B, T, C) float32."""
     combined = linear_guidance(cond, uncond, scale)
     return combined * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
 
 
 class QwenImagePolicy(DiffusersPolicy):
-    """The `omni_async.policy.Policy` of Qwen-Image. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool,
-    and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
+    """The `omni_async.policy.Policy` of Qwen-Image.
+
+    Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool, and with an unconditional branch
+    `negative_prompt_embeds` and `negative_prompt_mask`."""
 
     denoiser = "QwenImageTransformer2DModel"
     sequence_plan: SequencePlan | None = SequencePlan(
@@ -109,12 +113,13 @@ class QwenImagePolicy(DiffusersPolicy):
         return guided(predict, conditioning, spec.true_cfg_scale, unconditional_gradient, combine_guidance)
 
     def call(self, transformer: torch.nn.Module, **inputs: Any) -> Any:
-        """Runs the denoiser; where it takes other arguments than diffusers', a subclass adds them."""
+        """Run the denoiser; where it takes other arguments than diffusers', a subclass adds them."""
         return transformer(**inputs)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary
-        position."""
+        """Right-pads with zeros and a False mask.
+
+        Text positions count from the left, so padding moves no rotary position."""
         return stack_rows(rows, dict.fromkeys(CONDITIONING, "pad"))
 
     def blank_conditioning(self, spec: QwenImageSampling) -> TensorDict:
@@ -134,7 +139,7 @@ class QwenImagePolicy(DiffusersPolicy):
         )
 
     def _grid(self, spec: QwenImageSampling) -> tuple[int, int]:
-        """Returns latent tokens per column and per row."""
+        """Return latent tokens per column and per row."""
         n, height, width = self.pixels_per_token, spec.height, spec.width
         if height % n or width % n or height <= 0 or width <= 0:
             raise ValueError(f"height and width must be positive multiples of {n}, got {height} x {width}")
@@ -142,8 +147,9 @@ class QwenImagePolicy(DiffusersPolicy):
 
 
 class QwenImageCodec:
-    """The `omni_async.policy.Codec` of Qwen-Image. The parts may be diffusers' or vLLM-Omni's: they have the same
-    interface."""
+    """The `omni_async.policy.Codec` of Qwen-Image.
+
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         self.tokenizer = tokenizer
@@ -173,7 +179,7 @@ class QwenImageCodec:
         return TensorDict(tensors, batch_size=[])
 
     def _hidden_states(self, text: str) -> torch.Tensor:
-        """Returns (L, E): the last layer's states of everything after the template's system part."""
+        """Return (L, E): the last layer's states of everything after the template's system part."""
         tokens = self.tokenizer(PROMPT_TEMPLATE.format(text), return_tensors="pt").to(self.text_encoder.device)
         num_tokens = tokens.input_ids.shape[1] - NUM_TEMPLATE_TOKENS
         if num_tokens > MAX_TEXT_TOKENS:

@@ -1,5 +1,6 @@
-"""Computes conditioning, latent shape and velocity of Stable Diffusion 3, as diffusers' `StableDiffusion3Pipeline`
-does.
+"""Computes conditioning, latent shape and velocity of Stable Diffusion 3.
+
+They are those of diffusers' `StableDiffusion3Pipeline`.
 
 Latents are (C, H / 8, W / 8), C = 16. The transformer is fed 1000 sigma. diffusers and transformers, which take seconds
 to import, are imported when a model is loaded.
@@ -36,8 +37,10 @@ CLIP_TOKENS = 77
 
 
 class StableDiffusion3Policy(DiffusersPolicy):
-    """A policy, see `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (77 + max_sequence_length, E) and
-    `prompt_pooled` (P,), and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_pooled`."""
+    """A policy, see `omni_async.policy.Policy`.
+
+    Conditioning: `prompt_embeds` (77 + max_sequence_length, E) and `prompt_pooled` (P,), and with an unconditional
+    branch `negative_prompt_embeds` and `negative_prompt_pooled`."""
 
     denoiser = "SD3Transformer2DModel"
     sequence_plan: SequencePlan | None = SequencePlan(
@@ -90,7 +93,7 @@ class StableDiffusion3Policy(DiffusersPolicy):
         return guided(predict, conditioning, spec.guidance_scale, unconditional_gradient)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Stacks conditioning, which has one length for every prompt of a spec."""
+        """Stack conditioning, which has one length for every prompt of a spec."""
         return stack_rows(rows, dict.fromkeys(CONDITIONING, "same"))
 
     def blank_conditioning(self, spec: StableDiffusion3Sampling) -> TensorDict:
@@ -113,8 +116,9 @@ class StableDiffusion3Policy(DiffusersPolicy):
 
 
 class StableDiffusion3Codec:
-    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts. The parts may be
-    diffusers' or vLLM-Omni's: they have the same interface."""
+    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts.
+
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
 
     def __init__(self, *, vae: Any, **text_parts: Any) -> None:
         from diffusers import StableDiffusion3Pipeline

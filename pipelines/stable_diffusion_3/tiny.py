@@ -1,5 +1,6 @@
-"""Builds a Stable Diffusion 3.5 checkpoint small enough for tests: real architecture, random weights, offline in
-seconds.
+"""Builds a Stable Diffusion 3.5 checkpoint small enough for tests.
+
+Real architecture, random weights, offline in seconds.
 
 python -m pipelines.stable_diffusion_3.tiny /tmp/tiny_sd35
 """
@@ -27,8 +28,9 @@ LATENT_CHANNELS = 16
 
 
 def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed: int = 0) -> StableDiffusion3Pipeline:
-    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
-    weights. `hidden`: features of each CLIP encoder; T5 has twice as many."""
+    """Build every part with random float32 weights and return them as a pipeline.
+
+    The same seed gives the same weights. `hidden`: features of each CLIP encoder; T5 has twice as many."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -98,7 +100,7 @@ def _clip_encoder(tokenizer: CLIPTokenizer, hidden: int) -> CLIPTextModelWithPro
 
 
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Writes a random checkpoint in diffusers' layout to `path` and returns it. `shape`: see `build_components`."""
+    """Write a random checkpoint in diffusers' layout to `path` and return it. `shape`: see `build_components`."""
     return tiny.write(build_components(**shape), path, dtype)
 
 

@@ -1,5 +1,6 @@
-"""Computes conditioning, latent shape and velocity of Wan2.2 text-to-video, as diffusers' `WanPipeline` does with
-`FlowMatchEulerDiscreteScheduler` in place of its multistep solver.
+"""Computes conditioning, latent shape and velocity of Wan2.2 text-to-video.
+
+They are those of diffusers' `WanPipeline` with `FlowMatchEulerDiscreteScheduler` in place of its multistep solver.
 
 Latents are (C, (F - 1) / 4 + 1, H / s, W / s) of F frames; s = 8 and C = 16 for the 14B models, 16 and 48 for TI2V-5B.
 The 14B models have two experts: `transformer` takes sigma >= boundary_ratio, `transformer_2` what is below, each with a
@@ -28,8 +29,10 @@ CONDITIONING = ("prompt_embeds", "negative_prompt_embeds")
 
 
 class Wan22Policy(DiffusersPolicy):
-    """A policy, see `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (max_sequence_length, E), zeros after the
-    prompt, and with an unconditional branch `negative_prompt_embeds`."""
+    """A policy, see `omni_async.policy.Policy`.
+
+    Conditioning: `prompt_embeds` (max_sequence_length, E), zeros after the prompt, and with an unconditional branch
+    `negative_prompt_embeds`."""
 
     denoiser = "WanTransformer3DModel"
     sequence_plan: SequencePlan | None = SequencePlan()
@@ -72,7 +75,7 @@ class Wan22Policy(DiffusersPolicy):
         *,
         unconditional_gradient: bool = True,
     ) -> Tensor:
-        """Computes the velocity of rows that one expert takes; the caller keeps those of different experts apart."""
+        """Compute the velocity of rows that one expert takes; the caller keeps those of different experts apart."""
         name = self.component_of(sigma[0].item())
         expert = components[name]
         inputs = latents.to(next(expert.parameters()).dtype)
@@ -94,7 +97,7 @@ class Wan22Policy(DiffusersPolicy):
         return guided(predict, conditioning, scale, unconditional_gradient)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Stacks conditioning, which has one length for every prompt of a spec."""
+        """Stack conditioning, which has one length for every prompt of a spec."""
         return stack_rows(rows, dict.fromkeys(CONDITIONING, "same"))
 
     def blank_conditioning(self, spec: Wan22Sampling) -> TensorDict:
@@ -113,8 +116,9 @@ class Wan22Policy(DiffusersPolicy):
 
 
 class Wan22Codec:
-    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts. The parts may be
-    diffusers' or vLLM-Omni's: they have the same interface."""
+    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts.
+
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         from diffusers import WanPipeline

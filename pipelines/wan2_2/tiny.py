@@ -23,8 +23,9 @@ BOUNDARY = 0.875
 
 
 def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, seed: int = 0) -> WanPipeline:
-    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
-    weights."""
+    """Build every part with random float32 weights and return them as a pipeline.
+
+    The same seed gives the same weights."""
     tokenizer = t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -83,7 +84,7 @@ def _expert(channels: int, layers: int, heads: int) -> Any:
 
 
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Writes a random checkpoint in diffusers' layout to `path` and returns it. `shape`: see `build_components`."""
+    """Write a random checkpoint in diffusers' layout to `path` and return it. `shape`: see `build_components`."""
     return tiny.write(build_components(**shape), path, dtype)
 
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Drift:
-    """The drift of N samples x W trained steps. `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the
-    whole sample in nats (`nats_per_log_prob` of `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D
-    kappa, the exact Gaussian KL of the step in nats, where the behaviour means are known.
+    """The drift of N samples x W trained steps.
+
+    `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
+    `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the step in
+    nats, where the behaviour means are known.
 
     Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
     `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or
@@ -51,8 +53,9 @@ class Drift:
 
 
 def effective_sample_size(log_weights: Tensor) -> Tensor:
-    """Returns (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), a fraction of N
-    in (0, 1].
+    """Return (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights).
+
+    (N, ...) to (...), a fraction of N in (0, 1].
 
     The result is exact, and computed relative to the largest weight, so that weights may be beyond the range of exp.
     -inf is a weight of 0; all of them 0 give 0.

@@ -1,5 +1,6 @@
-"""Tempers importance weights exp(gamma L): finds the exponent gamma in (0, 1] that leaves a wanted effective sample
-size.
+"""Tempers importance weights exp(gamma L).
+
+Finds the exponent gamma in (0, 1] that leaves a wanted effective sample size.
 
 gamma = 1 is the exact weight, whose effective sample size exp(-2 D kappa) vanishes after a few updates; gamma -> 0 is
 no correction. Between them the bias goes to 0 with the drift (gamma -> 1) while the variance stays bounded.
@@ -19,8 +20,9 @@ _RELATIVE_TOLERANCE = 1e-9
 
 
 def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
-    """Returns the largest gamma in (0, 1], to a relative 1e-9 and from below, with ESS(exp(gamma L)) >= ess_target on
-    exactly these L.
+    """Return the largest gamma in (0, 1] with ESS(exp(gamma L)) >= ess_target on exactly these L.
+
+    It is found to a relative 1e-9, from below.
 
     `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1.
     """

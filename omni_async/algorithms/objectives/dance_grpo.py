@@ -1,5 +1,6 @@
-"""Implements DanceGRPO (arXiv 2505.07818): PPO's clipped surrogate per denoising step and nothing else; its own part is
-the transition "dance"."""
+"""Implements DanceGRPO (arXiv 2505.07818): PPO's clipped surrogate per denoising step and nothing else.
+
+Its own part is the transition "dance"."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from omni_async.config.algorithm import Algorithm
 
 
 def dance_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row w max(-A r, -A clip(r, 1 - c, 1 + c)) with r, c, w as in `flow_grpo`, for any transition kind.
+    """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) with r, c, w as in `flow_grpo`, for any transition kind.
 
     ValueError for kl_coef > 0: there is no KL in DanceGRPO. Metrics as `flow_grpo`.
     """
