@@ -137,17 +137,11 @@ def test_a_weight_per_sample_multiplies_its_loss_and_gradient(case):
 
 
 @pytest.mark.parametrize("case", WITH_KL)
-def test_the_kl_and_its_gradient_are_added_unweighted(case):
+def test_the_kl_is_added_unweighted(case):
     algorithm = changed(CASES[case], kl_coef=0.7)
-    steps, given = example(weight=torch.zeros(24, dtype=torch.float64))
-    out, gradient = losses_and_gradient(steps, given, compute(algorithm), algorithm)
+    _, given = example(weight=torch.zeros(24, dtype=torch.float64))
+    out = compute(algorithm)(given, algorithm)
     close(out.loss, 0.7 * out.metrics["kl_ref"])
-    for row in range(24):
-        close(
-            gradient[row],
-            0.7 * steps.square_gradient(row, given, given.ref_mean) / (2 * float(given.std[row]) ** 2),
-            1e-10,
-        )
     with pytest.raises(ValueError, match=r"kl_coef is 0\.7 but there is no ref_mean"):
         compute(algorithm)(example(ref_mean=None)[1], algorithm)
 
