@@ -65,25 +65,6 @@ def test_one_scorer_of_weight_one_is_the_plain_advantage_bit_for_bit():
         )
 
 
-def test_advantages_of_scorers_are_weighed_by_hand():
-    # Scorer 0: stds 1, 3; scorer 1: no signal in the first group, std 15 in the second. Scales cancel, weights do not.
-    got = aggregate_advantages(
-        REWARDS, WEIGHTS, GROUPS, Advantage(aggregate="advantages", std="group", ddof=0, eps=0.0)
-    )
-    close(got, [-2.0, 2.0, -2.0 - 0.5, 2.0 + 0.5, 0.0])
-
-
-def test_gdpo_whitens_by_hand():
-    got = aggregate_advantages(REWARDS, WEIGHTS, GROUPS, Advantage(aggregate="gdpo", std="none", ddof=0, eps=0.0))
-    std = math.sqrt((2 * 2.0**2 + 2 * 2.5**2) / 5)
-    close(got, torch.tensor([-2.0, 2.0, -2.5, 2.5, 0.0], dtype=torch.float64) / std)
-    # With eps twice: in each scorer's own advantages and in whitening.
-    first, second = 2 / (1 + 0.1), 2 * 3 / (3 + 0.1) + 0.5 * 15 / (15 + 0.1)
-    std = math.sqrt((2 * first**2 + 2 * second**2) / 5)
-    got = aggregate_advantages(REWARDS, WEIGHTS, GROUPS, Advantage(aggregate="gdpo", ddof=0, eps=0.1))
-    close(got, torch.tensor([-first, first, -second, second, 0.0], dtype=torch.float64) / (std + 0.1))
-
-
 def test_the_clamp_comes_after_the_sum():
     # Alone each scorer's advantages reach 3 and 15 and would be clamped; their weighted sum stays within +-3.
     rewards = torch.tensor([[2.0, 50.0], [8.0, 20.0]], dtype=torch.float64)

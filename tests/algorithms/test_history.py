@@ -96,19 +96,6 @@ def test_a_group_of_equal_rewards_has_signal_against_a_past():
     close(history.advantages(f64([1.0, 1.0]), torch.tensor([0, 0]), GROUP), f64([0.5, 0.5]) / (0.5 + 1e-4))
 
 
-def test_columns_do_not_mix():
-    generator = torch.Generator().manual_seed(1)
-    rewards, prompts = torch.rand(3, 10, 2, dtype=torch.float64, generator=generator), torch.arange(10) // 4
-    both, first, second = RewardHistory(), RewardHistory(), RewardHistory()
-    for update in rewards:
-        together = both.advantages(update, prompts, GROUP)
-        apart = [history.advantages(update[:, k], prompts, GROUP) for k, history in enumerate((first, second))]
-        assert torch.equal(together, torch.stack(apart, dim=1))
-        both.commit(prompts, update)
-        first.commit(prompts, update[:, 0])
-        second.commit(prompts, update[:, 1])
-
-
 def test_only_a_commit_changes_the_history():
     history = RewardHistory()
     history.commit(torch.tensor([2]), f64([1.0]))

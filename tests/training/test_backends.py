@@ -1,26 +1,23 @@
 """Tests how a backend is chosen, that another package can bring one, and what is refused."""
 
 import os
-import pickle
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from omni_async.backends import find_backend
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.training.compiling import compile_layers, repeated_layers
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.weights.buckets import unpack
 from tests.fakes import TinyPolicy, TinyTransformer, share, tiny_group
 from tests.training.engines import make_config, started, train
 from tests.training.exports import export
+from tests.training.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -59,18 +56,14 @@ def test_what_a_backend_cannot_do_is_refused(package):
     assert find_backend("fsdp2", workers=2, offload=True, on_cpu=True).name == "fsdp2", "a built-in name stays"
 
 
-def worker(rank: int, folder: Path, config: Config) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, folder: Path, config: Config) -> tuple[str, list[dict[str, float]], dict[str, torch.Tensor]]:
     sys.path.insert(0, str(folder))
-    init_process_group(rank, 2, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
     engine = TrainEngine(config, TinyPolicy(), ParallelLayout(rank, 2), device=CPU)
     engine.setup()
     metrics = train_shares(engine)
     weights = export(engine, 1)
-    if weights is not None:
-        found = {name: tensor.clone() for name, tensor in unpack(*weights)}
-        (folder / "found").write_bytes(pickle.dumps((type(engine._model).__name__, metrics, found)))
-    dist.destroy_process_group()
+    found = {name: tensor.clone() for name, tensor in unpack(*weights)} if weights is not None else {}
+    return type(engine._model).__name__, metrics, found
 
 
 def train_shares(engine: TrainEngine) -> list[dict[str, float]]:
@@ -86,8 +79,7 @@ def train_shares(engine: TrainEngine) -> list[dict[str, float]]:
 def test_a_backend_of_another_package_trains_what_ours_train(package):
     changes = {"algorithm.kl_coef": 0.05, "trainer.ema": {"every": 1}, "trainer.optimizer.name": "sgd"}
     config = make_config(**changes, **{"trainer.backend": "summing", "trainer.workers": 2})
-    mp.spawn(worker, (package, config), nprocs=2, join=True)
-    backend, metrics, weights = pickle.loads((package / "found").read_bytes())
+    backend, metrics, weights = on_ranks(2, package, work, package, config)[0]
     assert backend == "Summing"
     for ours in ("plain", "fsdp2"):
         engine = started(make_config(**changes, **{"trainer.backend": ours}))

@@ -1,18 +1,14 @@
 """Tests that the two experts of Wan2.2 get the same gradients from two ranks as from one, under FSDP2 over gloo,
 whichever expert a rank has rows for."""
 
-import pickle
 from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from omni_async.config import Config, load
 from omni_async.layout import ParallelLayout
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SdeWindow
@@ -21,6 +17,7 @@ from pipelines.wan2_2 import tiny
 from pipelines.wan2_2.policy import Wan22Policy
 from tests.fakes import share
 from tests.training.drawn import drawn
+from tests.training.ranks import on_ranks
 
 CPU = torch.device("cpu")
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "wan22.yaml"
@@ -35,12 +32,8 @@ def gradients(config: Config, group: GroupBatch, rank: int, world: int) -> dict[
     return {name: whole(p.grad) for name, p in engine._model.trainable.items() if p.grad is not None}
 
 
-def worker(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch]]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, 2, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
-    for name, (config, group) in jobs.items():
-        (folder / f"{name} {rank}").write_bytes(pickle.dumps(gradients(config, group, rank, 2)))
-    dist.destroy_process_group()
+def work(rank: int, jobs: dict[str, tuple[Config, GroupBatch]]) -> dict[str, dict[str, Tensor]]:
+    return {name: gradients(config, group, rank, 2) for name, (config, group) in jobs.items()}
 
 
 def test_two_ranks_have_the_gradients_of_one_for_both_experts(tmp_path):
@@ -53,13 +46,12 @@ def test_two_ranks_have_the_gradients_of_one_for_both_experts(tmp_path):
         policy.components
     )
     jobs = {name: (config, group) for name, config in configs.items()}
-    mp.spawn(worker, (tmp_path, jobs), nprocs=2, join=True)
+    ranks = on_ranks(2, tmp_path, work, jobs)
     for name, (config, _) in jobs.items():
         trainer = msgspec.structs.replace(config.trainer, workers=1)
         expected = gradients(msgspec.structs.replace(config, trainer=trainer), group, 0, 1)
         assert {weight.partition(".")[0] for weight in expected} == {"transformer", "transformer_2"}
-        for rank in (0, 1):
-            found = pickle.loads((tmp_path / f"{name} {rank}").read_bytes())
+        for found in (results[name] for results in ranks):
             assert found.keys() == expected.keys()
             for weight, gradient in expected.items():
                 assert gradient.isfinite().all()

@@ -2,19 +2,15 @@
 gloo."""
 
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
@@ -23,6 +19,7 @@ from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
 from tests.training.engines import log_probs, make_config
 from tests.training.exports import export
+from tests.training.ranks import on_ranks
 from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
@@ -89,10 +86,8 @@ def other_weights(policy: TinyPolicy) -> nn.ModuleDict:
 
 def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
     """Returns this rank's part of an update's groups, one per optimizer step."""
-    config, seeds = (
-        engine.config,
-        range(number * engine.config.trainer.steps_per_update, (number + 1) * engine.config.trainer.steps_per_update),
-    )
+    config, steps = engine.config, engine.config.trainer.steps_per_update
+    seeds = range(number * steps, (number + 1) * steps)
     if config.algorithm.name == "diffusion_dpo":
         return [tiny_pair(engine.policy, config, seed) for seed in seeds]
     made_by = other_weights(engine.policy)
@@ -127,10 +122,7 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     assert (out is None) == (engine.layout.rank > 0)
     if out is not None:
         verify(*out)
-    auxiliary = {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t
-        for name, t in engine._model.auxiliary.tensors().items()
-    }
+    auxiliary = {name: whole(t) for name, t in engine._model.auxiliary.tensors().items()}
     return {"updates": [first, second], "export": out, "auxiliary": auxiliary, "digest0": engine.digest0}
 
 
@@ -144,14 +136,13 @@ def far_apart(layout: ParallelLayout) -> dict[str, float]:
     return metrics.reduce(2)
 
 
-def worker(rank: int, world: int, folder: Path, configs: dict[str, Config]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
-    for name, config in configs.items():
-        result = run(TrainEngine(config, policy_of(name), ParallelLayout(rank, world), device=CPU), folder / name)
-        (folder / name / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
-    (folder / f"ess{rank}.pkl").write_bytes(pickle.dumps(far_apart(ParallelLayout(rank, world))))
-    dist.destroy_process_group()
+def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> tuple[dict[str, Any], dict[str, float]]:
+    layout = ParallelLayout(rank, 2)
+    found = {
+        name: run(TrainEngine(config, policy_of(name), layout, device=CPU), folder / name)
+        for name, config in configs.items()
+    }
+    return found, far_apart(layout)
 
 
 def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -162,14 +153,13 @@ def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.
 
 def test_two_ranks_train_what_one_trains(tmp_path):
     two = {name: make_config(**{**BASE, **change, "trainer.workers": 2}) for name, change in VARIANTS.items()}
-    mp.spawn(worker, (2, tmp_path, two), nprocs=2, join=True)
-    for rank in (0, 1):
-        found = pickle.loads((tmp_path / f"ess{rank}.pkl").read_bytes())
-        assert found == pytest.approx({"ess": 16 / 40, "ess/step_00": 16 / 30, "ess/step_01": 1.0})
+    found = on_ranks(2, tmp_path, run_all, tmp_path, two)
+    for _, ess in found:
+        assert ess == pytest.approx({"ess": 16 / 40, "ess/step_00": 16 / 30, "ess/step_01": 1.0})
     for name, change in VARIANTS.items():
         alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), ParallelLayout(), device=CPU)
         alone = run(alone_engine, tmp_path / f"{name}-alone")
-        ranks = [pickle.loads((tmp_path / name / f"rank{rank}.pkl").read_bytes()) for rank in (0, 1)]
+        ranks = [results[name] for results, _ in found]
 
         for number, expected in enumerate(alone["updates"]):
             got = [rank["updates"][number] for rank in ranks]
@@ -214,14 +204,8 @@ def two_groups(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, float]
     if config.algorithm.name == "diffusion_dpo":
         groups = [tiny_pair(engine.policy, config, seed) for seed in range(2)]
     else:
-        groups = [
-            share(
-                tiny_group(engine.policy, config, seed, staleness=1, model=made_by),
-                engine.layout,
-                start=seed * config.rollout.group_size,
-            )
-            for seed in range(2)
-        ]
+        whole_groups = [tiny_group(engine.policy, config, seed, staleness=1, model=made_by) for seed in range(2)]
+        groups = [share(group, engine.layout, start=i * group.size) for i, group in enumerate(whole_groups)]
     if config.trainer.steps_per_update > 1:
         drifts = [engine.recompute_proximal(group) for group in groups]
         assert [len(found) for found in drifts] == [len(group.seeds) * group.counts for group in groups]
@@ -231,21 +215,16 @@ def two_groups(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, float]
     return gradients, engine.step()
 
 
-def dealing_worker(rank: int, world: int, folder: Path, configs: dict[tuple[str, int], Config]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
+def deal_all(rank: int, world: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Any]:
     layout = ParallelLayout(rank, world)
-    found = {key: two_groups(TrainEngine(config, policy_of(key[0]), layout, CPU)) for key, config in configs.items()}
-    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return {key: two_groups(TrainEngine(config, policy_of(key[0]), layout, CPU)) for key, config in configs.items()}
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
     dealt = {key: make_config(**{**change, "trainer.workers": world}) for key, change in jobs.items()}
-    mp.spawn(dealing_worker, (world, tmp_path, dealt), nprocs=world, join=True)
-    ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+    ranks = on_ranks(world, tmp_path, deal_all, world, dealt)
     for key, change in jobs.items():
         alone = TrainEngine(make_config(**change), policy_of(key[0]), ParallelLayout(), CPU)
         expected, metrics = two_groups(alone)

@@ -1,7 +1,6 @@
 """Tests that ranks which share the tokens of a row train what one rank trains: real architectures over gloo, alone and
 beside data parallelism, with guidance, masks, LoRA, recomputed activations and several denoisers."""
 
-import pickle
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from msgspec.structs import replace
 from tensordict import TensorDict
 from torch import Tensor
@@ -20,13 +17,13 @@ from omni_async.config.schema import Config
 from omni_async.families import find_family
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy, SequencePlan, load_policy
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.shards import whole
 from tests.fakes import share
 from tests.training.engines import log_probs, make_config
+from tests.training.ranks import on_ranks
 
 CPU = torch.device("cpu")
 LORA = {"model.lora": {"rank": 2, "alpha": 4.0}}
@@ -171,16 +168,9 @@ def refusals(config: Config, rank: int) -> list[str]:
     return said
 
 
-def worker(rank: int, folder: Path, world: int, jobs: dict[str, tuple[Config, GroupBatch]]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous{world}", timeout=60.0, device=CPU)
-    if REFUSED in jobs:
-        config, _ = jobs.pop(REFUSED)
-        (folder / f"{REFUSED} {rank}").write_bytes(pickle.dumps(refusals(config, rank)))
-    for name, (config, group) in jobs.items():
-        found = train(config, group, rank)
-        (folder / f"{name} {rank}").write_bytes(pickle.dumps({**found, "group": None}))
-    dist.destroy_process_group()
+def work(rank: int, jobs: dict[str, tuple[Config, GroupBatch]]) -> dict[str, Any]:
+    found: dict[str, Any] = {REFUSED: refusals(jobs.pop(REFUSED)[0], rank)} if REFUSED in jobs else {}
+    return found | {name: {**train(config, group, rank), "group": None} for name, (config, group) in jobs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -218,10 +208,7 @@ class Trained:
 
     jobs: dict[str, tuple[Config, GroupBatch]]
     alone: dict[str, dict[str, Any]]
-    folder: Path
-
-    def by(self, name: str, rank: int) -> Any:
-        return pickle.loads((self.folder / f"{name} {rank}").read_bytes())
+    ranks: list[dict[str, Any]]
 
 
 def trained(checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
@@ -230,8 +217,7 @@ def trained(checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
     alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
     jobs = {name: (config, alone[name]["group"]) for name, config in configs.items()}
     asked = {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs
-    mp.spawn(worker, (folder, world, asked), nprocs=world, join=True)
-    return Trained(jobs, alone, folder)
+    return Trained(jobs, alone, on_ranks(world, folder, work, asked))
 
 
 def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
@@ -239,8 +225,8 @@ def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
         wanted, log_probs = ranks.alone[name]["gradients"], ranks.alone[name]["log_probs"]
         largest = max(gradient.abs().max() for gradient in wanted.values())
         assert {weight.partition(".")[0] for weight in wanted} == set(policy_of(config).components)
-        for rank in range(config.trainer.workers):
-            found, layout = ranks.by(name, rank), ParallelLayout.of(config.trainer, rank)
+        for rank, results in enumerate(ranks.ranks):
+            found, layout = results[name], ParallelLayout.of(config.trainer, rank)
             its = log_probs[layout.data_rank :: layout.data_size]
             torch.testing.assert_close(found["log_probs"], its, rtol=0, atol=1e-5, msg=name)
             assert found["gradients"].keys() == wanted.keys()
@@ -251,8 +237,8 @@ def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
 def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
     ranks = trained(checkpoints, tmp_path, 2)
     assert_ranks_train_what_one_trains(ranks)
-    for rank in (0, 1):
-        without, ignored = ranks.by(REFUSED, rank)
+    for found in ranks.ranks:
+        without, ignored = found[REFUSED]
         key = "trainer.sequence_parallel: "
         assert without == f"{key}SD3Transformer2DModel has no plan of how ranks share its tokens, got 2; use 1"
         assert ignored.startswith(
