@@ -1,4 +1,3 @@
-import asyncio
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING
 from omni_async.rollout.factory import build_engine
 from omni_async.rollout.replay_engine import ReplayEngine
+from tests.on_loop import on_loop
 from tests.rollout.conftest import make_request
 
 
@@ -27,16 +27,14 @@ def config(engine: str, path: str, **rollout: str) -> Config:
 
 
 @pytest.mark.parametrize("name", ["emulated", "diffusers"])
-def test_engines_are_built_from_configuration_and_share_shapes_and_schedule(name, checkpoint):
-    async def main() -> None:
-        engine = build_engine(config(name, checkpoint), "e0", find_family("qwen_image"))
-        report = await engine.start()
-        made = await engine.generate(make_request())
-        await engine.close()
-        assert (engine.name, report.engine, report.version) == ("e0", "e0", 0)
-        assert made.tensors["latents"].shape == (4, 8, 64)
-
-    asyncio.run(main())
+@on_loop
+async def test_engines_are_built_from_configuration_and_share_shapes_and_schedule(name, checkpoint):
+    engine = build_engine(config(name, checkpoint), "e0", find_family("qwen_image"))
+    report = await engine.start()
+    made = await engine.generate(make_request())
+    await engine.close()
+    assert (engine.name, report.engine, report.version) == ("e0", "e0", 0)
+    assert made.tensors["latents"].shape == (4, 8, 64)
 
 
 @pytest.mark.parametrize("engine", ["diffusers", "vllm_omni"])

@@ -14,7 +14,7 @@ from omni_async.training.micro_batches import Needs
 from omni_async.weights.buckets import digest_tensors, unpack, verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.engines import log_probs, make_config, started
+from tests.training.engines import auxiliary_of, log_probs, make_config, started
 from tests.training.exports import export
 from tests.training.saved import load, save
 
@@ -32,13 +32,6 @@ def update(engine: TrainEngine, seed: int) -> dict[str, float]:
 
 def policy(engine: TrainEngine) -> dict[str, Tensor]:
     return {name: whole(p).clone() for name, p in engine._model.trainable.items()}
-
-
-def auxiliary(engine: TrainEngine, which: str) -> dict[str, Tensor]:
-    found = {
-        name: whole(t).clone() for name, t in engine._model.auxiliary.tensors().items() if name.startswith(f"{which}.")
-    }
-    return {name.removeprefix(f"{which}."): t for name, t in found.items()}
 
 
 def velocity(engine: TrainEngine, which: Any = None) -> Tensor:
@@ -74,7 +67,7 @@ def test_the_reference_stays_the_model_as_loaded(backend, lora):
         update(engine, seed)
     assert (velocity(engine) - before).abs().max() > 1e-2
     assert torch.equal(velocity(engine, "reference"), before)
-    assert_same(auxiliary(engine, "reference"), loaded if lora is None else {})
+    assert_same(auxiliary_of(engine, "reference"), loaded if lora is None else {})
 
 
 @backends
@@ -112,10 +105,10 @@ def test_the_old_policy_follows_once_an_update_by_the_updates_number(backend, lo
     expected = policy(engine)
     for number in (1, 2, 3):
         update(engine, number)
-        assert_same(auxiliary(engine, "old"), expected, atol=1e-6)
+        assert_same(auxiliary_of(engine, "old"), expected, atol=1e-6)
         update(engine, number + 10)
         previous, expected = expected, mixed(0.001 * number, expected, policy(engine))
-        assert_same(auxiliary(engine, "old"), expected, atol=1e-6)
+        assert_same(auxiliary_of(engine, "old"), expected, atol=1e-6)
     # The decay of optimizer steps instead of updates would give other values.
     wrong = mixed(0.006, previous, policy(engine))
     assert max((wrong[name] - expected[name]).abs().max().item() for name in expected) > 1e-5
@@ -126,7 +119,7 @@ def test_the_other_schedules_start_as_the_policy_itself(decay, exactly):
     engine = started(make_config(**NFT, **{"algorithm.nft": {"decay": decay}}))
     for seed in (0, 1):
         update(engine, seed)
-    same = all(torch.equal(auxiliary(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
+    same = all(torch.equal(auxiliary_of(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
     assert same == exactly
     assert torch.equal(velocity(engine, "old"), velocity(engine)) == exactly
 
@@ -142,7 +135,7 @@ def test_the_moving_average_follows_every_so_many_steps(warmup, decays):
         update(engine, taken)
         if taken in decays:
             expected = mixed(decays[taken], expected, policy(engine))
-        assert_same(auxiliary(engine, "ema"), expected, atol=1e-6)
+        assert_same(auxiliary_of(engine, "ema"), expected, atol=1e-6)
 
 
 # ---- the policy does not notice --------------------------------------------------------------------------------------
@@ -216,7 +209,7 @@ def test_the_old_policy_is_what_is_published(backend, decay, payload):
     exported = export(engine, 1)
     assert exported is not None
     verify(*exported)
-    assert_same(dict(unpack(*exported)), auxiliary(engine, "old"))
+    assert_same(dict(unpack(*exported)), auxiliary_of(engine, "old"))
     assert (exported[0].digest == digest_tensors(policy(engine).items())) == (decay == "none")
     assert exported[0].digest != at_start[0].digest
 
@@ -227,9 +220,9 @@ def test_a_full_payload_has_the_old_policys_adapters_merged(backend):
     for seed in (0, 1):
         update(engine, seed)
     expected = dict(load_model(TinyPolicy()).named_parameters())
-    for name, down in auxiliary(engine, "old").items():
+    for name, down in auxiliary_of(engine, "old").items():
         if "lora_A" in name:
-            up = auxiliary(engine, "old")[name.replace("lora_A", "lora_B")]
+            up = auxiliary_of(engine, "old")[name.replace("lora_A", "lora_B")]
             expected[name.replace(".lora_A", "")] = expected[name.replace(".lora_A", "")] + 2.0 * up @ down
     exported = export(engine, 2)
     assert exported is not None
@@ -255,7 +248,7 @@ def test_resuming_continues_auxiliarys_bit_for_bit(tmp_path, backend, lora):
     load(resumed, tmp_path / "c")
     assert [update(resumed, seed) for seed in (5, 6)] == expected
     for which in ("old", "ema", "reference"):
-        assert_same(auxiliary(resumed, which), auxiliary(engine, which))
+        assert_same(auxiliary_of(resumed, which), auxiliary_of(engine, which))
         if which != "ema":
             assert torch.equal(velocity(resumed, which), velocity(engine, which))
     published = [export(e, 5) for e in (resumed, engine)]

@@ -4,23 +4,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from omni_async.config.schema import Config
-from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import make_config
+from tests.training.engines import make_config, started
 from tests.training.exports import export
 from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
-
-
-def started(config: Config) -> TrainEngine:
-    engine = TrainEngine(config, TinyPolicy(), ParallelLayout(), device=CPU)
-    engine.setup()
-    return engine
 
 
 def update(engine: TrainEngine, seed: int) -> dict[str, float]:

@@ -28,25 +28,28 @@ from tests.training.exports import export
 from tests.training.plain import gradients_of, model_of, steps_of, surrogate
 
 
-def plain_gradient(engine: TrainEngine, groups: list[GroupBatch], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def plain_gradient(
+    engine: TrainEngine, groups: list[GroupBatch], dtype: torch.dtype, through: bool = True
+) -> dict[str, torch.Tensor]:
     """Computes the definition, one row at a time in one graph: the mean over all samples and steps of the clipped
-    surrogate."""
+    surrogate. `through`: with gradient through the unconditional branch."""
     model = model_of(engine, dtype)
-    steps = [step for group in groups for step in steps_of(model, engine.config, group)]
+    steps = [step for g in groups for step in steps_of(model, engine.config, g, detached_uncond=not through)]
     losses = [surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.2) for s in steps]
     return gradients_of(torch.stack(losses).mean(), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("cfg", [1.0, 3.0])
-def test_accumulated_gradient_is_that_of_the_mean_loss(dtype, cfg):
-    config = make_config(**{"trainer.micro_batch_size": 3, "rollout.sampling.true_cfg_scale": cfg})
+@pytest.mark.parametrize(("cfg", "through"), [(1.0, True), (3.0, True), (3.0, False)])
+def test_accumulated_gradient_is_that_of_the_mean_loss(dtype, cfg, through):
+    changes = {"rollout.sampling.true_cfg_scale": cfg, "algorithm.unconditional_gradient": through}
+    config = make_config(**changes, **{"trainer.micro_batch_size": 3})
     engine = started(config)
     groups = [tiny_group(TinyPolicy(), config, seed) for seed in (0, 1)]
     nudge(engine)
     for group in groups:
         engine.accumulate(group, 1 / 16)
-    assert_gradients(gradients(engine), plain_gradient(engine, groups, dtype))
+    assert_gradients(gradients(engine), plain_gradient(engine, groups, dtype, through))
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from omni_async.config.schema import Config
-from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import digest_tensors, unpack, verify
 from omni_async.weights.lora import merged_weights
 from tests.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.engines import log_probs, make_config
+from tests.training.engines import log_probs, make_config, started
 from tests.training.exports import export
 
 CPU = torch.device("cpu")
@@ -19,8 +18,7 @@ LORA = {"rank": 2, "alpha": 8.0, "target_modules": ["to_q", "to_out.0"]}
 
 
 def trained(config: Config, updates: int = 2) -> TrainEngine:
-    engine = TrainEngine(config, TinyPolicy(), ParallelLayout(), device=CPU)
-    engine.setup()
+    engine = started(config)
     for seed in range(updates):
         engine.accumulate(tiny_group(TinyPolicy(), config, seed), 1 / 8)
         engine.step()

@@ -1,6 +1,5 @@
 """Tests the engine on a real architecture: a tiny random Qwen-Image, on the CPU and, where there is one, a GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ from omni_async.training.device import rank_device
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import digest_tensors
-from omni_async.weights.shards import whole
 from tests.fakes import load_model
-from tests.training.engines import log_probs, make_config
+from tests.training.engines import auxiliary_of, log_probs, make_config
 from tests.training.exports import export
 from tests.training.saved import load, save
 
@@ -115,15 +113,9 @@ def test_qwen_image_trains_on_final_latents_beside_two_other_policies(checkpoint
         make_config(**options, **nft, **{"trainer.gradient_checkpointing": True}), checkpoint, torch.device("cpu")
     )
     assert metrics["kl_ref"] > 1.5 * metrics["old_deviation"] > 0  # the old policy follows, the reference does not
-    digests = {which: digest_tensors(auxiliary_tensors(engine, which)) for which in ("old", "reference")}
+    digests = {which: digest_tensors(auxiliary_of(engine, which).items()) for which in ("old", "reference")}
     assert digests["reference"] == engine.digest0
     assert digests["old"] == export(engine, 2)[0].digest != engine.digest0
-
-
-def auxiliary_tensors(engine: TrainEngine, which: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in engine._model.auxiliary.tensors().items():
-        if name.startswith(f"{which}."):
-            yield name.removeprefix(f"{which}."), whole(tensor)
 
 
 @pytest.mark.gpu

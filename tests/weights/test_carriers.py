@@ -19,6 +19,7 @@ from omni_async.weights.transport import collective
 from omni_async.weights.transport.base import TransportError, receive, sending
 from omni_async.weights.transport.carriers import DeviceCarrier, current_device, group_on
 from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender, Group, Invitation
+from tests.on_loop import on_loop
 from tests.weights.conftest import make_packed
 
 CPU = torch.device("cpu")
@@ -93,21 +94,18 @@ def test_the_group_is_of_the_backend_that_torch_has_registered_for_the_device(mo
     assert made == [(1, 3, timedelta(seconds=7))]
 
 
-def test_engines_get_what_was_sent_by_way_of_the_device(monkeypatch):
+@on_loop
+async def test_engines_get_what_was_sent_by_way_of_the_device(monkeypatch):
     monkeypatch.setattr(collective, "current_device", lambda: CPU)
-
-    async def main() -> None:
-        sender = CollectiveSender("127.0.0.1", "device", LONG_S)
-        receivers = [CollectiveReceiver(f"rollout-{i}", LONG_S) for i in range(2)]
-        await sender.init({str(i): receiver.init for i, receiver in enumerate(receivers)})
-        for version in (3, 4):
-            packed = make_packed(version, seed=version)
-            async with sending(sender, *packed) as parcel:
-                arrived = await asyncio.gather(*(receive(r, packed[0], parcel) for r in receivers))
-            for manifest, buckets in arrived:
-                verify(manifest, buckets)
-
-    asyncio.run(main())
+    sender = CollectiveSender("127.0.0.1", "device", LONG_S)
+    receivers = [CollectiveReceiver(f"rollout-{i}", LONG_S) for i in range(2)]
+    await sender.init({str(i): receiver.init for i, receiver in enumerate(receivers)})
+    for version in (3, 4):
+        packed = make_packed(version, seed=version)
+        async with sending(sender, *packed) as parcel:
+            arrived = await asyncio.gather(*(receive(r, packed[0], parcel) for r in receivers))
+        for manifest, buckets in arrived:
+            verify(manifest, buckets)
 
 
 def test_an_engine_that_does_not_come_ends_the_wait_before_the_device_is_entered(monkeypatch):

@@ -14,6 +14,7 @@ from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import Bucket, WeightError, verify
 from omni_async.weights.transport.base import TransportError, receive, sending
 from omni_async.weights.transport.disk import DiskReceiver, DiskSender, VersionFile, read_version
+from tests.on_loop import on_loop
 from tests.weights.conftest import Packed, make_packed
 
 
@@ -67,16 +68,14 @@ def test_other_programs_can_load_the_file(file, packed):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in unpack(*packed))
 
 
-def test_the_newest_version_stays_and_older_ones_go_when_it_has_arrived(tmp_path):
-    async def main() -> None:
-        sender, folder = DiskSender(tmp_path), tmp_path
-        for version in (1, 2, 7):
-            before = sorted(p.name for p in folder.iterdir())
-            async with sending(sender, *make_packed(version)):
-                assert sorted(p.name for p in folder.iterdir()) == [*before, f"version-{version:06d}.safetensors"]
-            assert [p.name for p in folder.iterdir()] == [f"version-{version:06d}.safetensors"]
-
-    asyncio.run(main())
+@on_loop
+async def test_the_newest_version_stays_and_older_ones_go_when_it_has_arrived(tmp_path):
+    sender, folder = DiskSender(tmp_path), tmp_path
+    for version in (1, 2, 7):
+        before = sorted(p.name for p in folder.iterdir())
+        async with sending(sender, *make_packed(version)):
+            assert sorted(p.name for p in folder.iterdir()) == [*before, f"version-{version:06d}.safetensors"]
+        assert [p.name for p in folder.iterdir()] == [f"version-{version:06d}.safetensors"]
 
 
 def test_an_engine_that_reads_an_old_version_keeps_its_bytes(tmp_path):
