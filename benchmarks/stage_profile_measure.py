@@ -30,7 +30,7 @@ from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.types import Prompt, SampleRequest, SdeWindow, WeightManifest
-from omni_async.weights.buckets import Bucket
+from omni_async.weights.digest import Bucket
 
 Say = Callable[[str], None]
 

@@ -59,17 +59,14 @@ BUILT_IN: tuple[Kind, ...] = (
         fields=_step_fields,
         problems=_step_problems,
     ),
-    Kind(
-        name="forward",
-        summary="trains on final latents and noises them itself",
-        loss="omni_async.training.forward_loss:ForwardLoss",
-        rows_per_sample=_draws,
-    ),
-    Kind(
-        name="preference",
-        summary="trains on final latents and noises them itself",
-        loss="omni_async.training.forward_loss:ForwardLoss",
-        rows_per_sample=_draws,
-        paired=True,
+    *(
+        Kind(
+            name=name,
+            summary="trains on final latents and noises them itself",
+            loss="omni_async.training.forward_loss:ForwardLoss",
+            rows_per_sample=_draws,
+            paired=name == "preference",
+        )
+        for name in ("forward", "preference")
     ),
 )

@@ -15,7 +15,8 @@ import torch
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.staged import StagedVersion
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import WeightError, unpack, verify
+from omni_async.weights.buckets import unpack
+from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.lora import merged_weights
 
 if TYPE_CHECKING:

@@ -8,27 +8,13 @@ own buckets (`omni_async.weights.snapshot` joins them). `omni_async.weights.dige
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from omni_async.types import Piece, TensorSpec, WeightManifest
-from omni_async.weights.digest import Bucket, WeightError, combine, digest, tensor_pieces, verify
-
-__all__ = [
-    "Bucket",
-    "BucketSet",
-    "WeightError",
-    "as_tensor",
-    "digest",
-    "digest_tensors",
-    "dtype_name",
-    "dtype_of",
-    "pack",
-    "unpack",
-    "verify",
-]
+from omni_async.weights.digest import Bucket, combine, tensor_pieces
+from omni_async.weights.digest import WeightError as WeightError
 
 ALIGNMENT = 64
 # Tensors are copied together for speed: small ones cost more to name than to copy. Merged ones stay in memory until
@@ -141,24 +127,6 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources, non_blocking=True)
         targets.clear()
         sources.clear()
-
-
-def pack(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    version: int,
-    payload: Literal["full", "lora"],
-    bucket_bytes: int,
-    lora: dict[str, Any] | None = None,
-) -> tuple[WeightManifest, list[Bucket]]:
-    """Copy `tensors` into a new `BucketSet` and describe what is in it."""
-    packed = BucketSet(bucket_bytes)
-    packed.fill(tensors)
-    specs, buckets = packed.specs, packed.buckets
-    return (
-        WeightManifest(version=version, payload=payload, digest=digest(specs, buckets), tensors=specs, lora=lora),
-        buckets,
-    )
 
 
 def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from omni_async.media import require_media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.emulated import EmulatedEngine, flat_media
 from omni_async.sde.transitions import log_prob, transition
-from omni_async.weights.buckets import pack
+from tests.packing import pack
 from tests.rollout.conftest import make_request
 
 

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.micro_batches import Needs
-from omni_async.weights.buckets import digest_tensors, unpack, verify
+from omni_async.weights.buckets import digest_tensors, unpack
+from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.engines import auxiliary_of, log_probs, make_config, started

@@ -7,7 +7,8 @@ import torch
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import digest_tensors, unpack, verify
+from omni_async.weights.buckets import digest_tensors, unpack
+from omni_async.weights.digest import verify
 from omni_async.weights.lora import merged_weights
 from tests.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.engines import log_probs, make_config, started

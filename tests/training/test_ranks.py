@@ -14,7 +14,8 @@ from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
-from omni_async.weights.buckets import unpack, verify
+from omni_async.weights.buckets import unpack
+from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
 from tests.training.engines import log_probs, make_config

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import pack
 from omni_async.weights.digest import Bucket
+from tests.packing import pack
 
 Packed = tuple[WeightManifest, list[Bucket]]
 

@@ -13,20 +13,10 @@ from hypothesis import strategies as st
 
 from omni_async.types import WeightManifest
 from omni_async.weights import buckets
-from omni_async.weights.buckets import (
-    ALIGNMENT,
-    BucketSet,
-    WeightError,
-    digest,
-    digest_tensors,
-    dtype_name,
-    dtype_of,
-    pack,
-    unpack,
-    verify,
-)
-from omni_async.weights.digest import item_bytes
+from omni_async.weights.buckets import ALIGNMENT, BucketSet, digest_tensors, dtype_name, dtype_of, unpack
+from omni_async.weights.digest import WeightError, digest, item_bytes, verify
 from omni_async.weights.snapshot import Snapshot
+from tests.packing import pack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 

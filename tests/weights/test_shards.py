@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from omni_async.training.export import copy_out
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import BucketSet, digest_tensors, unpack, verify
-from omni_async.weights.digest import WeightError
+from omni_async.weights.buckets import BucketSet, digest_tensors, unpack
+from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.lora import merged_weights
 from omni_async.weights.shards import own_rows, whole
 from omni_async.weights.snapshot import SharedRows, Snapshot
