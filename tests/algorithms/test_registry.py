@@ -1,7 +1,6 @@
 """Tests objectives by name: what each declares is what its function takes, and other packages may add theirs."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import pytest
@@ -123,20 +122,6 @@ def test_an_unknown_objective_is_refused_with_the_known_ones():
 
 def another(name: str) -> Objective:
     return Objective(name, "another package's", "forward", "builtins:len", ("final",))
-
-
-def test_other_packages_add_theirs(monkeypatch):
-    installed(monkeypatch, EntryPoint("theirs", another("theirs")))
-    assert objectives().keys() == TRANSITION | FORWARD | {"theirs"}
-    found = find_objective("theirs")
-    assert found.load() is len
-    defaults: tuple[Any, ...] = (
-        found.unit,
-        found.homogeneous(Algorithm()),
-        found.auxiliary(Algorithm()),
-        found.old_decay(Algorithm(), 3),
-    )
-    assert defaults == ("row", False, frozenset(), 0.0)
 
 
 def test_a_built_in_name_cannot_be_taken(monkeypatch):

@@ -19,13 +19,13 @@ class SeeingCodec:
     """A codec whose conditioning is the mean of the prompt's images."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.asked: list[tuple[str, str | None]] = []
 
     def to(self, device: Any) -> Any:
         return self
 
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
-        self.calls += 1
+        self.asked.append((prompt.text, spec.negative_prompt if spec.guided else None))
         images = [torch.as_tensor(read_prompt_image(image).image).float() for image in prompt.images]
         return TensorDict({"means": torch.tensor([image.mean() for image in images])}, batch_size=[])
 
@@ -49,4 +49,12 @@ def test_the_same_text_with_other_images_is_another_prompt(tmp_path):
         for prompt in load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 100)
     ]
     assert [cache.of(request)["means"].tolist() for request in requests * 2] == [[10.0], [200.0], [10.0]] * 2
-    assert codec.calls == 2  # the copy has the same bytes
+    assert len(codec.asked) == 2  # the copy has the same bytes
+
+
+def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides():
+    cache = ConditioningCache(codec := SeeingCodec())
+    unguided, guided = make_request(negative_prompt="blur"), make_request(negative_prompt="blur", true_cfg_scale=4.0)
+    for request in (unguided, guided, unguided, guided):
+        cache.of(request)
+    assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]

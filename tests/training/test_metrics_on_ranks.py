@@ -15,7 +15,7 @@ SEQUENCES = (1, 2, 4)
 
 def reduced(layout: ParallelLayout, number: int) -> dict[str, float]:
     """Reduces `number` rows, of which every rank records those that it is dealt."""
-    values = 50 * torch.randn(number, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    values = 500 * torch.randn(number, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
     mine = list(layout.dealt(number))
     metrics = Metrics(layout)
     if mine:

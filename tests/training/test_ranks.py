@@ -13,7 +13,6 @@ from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from omni_async.training.metrics import Metrics
 from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole
@@ -127,23 +126,12 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     return {"updates": [first, second], "export": out, "auxiliary": auxiliary, "digest0": engine.digest0}
 
 
-def far_apart(layout: ParallelLayout) -> dict[str, float]:
-    """Returns what two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only
-    the second has rows of."""
-    values = torch.tensor([[-400.0, -800.0], [-400.0 + math.log(3.0), -900.0]][layout.rank], dtype=torch.float64)
-    metrics = Metrics(layout)
-    metrics.record("ess", values, "ess")
-    metrics.record_by_step("ess", values, [0, layout.rank], "ess")
-    return metrics.reduce(2)
-
-
-def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> tuple[dict[str, Any], dict[str, float]]:
+def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, Any]:
     layout = ParallelLayout(rank, 2)
-    found = {
+    return {
         name: run(TrainEngine(config, policy_of(name), layout, device=CPU), folder / name)
         for name, config in configs.items()
     }
-    return found, far_apart(layout)
 
 
 def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -155,12 +143,10 @@ def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.
 def test_two_ranks_train_what_one_trains(tmp_path):
     two = {name: make_config(**{**BASE, **change, "trainer.workers": 2}) for name, change in VARIANTS.items()}
     found = on_ranks(2, tmp_path, run_all, tmp_path, two)
-    for _, ess in found:
-        assert ess == pytest.approx({"ess": 16 / 40, "ess/step_00": 16 / 30, "ess/step_01": 1.0})
     for name, change in VARIANTS.items():
         alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), ParallelLayout(), device=CPU)
         alone = run(alone_engine, tmp_path / f"{name}-alone")
-        ranks = [results[name] for results, _ in found]
+        ranks = [results[name] for results in found]
 
         for number, expected in enumerate(alone["updates"]):
             got = [rank["updates"][number] for rank in ranks]

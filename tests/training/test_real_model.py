@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
@@ -13,6 +12,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import digest_tensors
 from tests.fakes import load_model
+from tests.training.drawn import random_group
 from tests.training.engines import auxiliary_of, log_probs, make_config
 from tests.training.exports import export
 from tests.training.saved import load, save
@@ -26,54 +26,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build(tmp_path_factory.mktemp("qwen"), layers=2)
 
 
-def random_group(engine: TrainEngine) -> GroupBatch:
-    """Makes samples of prompts of different lengths, whose log-probs are then the engine's own."""
-    generator = torch.Generator().manual_seed(0)
-    shape = engine.policy.latent_shape(engine.config.rollout.sampling)
-    samples = []
-    for i in range(4):
-        length = 3 + i % 2
-        x = torch.randn(1, *shape, generator=generator)
-        steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
-        conditioning = TensorDict(
-            {
-                "prompt_embeds": torch.randn(length, 64, generator=generator),
-                "prompt_mask": torch.ones(length, dtype=torch.bool),
-            },
-            [],
-        )
-        if engine.config.rollout.sampling.guided:
-            conditioning["negative_prompt_embeds"] = torch.randn(2, 64, generator=generator)
-            conditioning["negative_prompt_mask"] = torch.ones(2, dtype=torch.bool)
-        tensors = {
-            "final": x[0],
-            "latents": torch.cat(steps),
-            "log_probs": torch.zeros(2),
-            "sigmas": engine.policy.sigmas(5, engine.config.rollout.sampling),
-            "steps": torch.tensor([1, 2]),
-            "conditioning": conditioning,
-        }
-        samples.append(TensorDict(tensors, []))
-    group = GroupBatch(
-        group=0,
-        spec=engine.config.rollout.sampling,
-        trajectories=samples,
-        advantages=[1.0, -1.0, 0.5, -0.5],
-        seeds=range(4),
-        staleness=[[0, 0]] * 4,
-        size=4,
-    )
-    if engine.config.rollout.sde is None:
-        return group
-    for sample, recorded in zip(samples, log_probs(engine, group), strict=True):
-        sample["log_probs"] = recorded
+def recorded_group(engine: TrainEngine) -> GroupBatch:
+    """Makes samples of prompts of different lengths, whose log-probs are the engine's own."""
+    group = random_group(engine.policy, engine.config)
+    if engine.config.rollout.sde is not None:
+        for sample, recorded in zip(group.trajectories, log_probs(engine, group), strict=True):
+            sample["log_probs"] = recorded
     return group
 
 
 def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> tuple[TrainEngine, dict[str, float]]:
     engine = TrainEngine(config, qwen.QwenImagePolicy(str(checkpoint)), ParallelLayout(), device=device)
     engine.setup()
-    group = random_group(engine)
+    group = recorded_group(engine)
     for _ in range(2):
         engine.accumulate(group, 1 / 8)
         metrics = engine.step()

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from tensordict import TensorDict
-from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_async.config.schema import Config
@@ -22,6 +20,7 @@ from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.shards import whole
 from tests.fakes import share
+from tests.training.drawn import random_group
 from tests.training.engines import log_probs, make_config
 from tests.training.ranks import on_ranks
 
@@ -70,46 +69,6 @@ REFUSED = "sd3 refused"
 
 def policy_of(config: Config) -> Policy:
     return load_policy(find_family(config.model.pipeline), config.model.path)
-
-
-def conditioning_of(policy: Policy, spec: Any, sample: int, generator: torch.Generator) -> TensorDict:
-    """Makes noise of the shapes of a prompt; of those that have a mask, as many tokens as the sample's number says."""
-    fields: dict[str, Tensor] = {}
-    for name, blank in sorted(policy.blank_conditioning(spec).items()):
-        length = 1 + 2 * (sample % 2) if name.startswith("negative") else 3 + 2 * sample
-        shape = blank.shape if "prompt_mask" not in policy.blank_conditioning(spec) else (length, *blank.shape[1:])
-        made = torch.randn(shape, generator=generator)
-        fields[name] = torch.ones(shape, dtype=torch.bool) if blank.dtype == torch.bool else made
-    return TensorDict(fields, [])
-
-
-def random_group(policy: Policy, config: Config) -> GroupBatch:
-    """Makes four samples of two steps, which need all of the policy's denoisers."""
-    spec, generator = config.rollout.sampling, torch.Generator().manual_seed(0)
-    shape, sigmas = policy.latent_shape(spec), policy.sigmas(config.rollout.num_inference_steps, spec)
-    needs = [policy.component_of(float(sigma)) for sigma in sigmas]
-    first = needs.index(policy.components[-1]) - 1 if len(policy.components) > 1 else 1
-    samples = []
-    for number in range(4):
-        x = torch.randn(1, *shape, generator=generator)
-        steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
-        tensors = {
-            "latents": torch.cat(steps),
-            "log_probs": torch.zeros(2),
-            "sigmas": sigmas,
-            "steps": torch.tensor([first, first + 1]),
-            "conditioning": conditioning_of(policy, spec, number, generator),
-        }
-        samples.append(TensorDict(tensors, []))
-    return GroupBatch(
-        group=0,
-        spec=spec,
-        trajectories=samples,
-        advantages=[1.0, -1.0, 0.5, -0.25],
-        seeds=range(4),
-        staleness=[[0, 0]] * 4,
-        size=4,
-    )
 
 
 @torch.no_grad()
