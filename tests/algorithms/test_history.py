@@ -96,15 +96,6 @@ def test_a_group_of_equal_rewards_has_signal_against_a_past():
     close(history.advantages(f64([1.0, 1.0]), torch.tensor([0, 0]), GROUP), f64([0.5, 0.5]) / (0.5 + 1e-4))
 
 
-def test_only_a_commit_changes_the_history():
-    history = RewardHistory()
-    history.commit(torch.tensor([2]), f64([1.0]))
-    before = history.state()
-    first = history.advantages(f64([5.0, 7.0]), torch.tensor([2, 4]), GROUP)
-    assert history.state() == before == {"2": [1, 1.0, 0.0]}
-    assert torch.equal(history.advantages(f64([5.0, 7.0]), torch.tensor([2, 4]), GROUP), first)
-
-
 def test_a_refused_commit_changes_nothing():
     history = RewardHistory()
     history.commit(torch.tensor([2]), f64([1.0]))

@@ -37,14 +37,6 @@ def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
     return folder
 
 
-def test_what_was_written_is_whole_and_says_what_it_is(tmp_path):
-    folder = make(tmp_path, 20)
-    require_whole(folder)
-    state = read_state(folder)
-    assert state.control == ControlState(version=20, next_group=9, unfinished=(Unfinished(7, 2),))
-    assert [path.name for path in tmp_path.iterdir()] == ["update-000020"]
-
-
 def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tmp_path, monkeypatch):
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))

@@ -43,13 +43,6 @@ def test_rows_are_reduced_per_denoising_step(reduction, expected):
     assert metrics.reduce(4) == pytest.approx(expected)
 
 
-def test_one_name_may_be_reduced_over_all_rows_and_per_step():
-    metrics = Metrics(ParallelLayout())
-    metrics.record("v", torch.tensor([1.0, 2.0, 6.0]))
-    metrics.record_by_step("v", torch.tensor([1.0, 2.0, 6.0]), [1, 1, 0], "mean")
-    assert metrics.reduce(2) == {"v": 3.0, "v/step_00": 6.0, "v/step_01": 1.5}
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

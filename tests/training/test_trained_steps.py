@@ -70,19 +70,6 @@ def test_rows_are_the_chosen_steps_of_every_sample(size):
         assert torch.equal(following[row], group.trajectories[i]["latents"][k + 1])
 
 
-def test_a_samples_steps_do_not_depend_on_its_neighbours():
-    engine, group, chosen = fractional()
-    alone = replace(
-        group,
-        trajectories=group.trajectories[3:],
-        advantages=[1.0],
-        seeds=group.seeds[3:],
-        staleness=group.staleness[3:],
-        size=1,
-    )
-    assert [step for rows, _ in engine._loss.batches(alone) for step in rows.steps] == chosen[3]
-
-
 def test_the_gradient_is_that_of_the_mean_over_chosen_rows():
     engine, group, chosen = fractional()
     model = model_of(engine)

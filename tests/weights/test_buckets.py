@@ -139,13 +139,6 @@ def test_a_name_may_appear_once_only():
         pack([("a", torch.ones(1)), ("a", torch.ones(1))], version=0, payload="full", bucket_bytes=64)
 
 
-def test_a_manifest_survives_messagepack():
-    manifest, buckets = packed(example())
-    received = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest)
-    verify(received, buckets)
-    assert received == manifest
-
-
 # ---- memory that is used again ---------------------------------------------------------------------------------------
 
 
@@ -163,13 +156,6 @@ def test_the_next_version_is_copied_over_the_last_one():
     before = packed.buckets
     assert all(torch.equal(got, later[name]) for name, got in filled(packed, later).items())
     assert [bucket.ctypes.data for bucket in packed.buckets] == [bucket.ctypes.data for bucket in before]
-
-
-def test_a_version_has_the_digest_of_its_tensors_whatever_lay_there_before():
-    packed = BucketSet(256)
-    packed.fill((name, tensor + 1) for name, tensor in example().items())
-    packed.fill(example().items())
-    assert Snapshot(1, "full", packed.specs, packed.buckets).manifest().digest == digest_tensors(example().items())
 
 
 def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch):

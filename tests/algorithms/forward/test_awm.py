@@ -4,7 +4,7 @@ import pytest
 import torch
 from forward_rows import TOLERANCES, make_rows, mean_of_squares, numbers, per_row_gradient
 
-from omni_async.algorithms.objectives.awm import awm, log_likelihood
+from omni_async.algorithms.objectives.awm import awm
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.config.algorithm import Advantage, Algorithm, Awm
 
@@ -176,16 +176,6 @@ def test_the_likelihood_is_greatest_and_finite_where_there_is_no_error(weighting
     value.backward()
     assert error.grad.isfinite().all()
     assert error.grad < 0
-
-
-@pytest.mark.parametrize(("progress", "coef"), [(0.0, 1.0), (0.5, 0.65), (1.0, 0.3)])
-def test_the_pull_to_the_average_fades_linearly(progress, coef):
-    rows = sample_rows(progress=progress)
-    without = awm(rows, make_settings()).loss
-    out = awm(rows, make_settings(ema_coef=1.0, ema_coef_end=0.3))
-    torch.testing.assert_close(out.loss - without, coef * out.metrics["kl_ema"], atol=1e-12, rtol=1e-12)
-    constant = awm(rows, make_settings(ema_coef=1.0))
-    torch.testing.assert_close(constant.loss - without, out.metrics["kl_ema"], atol=1e-12, rtol=1e-12)
 
 
 def test_the_elbo_form_weights_by_the_reference_variance():

@@ -29,14 +29,6 @@ def test_the_target_is_the_derivative_of_the_path():
         torch.testing.assert_close(slope, target(final, noise)[row], atol=1e-12, rtol=0)
 
 
-def test_a_step_along_the_target_lands_on_the_final_latents():
-    final, noise = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator_of(1))
-    sigma = torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(
-        noised(final, noise, sigma) - sigma[:, None] * target(final, noise), final, atol=1e-12, rtol=0
-    )
-
-
 @pytest.mark.parametrize(
     ("noise", "sigma", "message"),
     [
