@@ -4,7 +4,7 @@ import pytest
 import torch
 from forward_rows import TOLERANCES, make_rows, mean_of_squares, numbers, per_row_gradient
 
-from omni_async.algorithms.objectives.awm import awm
+from omni_async.algorithms.objectives.awm import awm, log_likelihood
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.config.algorithm import Advantage, Algorithm, Awm
 
