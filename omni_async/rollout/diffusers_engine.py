@@ -90,7 +90,7 @@ class DiffusersEngine:
 
     async def start(self) -> WeightReport:
         await asyncio.to_thread(self._load)
-        self._runner = asyncio.create_task(self._run(), name=f"{self.name}-runner")
+        self._runner = asyncio.create_task(self._serve(), name=f"{self.name}-runner")
         return self._report()
 
     def _load(self) -> None:
@@ -136,7 +136,7 @@ class DiffusersEngine:
 
     # ---- the runner: one task, at most one worker thread at a time ---------------------------------------------------
 
-    async def _run(self) -> None:
+    async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while not self._closing:

@@ -35,7 +35,7 @@ class AuxiliaryPolicies:
         self._in_use: str | None = None
 
     @torch.no_grad()
-    def add(self, name: str) -> None:
+    def keep_copy(self, name: str) -> None:
         """Add a copy of the parameters as they are."""
         self._copies[name] = [p.detach().clone() for p in self._parameters]
 

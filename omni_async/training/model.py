@@ -72,10 +72,9 @@ class ModuleBackend:
         self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
         wanted = set(objective.auxiliary(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
         for auxiliary in sorted(wanted):
-            if (
-                auxiliary != "reference" or self.lora is None
-            ):  # under LoRA the reference is the model without its adapters
-                self.auxiliary.add(auxiliary)
+            # Under LoRA the reference is the model without its adapters.
+            if auxiliary != "reference" or self.lora is None:
+                self.auxiliary.keep_copy(auxiliary)
         self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values())
         # Checkpoints are written while ranks train: their collectives must not meet those of training.
         self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Installs a package whose entry points lead to `tests.training.outside_backend`; returns its folder."""
-    info = tmp_path / "outside_backend-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside_backend\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
+def package(install: Callable[[str], Path]) -> Path:
+    return install(
         "[omni_async.backends]\nsumming = tests.training.outside_backend:BACKEND\n"
         "broken = tests.training.outside_backend:nothing\nfsdp2 = tests.training.outside_backend:nothing\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
 
 
 def test_auto_is_plain_on_one_cpu_rank_alone():

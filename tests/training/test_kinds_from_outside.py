@@ -1,6 +1,7 @@
 """Tests that another package can bring a kind of rows and an objective on it, which are trained by the engine as
 built-in ones are."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,11 @@ OURS = {"algorithm.name": "weighted_energy", "rollout.sde": None, "algorithm.cli
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installs a package whose entry points lead to `tests.training.outside`."""
-    package = tmp_path / "outside-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
+def installed(install: Callable[[str], Path]) -> None:
+    install(
         "[omni_async.kinds]\nends = tests.training.outside:KIND\n"
         "[omni_async.objectives]\nweighted_energy = tests.training.outside:OBJECTIVE\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
 
 
 def ours(**changes: Any) -> Config:

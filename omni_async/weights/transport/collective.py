@@ -79,9 +79,9 @@ class CollectiveSender:
         if not engines:
             return
         self._thread = _Thread()  # a call stuck in a group that lost a rank keeps the old thread until its time-out
-        store = await self._thread.run(self._serve)
+        store = await self._thread.submit(self._serve)
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._carrier)
-        forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
+        forming = self._thread.submit(lambda: Group(mine, self._timeout_s, store))
         joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
         # Waits until all have answered: then no rank still waits in this attempt when the next begins, and the caller
         # knows which one failed.
@@ -124,12 +124,12 @@ class CollectiveSender:
                 " joined"
             )
         group, self._action = self._group, f"the broadcast of version {manifest.version}"
-        self._waiting = [self._thread.run(partial(group.meet, self._action))]
+        self._waiting = [self._thread.submit(partial(group.meet, self._action))]
 
     async def update(self, bucket: Bucket, reference: Any | None) -> int:
         """Return the bytes to be received at once: its broadcast waits for the engines."""
         assert self._group is not None
-        self._waiting.append(self._thread.run(partial(self._group.broadcast, bucket, self._action)))
+        self._waiting.append(self._thread.submit(partial(self._group.broadcast, bucket, self._action)))
         return len(bucket)
 
     async def finish(self, delivered: bool) -> None:
@@ -153,19 +153,19 @@ class CollectiveReceiver:
 
     async def init(self, invitation: Invitation) -> None:
         self._thread, self._memory = _Thread(), []  # a broadcast stuck in the last group keeps the old ones
-        self._group = await self._thread.run(lambda: Group(invitation, self._timeout_s))
+        self._group = await self._thread.submit(lambda: Group(invitation, self._timeout_s))
 
     async def start(self, manifest: WeightManifest, start: None) -> None:
         if self._group is None:
             raise TransportError(f"weights.transport: collective: {self._name} has not joined the trainer")
         self._manifest, self._received = manifest, list[Bucket]()
         self._action = f"the broadcast of version {manifest.version}"
-        await self._thread.run(partial(self._group.meet, self._action))
+        await self._thread.submit(partial(self._group.meet, self._action))
 
     async def update(self, bucket: int) -> None:
         assert self._group is not None
         memory = self._room(len(self._received), bucket)
-        await self._thread.run(partial(self._group.broadcast, memory, self._action))
+        await self._thread.submit(partial(self._group.broadcast, memory, self._action))
         self._received.append(memory)
 
     async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
@@ -278,7 +278,7 @@ class _Thread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
-    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
