@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from omni_async.weights.digest import Bucket
 from omni_async.weights.transport.disk import VersionFile
 from pipelines.qwen_image.tiny import build
-from tests.e2e.runs import run, write_recipe
+from tests.e2e.runs import Run, run, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +19,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build(tmp_path_factory.mktemp("transport") / "tiny", layers=1))
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path, checkpoint, staleness):
-    finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
-    assert finished.summary.status == "done"
+def assert_file_is_what_was_trained(finished: Run) -> None:
     [file] = (finished.path / "weights").iterdir()
     assert file.name == "version-000003.safetensors"
     published, trained = load_file(file), finished.weights()
     assert published.keys() == trained.keys()
     assert all(torch.equal(published[name], trained[name]) for name in trained)
+
+
+def assert_both_engines_swapped(finished: Run) -> None:
+    assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
+    held = {(e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"}
+    assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path, checkpoint, staleness):
+    finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
+    assert finished.summary.status == "done"
+    assert_file_is_what_was_trained(finished)
 
 
 def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(tmp_path, checkpoint, monkeypatch):
@@ -76,11 +86,7 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path):
     with ray_session(0):
         for transport in ("object_store", "disk", "collective"):
             finished = run(recipe, f"weights.transport={transport}")
-            assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
-            held = {
-                (e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"
-            }
-            assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+            assert_both_engines_swapped(finished)
             left[transport] = [path.name for path in (finished.path / "weights").glob("*")]
     assert left == {"object_store": [], "disk": ["version-000003.safetensors"], "collective": []}
 
@@ -103,11 +109,6 @@ def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trai
             "weights.bucket_mb=1",
             f"weights.transport={transport}",
         )
-    assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
-    held = {(e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"}
-    assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+    assert_both_engines_swapped(finished)
     if transport == "disk":
-        [file] = (finished.path / "weights").iterdir()
-        published, trained = load_file(file), finished.weights()
-        assert published.keys() == trained.keys()
-        assert all(torch.equal(published[name], trained[name]) for name in trained)
+        assert_file_is_what_was_trained(finished)
