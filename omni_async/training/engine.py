@@ -67,7 +67,7 @@ class TrainEngine:
         self._has_rows = False
 
     def setup(self) -> None:
-        """Load the model and builds the optimizer. With several ranks, join the process group first."""
+        """Load the model and build the optimizer. With several ranks, join the process group first."""
         layout = self.layout
         self._model = build_backend(self.config, self._objective, self.policy, self.device, layout)
         self.digest0 = self._model.digest

@@ -58,7 +58,7 @@ class WeightSender(Protocol):
         """Begin a version, of buckets of `sizes` bytes. TransportError if it can't be sent."""
 
     async def update(self, bucket: Bucket, reference: Any | None) -> Any:
-        """Carry the next bucket, or begins to where receivers must take part.
+        """Carry the next bucket, or begin to where receivers must take part.
 
         `reference` is that of a bucket which lies in the run's store already. TransportError if it can't be sent."""
 
