@@ -105,3 +105,8 @@ def test_centred_rewards_times_the_global_scale_are_the_advantages(ddof):
 def test_wrong_input_is_refused_with_its_value(change, message):
     with pytest.raises(ValueError, match=message):
         advantages(**({"rewards": torch.tensor([1.0, 2.0]), "groups": torch.tensor([0, 0])} | change))
+
+
+def test_rewards_of_several_scorers_are_no_column():
+    with pytest.raises(ValueError, match=r"rewards must have shape \(N,\) with N >= 1, got \(1, 2\)"):
+        centred(torch.tensor([[1.0, 2.0]]))

@@ -275,3 +275,8 @@ def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp
     finish(folder)
     require_whole(folder)
     assert read_state(folder).control.validated == -1
+
+
+def test_a_folder_without_a_state_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint folder: it has no state\.json"):
+        read_state(tmp_path)
