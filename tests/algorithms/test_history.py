@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.algorithms.advantages import unclipped_advantages
 from omni_async.algorithms.history import RewardHistory
 from omni_async.config.algorithm import Advantage
 
@@ -69,14 +68,6 @@ def test_advantages_are_those_of_keeping_every_reward(updates, std, ddof, eps_fo
     assert {prompt: history.count(prompt) for prompt in range(5)} == {
         prompt: len(kept.get(prompt, [])) for prompt in range(5)
     }
-
-
-@pytest.mark.parametrize("std", ["global", "group", "none"])
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_without_a_past_it_is_the_group_advantage(std, ddof):
-    rewards, prompts = f64([1.0, 3.0, 2.0, 8.0, 5.0]), torch.tensor([7, 7, 1, 1, 3])
-    got = RewardHistory().advantages(rewards, prompts, Advantage(std=std, ddof=ddof))
-    close(got, unclipped_advantages(rewards, prompts, Advantage(std=std, ddof=ddof)))
 
 
 @pytest.mark.parametrize("options", [GLOBAL, GROUP, NONE, Advantage(std="group", ddof=1, eps=0.0)])

@@ -27,11 +27,6 @@ def test_the_effective_sample_size_of_weights_beyond_floating_point():
     assert effective_sample_size(matrix(-1e6, -1e6 + math.log(3.0))).item() == pytest.approx(16 / 20, rel=1e-9)
 
 
-def test_equal_weights_count_fully_and_one_dominating_weight_counts_alone():
-    assert effective_sample_size(torch.full((7,), 123.4, dtype=torch.float64)).item() == 1.0
-    assert effective_sample_size(matrix(0.0, -800.0, -900.0, -1000.0)).item() == 0.25
-
-
 def test_minus_infinity_is_a_weight_of_zero():
     assert effective_sample_size(matrix(0.0, -math.inf)).item() == 0.5
     assert effective_sample_size(matrix(-math.inf, -math.inf)).item() == 0.0

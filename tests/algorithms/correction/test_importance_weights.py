@@ -60,11 +60,6 @@ def test_the_band_judges_weights_before_the_cap_truncates_them():
     assert weight.tolist()[0] == pytest.approx([0.0, 0.9, 2.0, 0.0])
 
 
-def test_without_weights_everything_weighs_one():
-    weight, gamma = importance_weights(matrix([5.0, -5.0]), asked(weights="none"), 3)
-    assert weight.tolist() == [[1.0, 1.0]] and gamma == 1.0
-
-
 @pytest.mark.parametrize("level", ["step", "trajectory"])
 def test_tempered_weights_reach_the_target(level):
     log_ratio = -2 + 2 * torch.randn(5000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
