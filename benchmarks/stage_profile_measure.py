@@ -30,7 +30,7 @@ from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.types import Prompt, SampleRequest, SdeWindow, WeightManifest
-from omni_async.weights.buckets import Bucket
+from omni_async.weights.digest import Bucket
 
 Say = Callable[[str], None]
 
@@ -202,7 +202,7 @@ class Bench:
     def _train(self, engine: TrainEngine, group: GroupBatch, n: int) -> None:
         rows = n * len(group.trajectories[0]["steps"])
         stages: dict[str, Callable[[], object]] = {
-            "recompute": lambda: engine.log_probs(group),
+            "recompute": lambda: engine.recompute_proximal(group),
             "train": lambda: engine.accumulate(group, 1 / rows),
             "step": engine.step,
         }

@@ -7,13 +7,11 @@ entry point is a `Backend`).
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
-from omni_async.entry_points import load_registered
+from omni_async.entry_points import find_registered, load_named
 
 GROUP = "omni_async.backends"
 
@@ -33,9 +31,8 @@ class Backend(msgspec.Struct, frozen=True):
     offload: bool = False
 
     def load(self) -> Any:
-        """Loads the class itself (imports torch)."""
-        module, name = self.train.split(":")
-        return getattr(import_module(module), name)
+        """Load the class itself (imports torch)."""
+        return load_named(self.train)
 
 
 BUILT_IN = {
@@ -48,26 +45,21 @@ BUILT_IN = {
 
 
 def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Backend:
-    """Returns the backend called `name`; `auto` is plain on one CPU rank, where wrapping only costs time, and else
-    FSDP2. ValueError, one line, if there is none, or it cannot do what is asked for."""
-    backend = _named(("plain" if on_cpu and workers == 1 else "fsdp2") if name == "auto" else name)
+    """Return the backend called `name`.
+
+    `auto` is plain on one CPU rank, where wrapping only costs time, and else FSDP2. ValueError, one line, if there is
+    none, or it cannot do what is asked for."""
+    chosen = ("plain" if on_cpu and workers == 1 else "fsdp2") if name == "auto" else name
+    # Other packages cannot take a built-in name.
+    backend = BUILT_IN.get(chosen) or find_registered(chosen, GROUP, Backend, "trainer.backend", {"auto", *BUILT_IN})
     if workers > 1 and not backend.several_ranks:
         raise ValueError(
             f"trainer.backend: {backend.name!r} is one rank, got trainer.workers = {workers}; use 'fsdp2' or 'auto'"
         )
     if offload and not backend.offload:
-        chosen = ", which 'auto' is on one CPU rank," if name == "auto" else ""
+        which = ", which 'auto' is on one CPU rank," if name == "auto" else ""
         raise ValueError(
-            f"trainer.offload: the backend {backend.name!r}{chosen} leaves weights where they are used; use"
+            f"trainer.offload: the backend {backend.name!r}{which} leaves weights where they are used; use"
             " trainer.backend: fsdp2, or offload: false"
         )
     return backend
-
-
-def _named(name: str) -> Backend:
-    if name in BUILT_IN:  # other packages cannot take a built-in name
-        return BUILT_IN[name]
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in points:
-        raise ValueError(f"trainer.backend: expected one of {sorted({'auto', *BUILT_IN, *points})}, got {name!r}")
-    return load_registered(points[name], Backend, "trainer.backend")

@@ -1,9 +1,12 @@
-"""Loads what other packages register in entry points. They are foreign code, and may break in any way."""
+"""Loads what other packages register in entry points, which are foreign code and may break in any way, and what a table
+names as `module:name`."""
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-from typing import TypeVar
+from collections.abc import Collection
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -21,3 +24,18 @@ def load_registered(point: EntryPoint, cls: type[T], key: str) -> T:
     if not isinstance(found, cls):
         raise ValueError(f"{where} is a {type(found).__name__}, not a {cls.__name__}")
     return found
+
+
+def load_named(name: str) -> Any:
+    """Imports the object that `module:name` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def find_registered(name: str, group: str, cls: type[T], key: str, known: Collection[str] = ()) -> T:
+    """Returns the `cls` that is registered as `name` in the entry-point group `group`. ValueError, one line that begins
+    with `key`, if there is none, with the names to choose from (`known` are further ones), or as `load_registered`."""
+    points = {point.name: point for point in entry_points(group=group)}
+    if name not in points:
+        raise ValueError(f"{key}: expected one of {sorted({*known, *points})}, got {name!r}")
+    return load_registered(points[name], cls, key)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from omni_async.entry_points import load_registered
+from omni_async.entry_points import find_registered
 
 GROUP = "omni_async.pipelines"
 PARTS = ("image", "video", "audio")  # of media
@@ -98,7 +98,4 @@ def find_family(name: str) -> PipelineFamily:
 
     ValueError lists the known ones, or says why its package, which is foreign code, gives none.
     """
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in points:
-        raise ValueError(f"model.pipeline: expected one of {sorted(points)}, got {name!r}")
-    return load_registered(points[name], PipelineFamily, "model.pipeline")
+    return find_registered(name, GROUP, PipelineFamily, "model.pipeline")

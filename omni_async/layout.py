@@ -1,5 +1,7 @@
-"""Says where one trainer rank stands among all: which rows it trains, with whom it shares a sequence, over how many
-ranks a copy of the weights is spread. Torch-free, so that validation and the simulation ask the same as the ranks.
+"""Says where one trainer rank stands among all.
+
+Which rows it trains, with whom it shares a sequence, over how many ranks a copy of the weights is spread. Torch-free,
+so that validation and the simulation ask the same as the ranks.
 
 Ranks are numbered by node, and neighbours share most: with 8 ranks, `sequence` 2 and `shard` 4
 
@@ -10,7 +12,6 @@ Ranks are numbered by node, and neighbours share most: with 8 ranks, `sequence` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -37,58 +38,56 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, trainer: Trainer, rank: int = 0) -> ParallelLayout:
-        """Returns the place of `rank` in the layout that the section `trainer` asks for."""
+        """Return the place of `rank` in the layout that the section `trainer` asks for."""
         return cls(rank, trainer.workers, trainer.sequence_parallel, trainer.shard)
 
     @property
     def data_rank(self) -> int:
-        """Returns the number of this rank's sequence group: its ranks train the same rows."""
+        """Return the number of this rank's sequence group: its ranks train the same rows."""
         return self.rank // self.sequence
 
     @property
     def data_size(self) -> int:
-        """Returns the number of sequence groups: rows are dealt over them."""
+        """Return the number of sequence groups: rows are dealt over them."""
         return self.world_size // self.sequence
 
     @property
     def leads_sequence(self) -> bool:
-        """Returns whether this rank is the first of its sequence group: what all its ranks know counts once."""
+        """Return whether this rank is the first of its sequence group: what all its ranks know counts once."""
         return self.rank % self.sequence == 0
 
     @property
     def shard_size(self) -> int:
-        """Returns the number of ranks that hold one copy of the weights together."""
+        """Return the number of ranks that hold one copy of the weights together."""
         return self.world_size if self.shard is None else self.shard
 
     @property
     def replicas(self) -> int:
-        """Returns the number of copies of the weights that the ranks hold together."""
+        """Return the number of copies of the weights that the ranks hold together."""
         return self.world_size // self.shard_size
 
-    @property
-    def averaged_over(self) -> int:
-        """Returns the number of ranks over which gradients are averaged where their sum is wanted: a loss is
-        multiplied by it. Those are all ranks, since they have rows of their own or their part of a sequence."""
-        return self.world_size
-
     def dealt(self, number: int, start: int = 0) -> range:
-        """Returns which of `number` items this rank takes. Items are dealt in turn over the data ranks, and the first
-        of these is item `start` of the deal: groups that follow each other are dealt on, so that ranks which do not
-        divide a group take equal shares of an update."""
+        """Return which of `number` items this rank takes.
+
+        Items are dealt in turn over the data ranks, and the first of these is item `start` of the deal: groups that
+        follow each other are dealt on, so that ranks which do not divide a group take equal shares of an update."""
         return range((self.data_rank - start) % self.data_size, number, self.data_size)
 
     def most(self, number: int) -> int:
-        """Returns the largest number of `number` items that any rank takes."""
+        """Return the largest number of `number` items that any rank takes."""
         return -(-number // self.data_size)
 
     def slowest_share(self, number: int) -> float:
-        """Returns the work of the rank that has most of `number` items, in items: ranks that share a sequence do an
-        equal part of each."""
+        """Return the work of the rank that has most of `number` items, in items.
+
+        Ranks that share a sequence do an equal part of each."""
         return self.most(number) / self.sequence
 
     def in_order(self, shares: Sequence[Sequence[T]], number: int, start: int = 0) -> list[T]:
-        """Puts `shares`, what the ranks (in their order) have of the items that `dealt` gave them, back into the order
-        of all `number` items. The first rank of a sequence group speaks for it; a rank without an item is not asked."""
+        """Put what the ranks have of the items that `dealt` gave them back into the order of all `number` items.
+
+        `shares` are in the order of the ranks. The first rank of a sequence group speaks for it; a rank without an item
+        is not asked."""
         found: dict[int, T] = {}
         for rank, share in enumerate(shares):
             layout = replace(self, rank=rank)
@@ -97,13 +96,8 @@ class ParallelLayout:
         return [found[item] for item in range(number)]
 
 
-def fewest_ranks(trainer: Trainer) -> int:
-    """Returns the least number of ranks that the degrees of the section `trainer` divide."""
-    return math.lcm(trainer.sequence_parallel, trainer.shard or 1)
-
-
 def layout_problems(world_size: int, sequence: int, shard: int | None) -> Iterator[str]:
-    """Yields what is wrong with the degrees of `world_size` ranks, in the words of the recipe's keys."""
+    """Yield what is wrong with the degrees of `world_size` ranks, in the words of the recipe's keys."""
     for key, degree, what in (
         ("sequence_parallel", sequence, "ranks share a sequence"),
         ("shard", shard, "ranks share a copy of the weights"),

@@ -1,5 +1,6 @@
-"""Defines the policy contract: the one description of a model family that the trainer and every engine share, so the
-two cannot drift.
+"""Defines the policy contract.
+
+The one description of a model family that the trainer and every engine share, so the two cannot drift.
 
 A family is a small class in `pipelines/<family>/policy.py`. It knows conditioning, latent shape and velocity;
 everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives elsewhere. What is
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from omni_async.entry_points import load_named
 from omni_async.families import PipelineFamily
 from omni_async.media import Media
 from omni_async.types import Prompt
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 
 
 def load_policy(family: PipelineFamily, path: str) -> Policy:
-    """Returns the family's policy for the checkpoint at `path`; reads configuration files only, no weights."""
-    module, name = family.policy.split(":")
-    policy: Policy = getattr(import_module(module), name)(path)
+    """Return the family's policy for the checkpoint at `path`; reads configuration files only, no weights."""
+    policy: Policy = load_named(family.policy)(path)
     return policy
 
 
@@ -57,9 +57,10 @@ class SequencePlan:
 
 
 class Policy(Protocol):
-    """A model family's functions for one checkpoint. Latents are (B, *shape) of B samples, whatever the shape; `spec`
-    is one of the family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B] with the keys the family's
-    `encode` produced.
+    """A model family's functions for one checkpoint.
+
+    Latents are (B, *shape) of B samples, whatever the shape; `spec` is one of the family's `SamplingSpec`s.
+    Conditioning is a TensorDict of batch size [B] with the keys the family's `encode` produced.
 
     components: names of the checkpoint's trained denoisers, each that of its folder: `transformer`, `transformer_2`.
     sequence_plan: how ranks share the tokens of a row; None if they cannot.
@@ -70,17 +71,18 @@ class Policy(Protocol):
     sequence_plan: SequencePlan | None
 
     def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        """Loads the denoisers alone, by component, on CPU, in eval mode (no dropout), weights in `dtype`."""
+        """Load the denoisers alone, by component, on CPU, in eval mode (no dropout), weights in `dtype`."""
 
     def component_of(self, sigma: float) -> str:
-        """Returns the component that computes the velocity at `sigma` in [0, 1]."""
+        """Return the component that computes the velocity at `sigma` in [0, 1]."""
 
     def latent_shape(self, spec: Any) -> tuple[int, ...]:
-        """Returns the shape of one sample's latents as the denoiser takes them. ValueError if the checkpoint's model
-        makes no such sample."""
+        """Return the shape of one sample's latents as the denoiser takes them.
+
+        ValueError if the checkpoint's model makes no such sample."""
 
     def sigmas(self, num_inference_steps: int, spec: Any) -> torch.Tensor:
-        """Returns the very numbers of the family's scheduler: float32 (N + 1,), decreasing, last value 0."""
+        """Return the very numbers of the family's scheduler: float32 (N + 1,), decreasing, last value 0."""
 
     def velocity(
         self,
@@ -92,47 +94,58 @@ class Policy(Protocol):
         *,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
-        """Computes v = eps - x0, float32, shaped as `latents`, guidance included. `latents` float32 (B, *shape);
-        `sigma` float32 (B,), of rows that one component takes. `components` may be diffusers' or an engine's own.
-        Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
+        """Compute v = eps - x0, float32, shaped as `latents`, guidance included.
+
+        `latents` float32 (B, *shape); `sigma` float32 (B,), of rows that one component takes. `components` may be
+        diffusers' or an engine's own. Without `unconditional_gradient` no gradient flows through guidance's
+        unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Stacks per-sample conditioning (batch size []) to one of batch size [B]: `omni_async.conditioning.stack_rows`
-        with the family's rule for every key."""
+        """Stack per-sample conditioning (batch size []) to one of batch size [B].
+
+        `omni_async.conditioning.stack_rows` with the family's rule for every key."""
 
     def blank_conditioning(self, spec: Any) -> TensorDict:
-        """Makes conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it; with
-        the unconditional branch if the spec is guided. For engines that emulate a model they did not load."""
+        """Make conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it.
+
+        With the unconditional branch if the spec is guided. For engines that emulate a model they did not load."""
 
     def load_codec(self, dtype: torch.dtype) -> Codec:
-        """Loads text encoder and VAE: needed where samples are made, never by the trainer."""
+        """Load text encoder and VAE: needed where samples are made, never by the trainer."""
 
 
 @runtime_checkable
 class BuildsEmpty(Protocol):
-    """A policy that also builds its components without their weights, so that the ranks of a trainer read their shards
-    of the checkpoint's files and none holds a whole model. Optional: one without it is loaded whole on every rank."""
+    """A policy that also builds its components without their weights.
+
+    The ranks of a trainer then read their shards of the checkpoint's files, and none holds a whole model. Optional: one
+    without it is loaded whole on every rank."""
 
     path: str
 
     def build_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        """Builds the denoisers as `load_components` returns them, parameters (and persistent buffers, if that is
-        easier) on the meta device in `dtype`, other buffers and tensors with their values. The files of each are in the
-        folder of its name, and call weights as the module does."""
+        """Build the denoisers as `load_components` returns them, parameters on the meta device in `dtype`.
+
+        Persistent buffers may be there, too, if that is easier; other buffers and tensors have their values. The files
+        of each are in the folder of its name, and call weights as the module does."""
 
 
 class Codec(Protocol):
     def to(self, device: Any) -> Codec: ...
 
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
-        """Encodes one prompt to conditioning, batch size []; with the unconditional branch if the spec is guided.
+        """Encode one prompt to conditioning, batch size []; with the unconditional branch if the spec is guided.
+
         ValueError for a prompt that the model cannot take."""
 
     def decode(self, latents: torch.Tensor, spec: Any) -> list[Media]:
-        """Decodes final latents (B, *shape) to the media of B samples, of the shapes that `spec.media()` says:
-        tensors on the CPU, and no views, which would keep the whole batch alive."""
+        """Decode final latents (B, *shape) to the media of B samples, of the shapes that `spec.media()` says.
+
+        Tensors on the CPU, and no views, which would keep the whole batch alive."""
 
     def encode_media(self, media: list[Media], spec: Any) -> torch.Tensor:
-        """Inverts `decode`, as far as the VAE has an inverse: the media of B samples to latents (B, *shape) float32 on
-        the codec's device, noise-free (the posterior's mode), so that they always have the same latents. Raises
-        ValueError for other shapes than the spec's (`media.require_media`)."""
+        """Invert `decode`, as far as the VAE has an inverse.
+
+        The media of B samples to latents (B, *shape) float32 on the codec's device, noise-free (the posterior's mode),
+        so that they always have the same latents. Raises ValueError for other shapes than the spec's
+        (`media.require_media`)."""

@@ -30,8 +30,9 @@ class PromptImage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One line of a prompt file. `index` is its line's position among the non-empty lines; grouping never uses
-    `text`."""
+    """One line of a prompt file.
+
+    `index` is its line's position among the non-empty lines; grouping never uses `text`."""
 
     index: int
     text: str
@@ -41,8 +42,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class SdeWindow(msgspec.Struct, frozen=True, gc=False):
-    """Denoising steps `start <= i < start + size` are taken with noise and trained; every other step is a plain Euler
-    step."""
+    """Denoising steps `start <= i < start + size` are taken with noise and trained.
+
+    Every other step is a plain Euler step."""
 
     start: int
     size: int
@@ -78,9 +80,11 @@ class SampleRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampleResult(msgspec.Struct, frozen=True, gc=False):
-    """A generated sample. `step_versions` are the policy versions that took the trained steps; `version` took step 0.
-    In a training sample without a window every step counts as trained, because its final latents are trained on.
-    `nbytes` are those of its trajectory and its media."""
+    """A generated sample.
+
+    `step_versions` are the policy versions that took the trained steps; `version` took step 0. In a training sample
+    without a window every step counts as trained, because its final latents are trained on. `nbytes` are those of its
+    trajectory and its media."""
 
     sample_id: str
     engine: str
@@ -117,9 +121,11 @@ class Score(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoreResult(msgspec.Struct, frozen=True, gc=False):
-    """The answer to a `ScoreJob`. Exactly one of `score` and `error` is set: a failed score is never a number.
-    `attempt` is the job's, `fault` what is to be done about the error. `wrong`: the scorer has scored nothing yet, and
-    failed this sample twice with the same error."""
+    """The answer to a `ScoreJob`.
+
+    Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's, `fault` what is
+    to be done about the error. `wrong`: the scorer has scored nothing yet, and failed this sample twice with the same
+    error."""
 
     sample_id: str
     attempt: int
@@ -139,8 +145,9 @@ class ReadySample(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReadyGroup(msgspec.Struct, frozen=True):
-    """A whole prompt group, generated and scored, as the trainer takes it. `bucket` is the position of its
-    `SamplingSpec` in `rollout.specs`."""
+    """A whole prompt group, generated and scored, as the trainer takes it.
+
+    `bucket` is the position of its `SamplingSpec` in `rollout.specs`."""
 
     group: int
     prompt: Prompt
@@ -155,15 +162,17 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 
     @property
     def oldest_version(self) -> int:
-        """Returns the oldest version of any trained step. Samples that no policy made (a dataset's) count as of the
-        version they were admitted under."""
+        """Return the oldest version of any trained step.
+
+        Samples that no policy made (a dataset's) count as of the version they were admitted under."""
         taken = {span[0] for sample in self.samples for span in sample.step_versions.spans}
         return min(taken) if taken else self.admitted_version
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
-    """The part of a ready group that is trained on, beside the trajectories that a rank has fetched: one entry per
-    chosen sample, in the same order everywhere.
+    """The part of a ready group that is trained on, beside the trajectories that a rank has fetched.
+
+    One entry per chosen sample, in the same order everywhere.
 
     `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `spec` is the
     `SamplingSpec` that all samples were drawn by. `seeds` draw a sample's training noise and its subset of steps; the
@@ -181,8 +190,10 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class SampleDrift(msgspec.Struct, frozen=True):
-    """The distance of the proximal policy from the one that made a sample: per trained step the log-ratio in nats, and
-    the exact KL in nats; both are of all `num_elements` latent elements together."""
+    """The distance of the proximal policy from the one that made a sample.
+
+    Per trained step the log-ratio in nats, and the exact KL in nats; both are of all `num_elements` latent elements
+    together."""
 
     log_ratio: tuple[float, ...]
     kappa: tuple[float, ...] | None
@@ -216,8 +227,10 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A stretch of time of one actor, in seconds since the epoch. `kind`: generate, score, train, publish, swap, ...,
-    or the waits `starved` (no input) and `backpressured` (no room downstream)."""
+    """A stretch of time of one actor, in seconds since the epoch.
+
+    `kind`: generate, score, train, publish, swap, ..., or the waits `starved` (no input) and `backpressured` (no room
+    downstream)."""
 
     actor: str
     kind: str
@@ -235,8 +248,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor: the bytes of `pieces`, one after the other. There are several where trainer ranks hold rows of it
-    each, and none if it is empty."""
+    """One tensor: the bytes of `pieces`, one after the other.
+
+    There are several where trainer ranks hold rows of it each, and none if it is empty."""
 
     name: str
     dtype: str

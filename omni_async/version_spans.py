@@ -1,5 +1,6 @@
-"""Describes which policy versions took the steps of a sample, run-length encoded: they change a few times in a sample
-however many steps it has, so a thousand steps (or tokens) cost as much as ten."""
+"""Describes which policy versions took the steps of a sample, run-length encoded.
+
+They change a few times in a sample however many steps it has, so a thousand steps (or tokens) cost as much as ten."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import msgspec
 
 class VersionSpans(msgspec.Struct, frozen=True, gc=False):
     """The policy versions of consecutive steps: (version, number of steps) of each span, in the order of the steps.
+
     Equal lists of versions have equal spans: no span is empty, and neighbours differ. ValueError otherwise.
 
     Most samples have one span, and the control plane asks several times for each: that case has no loop."""
@@ -27,16 +29,16 @@ class VersionSpans(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, versions: Iterable[int]) -> VersionSpans:
-        """Returns the spans of a version per step."""
+        """Return the spans of a version per step."""
         return cls(tuple((version, sum(1 for _ in run)) for version, run in groupby(versions)))
 
     @classmethod
     def same(cls, version: int, num_steps: int) -> VersionSpans:
-        """Returns the spans of `num_steps` steps that one version took."""
+        """Return the spans of `num_steps` steps that one version took."""
         return cls(((version, num_steps),) if num_steps else ())
 
     def __iter__(self) -> Iterator[int]:
-        """Yields the version of every step."""
+        """Yield the version of every step."""
         for version, count in self.spans:
             yield from repeat(version, count)
 
@@ -52,21 +54,21 @@ class VersionSpans(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def first(self) -> int:
-        """Returns the version of the first step. IndexError without steps."""
+        """Return the version of the first step. IndexError without steps."""
         return self.spans[0][0]
 
     @property
     def oldest(self) -> int:
-        """Returns the lowest version. ValueError without steps."""
+        """Return the lowest version. ValueError without steps."""
         return self.spans[0][0] if len(self.spans) == 1 else min(version for version, _ in self.spans)
 
     @property
     def newest(self) -> int:
-        """Returns the highest version. ValueError without steps."""
+        """Return the highest version. ValueError without steps."""
         return self.spans[0][0] if len(self.spans) == 1 else max(version for version, _ in self.spans)
 
     def of_steps(self, steps: range) -> VersionSpans:
-        """Returns the spans of the consecutive steps `steps`, as far as they exist."""
+        """Return the spans of the consecutive steps `steps`, as far as they exist."""
         kept, begin = [], 0
         for version, count in self.spans:
             overlap = min(begin + count, steps.stop) - max(begin, steps.start)

@@ -1,2 +1,3 @@
-"""Contains the rollout pipelines, one package for each model family: what the engine runs, and what trains its
-transformer."""
+"""Contains the rollout pipelines, one package for each model family.
+
+What the engine runs, and what trains its transformer."""

@@ -1,5 +1,6 @@
-"""Trains tokenizers of a few hundred tokens on a handful of prompts, for tiny checkpoints that are built without a
-hub."""
+"""Trains tokenizers of a few hundred tokens on a handful of prompts.
+
+They are for tiny checkpoints that are built without a hub."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _T5_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:
 
 
 def clip_tokenizer(vocab_size: int = 700, corpus: Iterable[str] = CORPUS) -> CLIPTokenizer:
-    """Trains a byte-level BPE tokenizer with CLIP's word suffix. Its last two tokens begin and end a text, as in the
-    published ones, where pooling looks for the largest id."""
+    """Train a byte-level BPE tokenizer with CLIP's word suffix.
+
+    Its last two tokens begin and end a text, as in the published ones, where pooling looks for the largest id."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -41,7 +43,7 @@ def clip_tokenizer(vocab_size: int = 700, corpus: Iterable[str] = CORPUS) -> CLI
 
 
 def t5_tokenizer(model_max_length: int = 512, corpus: Iterable[str] = CORPUS) -> T5Tokenizer:
-    """Trains a Unigram tokenizer, which serves T5 and UMT5."""
+    """Train a Unigram tokenizer, which serves T5 and UMT5."""
     unigram = Tokenizer(models.Unigram())
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(

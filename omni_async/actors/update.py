@@ -99,8 +99,7 @@ class Update:
             await self._step()
         elif self.plan.mode == "unscaled" and not self._clip_binds():
             rewards = torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64)
-            a = self._advantage
-            await self._step(global_scale(rewards, ddof=a.ddof, eps=a.eps, eps_form=a.eps_form))
+            await self._step(global_scale(rewards, self._advantage))
         else:
             if self.plan.mode == "unscaled":
                 await asyncio.gather(*(rank.discard() for rank in self.ranks))
@@ -182,15 +181,10 @@ class Update:
         return [flat[i : i + size] for i in range(0, len(flat), size)]
 
     def _clip_binds(self) -> bool:
-        a = self._advantage
         return clip_binds(
             torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64),
             torch.tensor([group.group for group in self.groups for _ in group.rewards]),
-            std=a.std,
-            ddof=a.ddof,
-            eps=a.eps,
-            eps_form=a.eps_form,
-            clip_max=a.clip_max,
+            self._advantage,
         )
 
     # ---- ranks -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Combines several scorers into advantages: rewards (N, K), a weight per scorer, weights not normalised. Settings:
-`algorithm.advantage`.
+"""Combines several scorers into advantages: rewards (N, K), a weight per scorer, weights not normalised.
+
+Settings: `algorithm.advantage`.
 
   rewards     r = sum_k w_k r_k, then the advantages of r (VeRL-Omni, Flow-Factory's `sum`, MixGRPO's `reward_aggr`)
   advantages  A_k of each scorer alone, A = sum_k w_k A_k (MixGRPO's `advantage_aggr`): with a std, scorers count
@@ -32,8 +33,9 @@ def aggregate_advantages(
     history: RewardHistory | None = None,
     prompt_ids: Tensor | None = None,
 ) -> Tensor:
-    """Returns (N,) in rewards' dtype, float64 inside. `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,)
-    integers in any order.
+    """Return (N,) in rewards' dtype, float64 inside.
+
+    `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,) integers in any order.
 
     With settings.track_prompts `history` and `prompt_ids` (N,) replace groups, so that groups of one prompt share
     statistics; `history` is read only: commit `tracked_rewards` to it when the update is done. Otherwise both are
@@ -44,24 +46,26 @@ def aggregate_advantages(
     columns = tracked_rewards(rewards, weights, settings)
     each = msgspec.structs.replace(settings, std="group") if settings.aggregate == "gdpo" else settings
     if not settings.track_prompts:
-        advantages = _weighted(_of_groups(columns, group_ids, each), weights, settings)
+        of_groups = [unclipped_advantages(column, group_ids, each) for column in columns.unbind(1)]
+        advantages = _weighted(torch.stack(of_groups, dim=1), weights, settings)
         if settings.aggregate == "gdpo":
             # Every group's sum to 0, so the update's mean is 0 but for rounding; without subtracting it, no signal
             # stays exactly 0.
-            advantages = advantages * _whitening(advantages, settings)
+            advantages = advantages * global_scale(advantages, settings)
     else:
         if history is None or prompt_ids is None:
             raise ValueError("advantage.track_prompts needs a history and prompt_ids")
         advantages = _weighted(history.advantages(columns, prompt_ids, each), weights, settings)
         if settings.aggregate == "gdpo":
-            whitened = (advantages - advantages.mean()) * _whitening(advantages, settings)
+            whitened = (advantages - advantages.mean()) * global_scale(advantages, settings)
             advantages = whitened.masked_fill(_without_peers(prompt_ids, history), 0.0)
     return advantages.clamp(-settings.clip_max, settings.clip_max).to(rewards.dtype)
 
 
 def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """Returns the columns that advantages are computed from, and that a `RewardHistory` keeps: (N, 1) float64, the
-    weighted sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
+    """Return the columns that advantages are computed from, and that a `RewardHistory` keeps.
+
+    (N, 1) float64, the weighted sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
     if rewards.ndim != 2 or rewards.numel() == 0 or weights.shape != rewards.shape[1:]:
         raise ValueError(
             f"expected rewards (N, K) and weights (K,), got {tuple(rewards.shape)} and {tuple(weights.shape)}"
@@ -76,25 +80,12 @@ def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Te
     return total.unsqueeze(1)
 
 
-def _of_groups(columns: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:
-    std, ddof, eps, eps_form = settings.std, settings.ddof, settings.eps, settings.eps_form
-    each = [
-        unclipped_advantages(column, group_ids, std=std, ddof=ddof, eps=eps, eps_form=eps_form)
-        for column in columns.unbind(1)
-    ]
-    return torch.stack(each, dim=1)
-
-
 def _weighted(advantages: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """Returns (N,) from (N, C); with aggregate="rewards" the weights are in the rewards already."""
+    """Return (N,) from (N, C); with aggregate="rewards" the weights are in the rewards already."""
     return advantages[:, 0] if settings.aggregate == "rewards" else advantages @ weights.to(torch.float64)
 
 
-def _whitening(advantages: Tensor, settings: Advantage) -> float:
-    return global_scale(advantages, ddof=settings.ddof, eps=settings.eps, eps_form=settings.eps_form)
-
-
 def _without_peers(prompt_ids: Tensor, history: RewardHistory) -> Tensor:
-    """Returns (N,) bool: True for the only reward its prompt ever had, which has nothing to be compared with."""
+    """Return (N,) bool: True for the only reward its prompt ever had, which has nothing to be compared with."""
     rewards = Counter(prompt_ids.tolist())
     return torch.tensor([rewards[prompt] + history.count(prompt) == 1 for prompt in prompt_ids.tolist()])

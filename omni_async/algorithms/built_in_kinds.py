@@ -1,5 +1,6 @@
-"""Lists the built-in kinds of rows: denoising steps, final latents, and preference pairs of final latents. Imports no
-torch."""
+"""Lists the built-in kinds of rows: denoising steps, final latents, and preference pairs of final latents.
+
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ def _draws(config: Config) -> int:
 
 
 def _step_fields(objective: Objective, config: Config) -> tuple[str, ...]:
-    """Returns the objective's fields, without the means of the behaviour policy where no gradient depends on them, and
-    with them where the off-policy correction does. They are as large as the latents, so a metric alone (`kappa_nats`)
-    does not ask for them.
+    """Return the objective's fields, with the means of the behaviour policy only where a gradient depends on them.
+
+    The objective or the off-policy correction reads them then. They are as large as the latents, so a metric alone
+    (`kappa_nats`) does not ask for them.
 
     An objective that takes old means gets those of the policy its ratio is taken to, which is the behaviour policy in
     mode `bypass` and is computed by the trainer in `decoupled` and `none`.
@@ -57,17 +59,14 @@ BUILT_IN: tuple[Kind, ...] = (
         fields=_step_fields,
         problems=_step_problems,
     ),
-    Kind(
-        name="forward",
-        summary="trains on final latents and noises them itself",
-        loss="omni_async.training.forward_loss:ForwardLoss",
-        rows_per_sample=_draws,
-    ),
-    Kind(
-        name="preference",
-        summary="trains on final latents and noises them itself",
-        loss="omni_async.training.forward_loss:ForwardLoss",
-        rows_per_sample=_draws,
-        paired=True,
+    *(
+        Kind(
+            name=name,
+            summary="trains on final latents and noises them itself",
+            loss="omni_async.training.forward_loss:ForwardLoss",
+            rows_per_sample=_draws,
+            paired=name == "preference",
+        )
+        for name in ("forward", "preference")
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from omni_async.algorithms.decay import nft_decay
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
@@ -107,95 +108,65 @@ def _dpo_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _of_kind(kind: str, name: str, summary: str, **options: Any) -> Objective:
+    compute = f"omni_async.algorithms.objectives.{name}:{name}"
+    return Objective(name=name, summary=summary, kind=kind, compute=compute, **options)
+
+
+def _on_steps(name: str, summary: str, **options: Any) -> Objective:
+    usual = {"fields": _STEPS, "homogeneous": _no_kl, "auxiliary": _reference}
+    return _of_kind("transition", name, summary, **{**usual, **options})
+
+
 BUILT_IN: tuple[Objective, ...] = (
-    Objective(
-        name="flow_grpo",
-        summary="PPO's clipped surrogate per denoising step (Flow-GRPO)",
-        kind="transition",
-        compute="omni_async.algorithms.objectives.flow_grpo:flow_grpo",
-        fields=_STEPS,
-        homogeneous=_no_kl,
-        auxiliary=_reference,
-    ),
-    Objective(
-        name="dance_grpo",
-        summary="Flow-GRPO's loss on DanceGRPO's transition, without KL",
-        kind="transition",
-        compute="omni_async.algorithms.objectives.dance_grpo:dance_grpo",
-        fields=_STEPS,
-        homogeneous=_no_kl,
+    _on_steps("flow_grpo", "PPO's clipped surrogate per denoising step (Flow-GRPO)"),
+    _on_steps(
+        "dance_grpo",
+        "Flow-GRPO's loss on DanceGRPO's transition, without KL",
+        auxiliary=lambda algorithm: frozenset(),
         problems=_dance_problems,
     ),
-    Objective(
-        name="mix_grpo",
-        summary="Flow-GRPO's loss in a window that slides over the denoising steps (MixGRPO)",
-        kind="transition",
-        compute="omni_async.algorithms.objectives.mix_grpo:mix_grpo",
-        fields=_STEPS,
+    _on_steps(
+        "mix_grpo",
+        "Flow-GRPO's loss in a window that slides over the denoising steps (MixGRPO)",
         homogeneous=_mix_homogeneous,
-        auxiliary=_reference,
         problems=_mix_problems,
     ),
-    Objective(
-        name="grpo_guard",
-        summary="ratios centred and rescaled per step before clipping (GRPO-Guard)",
-        kind="transition",
-        compute="omni_async.algorithms.objectives.grpo_guard:grpo_guard",
+    _on_steps(
+        "grpo_guard",
+        "ratios centred and rescaled per step before clipping (GRPO-Guard)",
         fields=(*_STEPS, "means"),
-        homogeneous=_no_kl,
-        auxiliary=_reference,
         problems=_guard_problems,
     ),
-    Objective(
-        name="flow_dppo",
-        summary=(
-            "no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped"
-            " (Flow-DPPO)"
-        ),
-        kind="transition",
-        compute="omni_async.algorithms.objectives.flow_dppo:flow_dppo",
+    _on_steps(
+        "flow_dppo",
+        "no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped (Flow-DPPO)",
         fields=(*_STEPS, "means"),
-        homogeneous=_no_kl,
-        auxiliary=_reference,
         problems=_dppo_problems,
     ),
-    Objective(
-        name="gspo",
-        summary="one ratio per sample: the geometric mean over its trained steps (GSPO)",
-        kind="transition",
-        compute="omni_async.algorithms.objectives.gspo:gspo",
-        fields=_STEPS,
-        unit="sample",
-        homogeneous=_no_kl,
-        auxiliary=_reference,
-    ),
-    Objective(
-        name="diffusion_nft",
-        summary="contrasts implicit positive and negative policies on final latents (DiffusionNFT)",
-        kind="forward",
-        compute="omni_async.algorithms.objectives.diffusion_nft:diffusion_nft",
+    _on_steps("gspo", "one ratio per sample: the geometric mean over its trained steps (GSPO)", unit="sample"),
+    _of_kind(
+        "forward",
+        "diffusion_nft",
+        "contrasts implicit positive and negative policies on final latents (DiffusionNFT)",
         fields=_FINAL,
         auxiliary=_nft_auxiliary,
         old_decay=lambda algorithm, update: nft_decay(algorithm.nft.decay, update),
     ),
-    Objective(
-        name="awm",
-        summary="advantage-weighted flow matching on final latents (AWM)",
-        kind="forward",
-        compute="omni_async.algorithms.objectives.awm:awm",
+    _of_kind(
+        "forward",
+        "awm",
+        "advantage-weighted flow matching on final latents (AWM)",
         fields=_FINAL,
         unit="sample",
         auxiliary=_awm_auxiliary,
         problems=_awm_problems,
     ),
-    Objective(
-        name="diffusion_dpo",
-        summary=(
-            "preferences between the best and the worst sample of a prompt, or between the pairs of a dataset"
-            " (Diffusion-DPO)"
-        ),
-        kind="preference",
-        compute="omni_async.algorithms.objectives.diffusion_dpo:diffusion_dpo",
+    _of_kind(
+        "preference",
+        "diffusion_dpo",
+        "preferences between the best and the worst sample of a prompt, or between the pairs of a dataset"
+        " (Diffusion-DPO)",
         fields=_FINAL,
         auxiliary=lambda algorithm: frozenset({"reference"}),
         problems=_dpo_problems,

@@ -1,5 +1,6 @@
-"""Implements the forward process of objectives on final latents: x_sigma = (1 - sigma) x0 + sigma eps, its regression
-target eps - x0, and the sigmas that a sample is noised at.
+"""Implements the forward process of objectives on final latents.
+
+x_sigma = (1 - sigma) x0 + sigma eps, its regression target eps - x0, and the sigmas that a sample is noised at.
 
 Pure functions; randomness comes from the generator that is passed in.
 """
@@ -16,8 +17,9 @@ _SMALLEST_LOGIT_NORMAL = 0.01
 
 
 def noised(final: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Returns x_sigma = (1 - sigma) final + sigma noise, (R, ...) in final's dtype. `final`, `noise` (R, ...); `sigma`
-    (R,), one per row."""
+    """Return x_sigma = (1 - sigma) final + sigma noise, (R, ...) in final's dtype.
+
+    `final`, `noise` (R, ...); `sigma` (R,), one per row."""
     if noise.shape != final.shape:
         raise ValueError(f"noise must have shape {tuple(final.shape)} like final, got {tuple(noise.shape)}")
     if sigma.shape != final.shape[:1]:
@@ -27,19 +29,21 @@ def noised(final: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 
 
 def target(final: Tensor, noise: Tensor) -> Tensor:
-    """Returns noise - final: the velocity of the straight path from `final` to `noise`, at every sigma."""
+    """Return noise - final: the velocity of the straight path from `final` to `noise`, at every sigma."""
     return noise - final
 
 
 def mean_square(a: Tensor, b: Tensor) -> Tensor:
-    """Returns (R,) float64: <(a - b)^2>, the mean over all dimensions but the first. b is data: no gradient flows into
-    it."""
+    """Return (R,) float64: <(a - b)^2>, the mean over all dimensions but the first. b is data.
+
+    No gradient flows into it."""
     return (a.double() - b.detach().double()).square().flatten(1).mean(dim=1)
 
 
 def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, generator: Generator) -> Tensor:
-    """Draws (K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order and in the dtype and on the
-    device of `sigmas`.
+    """Draw (K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order.
+
+    They have the dtype and the device of `sigmas`.
 
     sigmas (N + 1,): the sampler's own, decreasing, the last one 0. `schedule` takes the others in a random permutation,
     so none repeats before all have occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0].

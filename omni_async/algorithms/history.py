@@ -31,7 +31,7 @@ class _Moments:
 
     @classmethod
     def of(cls, rewards: Tensor) -> _Moments:
-        """Computes the moments of rewards (n, C). Columns of equal rewards get exactly that mean and M2 = 0."""
+        """Compute the moments of rewards (n, C). Columns of equal rewards get exactly that mean and M2 = 0."""
         mean = torch.where(rewards.amin(0) == rewards.amax(0), rewards[0], rewards.mean(0))
         return cls(len(rewards), mean, (rewards - mean).square().sum(0))
 
@@ -42,38 +42,32 @@ class _Moments:
         return _Moments(count, self.mean + shift * (other.count / count), m2)
 
     def scales(self, settings: Advantage) -> Tensor:
-        """Returns (C,): 1 / std in the settings' form of eps."""
+        """Return (C,): 1 / std in the settings' form of eps."""
         deviations = (self.m2 / max(self.count - settings.ddof, 1)).sqrt().tolist()
-        return torch.tensor(
-            [inverse_std(deviation, settings.eps, settings.eps_form) for deviation in deviations], dtype=torch.float64
-        )
+        return torch.tensor([inverse_std(deviation, settings) for deviation in deviations], dtype=torch.float64)
 
 
 class RewardHistory:
-    """The moments of every prompt's rewards. Rewards come as (N,) or, for several scorers, as columns (N, C), always
-    the same C; prompt_ids are integers (N,)."""
+    """The moments of every prompt's rewards.
+
+    Rewards come as (N,) or, for several scorers, as columns (N, C), always the same C; prompt_ids are integers (N,)."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Moments] = {}
 
     def count(self, prompt: int) -> int:
-        """Returns the number of committed rewards of this prompt."""
+        """Return the number of committed rewards of this prompt."""
         return self._prompts[prompt].count if prompt in self._prompts else 0
 
     def advantages(self, rewards: Tensor, prompt_ids: Tensor, settings: Advantage) -> Tensor:
-        """Returns advantages, float64 in the shape of `rewards`, each column against its own statistics, not clamped. A
-        prompt's only reward ever gets 0."""
+        """Return advantages, float64 in the shape of `rewards`, each column against its own statistics, not clamped.
+
+        A prompt's only reward ever gets 0."""
         columns = self._checked(rewards, prompt_ids)
         merged = self._merged(columns, prompt_ids)
-        batch = [
-            global_scale(column, ddof=settings.ddof, eps=settings.eps, eps_form=settings.eps_form)
-            for column in columns.unbind(1)
-        ]
-        scale = (
-            torch.tensor(batch, dtype=torch.float64)
-            if settings.std == "global"
-            else torch.ones(columns.shape[1], dtype=torch.float64)
-        )
+        scale = torch.ones(columns.shape[1], dtype=torch.float64)
+        if settings.std == "global":
+            scale = torch.tensor([global_scale(column, settings) for column in columns.unbind(1)], dtype=torch.float64)
         advantages = torch.empty_like(columns)
         for prompt, moments in merged.items():
             members = prompt_ids == prompt
@@ -82,16 +76,16 @@ class RewardHistory:
         return advantages.reshape(rewards.shape)
 
     def commit(self, prompt_ids: Tensor, rewards: Tensor) -> None:
-        """Remembers the rewards of an update that was applied."""
+        """Remember the rewards of an update that was applied."""
         self._prompts.update(self._merged(self._checked(rewards, prompt_ids), prompt_ids))
 
     def state(self) -> dict[str, list[float]]:
-        """Returns JSON values: prompt index -> [count, means..., M2s...]."""
+        """Return JSON values: prompt index -> [count, means..., M2s...]."""
         return {str(prompt): [m.count, *m.mean.tolist(), *m.m2.tolist()] for prompt, m in sorted(self._prompts.items())}
 
     @classmethod
     def from_state(cls, state: dict[str, list[float]]) -> RewardHistory:
-        """Restores a history from `state`. ValueError names the entry that `state` cannot have written."""
+        """Restore a history from `state`. ValueError names the entry that `state` cannot have written."""
         history = cls()
         widths = {len(numbers) for numbers in state.values()}
         for prompt, numbers in state.items():
@@ -107,7 +101,7 @@ class RewardHistory:
         return history
 
     def _merged(self, columns: Tensor, prompt_ids: Tensor) -> dict[int, _Moments]:
-        """Returns the moments of these prompts with these rewards included."""
+        """Return the moments of these prompts with these rewards included."""
         merged = {}
         for prompt in sorted(set(prompt_ids.tolist())):
             own = _Moments.of(columns[prompt_ids == prompt])

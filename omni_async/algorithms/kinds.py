@@ -1,5 +1,7 @@
-"""Finds kinds of trained rows by name: what objectives of one kind have in common, known without importing torch, and
-the class that makes rows and losses of them.
+"""Finds kinds of trained rows by name.
+
+What objectives of one kind have in common, known without importing torch, and the class that makes rows and losses of
+them.
 
 Built-in kinds are listed in `built_in_kinds`; other packages add theirs through the entry-point group
 `omni_async.kinds` (each entry point is a `Kind`). Nothing outside a kind asks which one it is.
@@ -9,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from omni_async.config.schema import Config
-from omni_async.entry_points import load_registered
+from omni_async.entry_points import find_registered, load_named
 
 if TYPE_CHECKING:
     from omni_async.algorithms.registry import Objective
@@ -60,20 +60,14 @@ class Kind:
     problems: Callable[[Objective, Config], Iterator[str]] = _nothing
 
     def load_loss(self) -> Callable[..., Any]:
-        """Loads the class of the losses (imports torch)."""
-        module, name = self.loss.split(":")
-        found: Callable[..., Any] = getattr(import_module(module), name)
+        """Load the class of the losses (imports torch)."""
+        found: Callable[..., Any] = load_named(self.loss)
         return found
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
+    """Return the kind called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
     from omni_async.algorithms.built_in_kinds import BUILT_IN
 
     known = {kind.name: kind for kind in BUILT_IN}
-    if name in known:
-        return known[name]
-    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in points:
-        raise ValueError(f"kinds of rows: expected one of {sorted({*known, *points})}, got {name!r}")
-    return load_registered(points[name], Kind, "kinds of rows")
+    return known.get(name) or find_registered(name, ENTRY_POINT_GROUP, Kind, "kinds of rows", known)

@@ -6,9 +6,8 @@ Built-in objectives are listed in `catalogue`; other packages add theirs through
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from omni_async.config.algorithm import Algorithm
 from omni_async.config.objective_section import OBJECTIVES
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
+from omni_async.entry_points import load_named
 
 AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
@@ -66,22 +66,13 @@ class Objective:
             )
 
     def load(self) -> Callable[[Any, Algorithm], Any]:
-        """Loads the function itself (imports torch)."""
-        module, name = self.compute.split(":")
-        function: Callable[[Any, Algorithm], Any] = getattr(import_module(module), name)
+        """Load the function itself (imports torch)."""
+        function: Callable[[Any, Algorithm], Any] = load_named(self.compute)
         return function
-
-    def check_fields(self, available: Collection[str]) -> None:
-        missing = [field for field in self.fields if field not in available]
-        if missing:
-            raise ValueError(
-                f"objective {self.name!r} needs the trajectory fields {missing}, which are missing; got"
-                f" {sorted(available)}"
-            )
 
 
 def objectives() -> dict[str, Objective]:
-    """Returns every objective by name, those of other packages included; a built-in name cannot be taken."""
+    """Return every objective by name, those of other packages included; a built-in name cannot be taken."""
     from omni_async.algorithms.catalogue import BUILT_IN
 
     installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=OBJECTIVES)}
@@ -89,7 +80,7 @@ def objectives() -> dict[str, Objective]:
 
 
 def find_objective(name: str) -> Objective:
-    """Returns the objective called `name`; ValueError lists the known ones."""
+    """Return the objective called `name`; ValueError lists the known ones."""
     from omni_async.algorithms.catalogue import BUILT_IN
 
     # Other packages cannot take a built-in name, so they are only read, which is slow, for other names.

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 
 def best_and_worst(rewards: Sequence[float]) -> tuple[int, int]:
-    """Returns the positions of the best and the worst reward, the first of each where several are equal; two different
-    samples even if all are.
+    """Return the positions of the best and the worst reward, the first of each where several are equal.
+
+    Two different samples even if all are.
 
     ValueError for fewer than two: one sample makes no pair.
     """

@@ -1,5 +1,7 @@
-"""Decides which tensors engines must return with a sample: those that training reads, and no others, because each is
-carried, stored and checkpointed for every sample. Imports no torch."""
+"""Decides which tensors engines must return with a sample.
+
+Those that training reads, and no others, because each is carried, stored and checkpointed for every sample. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -9,6 +11,5 @@ from omni_async.config.schema import Config
 
 
 def trajectory_fields(objective: Objective, config: Config) -> tuple[str, ...]:
-    """Returns the names of `omni_async.rollout.base.Trajectory.tensors` that a training sample of this run must
-    have."""
+    """Return the names of the `Trajectory.tensors` that a training sample of this run must have."""
     return find_kind(objective.kind).fields(objective, config)

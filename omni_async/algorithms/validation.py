@@ -1,5 +1,6 @@
-"""Finds combinations of an objective with the rest of a recipe that cannot work, each with the reason and an
-alternative. Imports no torch."""
+"""Finds combinations of an objective with the rest of a recipe that cannot work.
+
+Each has the reason and an alternative. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from omni_async.layout import layout_problems
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yields one message per combination that cannot work. ValueError for an unknown objective."""
+    """Yield one message per combination that cannot work. ValueError for an unknown objective."""
     objective = find_objective(config.algorithm.name)
     kind = find_kind(objective.kind)
     yield from _window(config, objective, kind)

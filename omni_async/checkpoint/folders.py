@@ -20,24 +20,26 @@ def folder_name(version: int) -> str:
 
 
 def partial(folder: Path) -> Path:
-    """Returns the path where a checkpoint is written until it is whole."""
+    """Return the path where a checkpoint is written until it is whole."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def _aside(folder: Path) -> Path:
-    """Returns the path where a checkpoint is kept while another of its version replaces it."""
+    """Return the path where a checkpoint is kept while another of its version replaces it."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def newest_first(checkpoints: Path) -> Iterator[Path]:
-    """Yields the checkpoints' paths: the final one, or the one aside if the process was killed before another of the
-    same version was at the final path."""
+    """Yield the checkpoints' paths.
+
+    The final one, or the one aside if the process was killed before another of the same version was at the final path.
+    """
     found = _by_version(checkpoints)
     yield from (found[version] for version in sorted(found, reverse=True))
 
 
 def newest_version(checkpoints: Path) -> int:
-    """Returns the version of the newest checkpoint, by its name; 0 if there is none."""
+    """Return the version of the newest checkpoint, by its name; 0 if there is none."""
     return max(_by_version(checkpoints), default=0)
 
 
@@ -56,7 +58,7 @@ def _by_version(checkpoints: Path) -> dict[int, Path]:
 
 
 def require_whole(folder: Path) -> None:
-    """Raises CheckpointError, one line, unless every file is there as it was written and the state can be read."""
+    """Raise CheckpointError, one line, unless every file is there as it was written and the state can be read."""
     check_manifest(folder)
     state = read_state(folder)
     check_tensors(folder)
@@ -64,8 +66,9 @@ def require_whole(folder: Path) -> None:
 
 
 def rotate(checkpoints: Path, keep: int, written: Path) -> None:
-    """Keeps only `written`, which was just renamed to its final path, and the newest before it, `keep` in all; removes
-    the others and what was never finished.
+    """Keep only `written`, which was just renamed to its final path, and the newest before it, `keep` in all.
+
+    Removes the others and what was never finished.
 
     Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used:
     their updates no longer exist, nor do the lines of the ledger that their states count. Left there, they would come
@@ -79,7 +82,7 @@ def rotate(checkpoints: Path, keep: int, written: Path) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Renames what was written at `partial(folder)` to its final path; it is on disk when this returns.
+    """Rename what was written at `partial(folder)` to its final path; it is on disk when this returns.
 
     One that is already there, of the same version, is replaced: it is damaged, or the run was resumed from it, stopped
     before its next update, and has finished groups since. Until the new one is at the final path it is kept aside.

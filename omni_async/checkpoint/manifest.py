@@ -1,5 +1,6 @@
-"""Records size and digest of every file of a checkpoint, which distinguish a whole one from one that was cut off or
-changed."""
+"""Records size and digest of every file of a checkpoint.
+
+They distinguish a whole one from one that was cut off or changed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from omni_async.checkpoint.errors import CheckpointError
+from omni_async.checkpoint.errors import CheckpointError, read_json
 
 FILE = "manifest.json"
 _FORMAT = 1
@@ -20,8 +21,10 @@ _ALWAYS = {"state.json"}
 
 
 class Content(msgspec.Struct, frozen=True):
-    """A file's size in bytes and its digest. `digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries:
-    a checkpoint is as trusted as the folder it lies in."""
+    """A file's size in bytes and its digest.
+
+    `digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries: a checkpoint is as trusted as the folder
+    it lies in."""
 
     size: int
     digest: str
@@ -33,7 +36,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the manifest of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
+    """Write the manifest of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
     files = {name: Content(path.stat().st_size, _digest(path, synced=True)) for name, path in sorted(_files(folder))}
     path = folder / FILE
     path.write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=1) + b"\n")
@@ -42,12 +45,13 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raises CheckpointError with the first thing that is not as it was written, or that was not written: a reader of
-    `folder` meets after this nothing but the files that the manifest names, and some that no reader opens."""
+    """Raise CheckpointError with the first thing that is not as it was written, or that was not written.
+
+    A reader of `folder` meets after this nothing but the files that the manifest names, and some that no reader opens.
+    """
     try:
-        (
-            folder / FILE
-        ).lstat()  # first: a wrong path may lead to a folder that holds half a disk, links and pipes included
+        # First: a wrong path may lead to a folder that holds half a disk, links and pipes included.
+        (folder / FILE).lstat()
         found = dict(_files(folder))
     except FileNotFoundError:
         found = {}
@@ -55,7 +59,7 @@ def check_manifest(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
     if FILE not in found:
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {FILE}")
-    manifest = _read(found.pop(FILE))
+    manifest = read_json(found.pop(FILE), Manifest, _FORMAT, _LARGEST)
     if unnamed := {name for name in found.keys() - manifest.files.keys() if not _is_bystander(name)}:
         raise CheckpointError(f"{found[min(unnamed)]} is not what was written: {FILE} does not name it")
     for name, content in manifest.files.items():
@@ -67,15 +71,17 @@ def check_manifest(folder: Path) -> None:
 
 
 def _is_bystander(name: str) -> bool:
-    """Returns whether a file is one that people and file systems leave behind (`.DS_Store`, `.nfs0001`, a note beside
-    the folders), and that no reader of a checkpoint opens."""
+    """Return whether a file is one that people and file systems leave behind, and no reader of a checkpoint opens.
+
+    Such are `.DS_Store`, `.nfs0001`, a note beside the folders."""
     folder, _, file = name.rpartition("/")
     return not file.endswith(".safetensors") and (not folder or file.startswith("."))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields every file below `folder`, under its path from there. Raises CheckpointError for what is no file: a link
-    leads elsewhere, a pipe is waited for, a device has no end."""
+    """Yield every file below `folder`, under its path from there.
+
+    Raises CheckpointError for what is no file: a link leads elsewhere, a pipe is waited for, a device has no end."""
     folders = [folder]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -89,20 +95,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
                     raise CheckpointError(
                         f"{path} is neither a file nor a folder; a checkpoint has no links, pipes or devices"
                     )
-
-
-def _read(path: Path) -> Manifest:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise CheckpointError(f"{path} is larger than {_LARGEST} bytes")
-        manifest = msgspec.json.decode(content, type=Manifest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
-    if manifest.format != _FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}, this version reads {_FORMAT}")
-    return manifest
 
 
 def _check(path: Path, content: Content) -> None:
@@ -127,7 +119,7 @@ def _digest(path: Path, synced: bool = False) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file, or a folder's names, to the disk."""
+    """Flush a file, or a folder's names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,5 +1,7 @@
-"""Compares what the groups of a checkpoint were made with to the recipe. Groups that wait for the trainer are of use to
-a run that would make the same ones; any other makes them again, from the same prompts and seeds."""
+"""Compares what the groups of a checkpoint were made with to the recipe.
+
+Groups that wait for the trainer are of use to a run that would make the same ones; any other makes them again, from the
+same prompts and seeds."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _ROLLOUT = (
 
 
 def made_with(config: Config) -> dict[str, Any]:
-    """Returns the settings that decide what a sample and its score are, by their names; without secrets."""
+    """Return the settings that decide what a sample and its score are, by their names; without secrets."""
     settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
     settings |= {"reward.scorers": config.reward.scorers, "reward.max_abs": config.reward.max_abs}
     settings["trajectory fields"] = trajectory_fields(find_objective(config.algorithm.name), config)
@@ -35,15 +37,17 @@ def made_with(config: Config) -> dict[str, Any]:
 
 
 def _changed(before: dict[str, Any], config: Config) -> list[str]:
-    """Returns the names in `before`, a result of `made_with`, whose settings are others now. None is changed if the
-    checkpoint has no such record."""
+    """Return the names in `before`, a result of `made_with`, whose settings are others now.
+
+    None is changed if the checkpoint has no such record."""
     now = made_with(config)
     return [name for name in before if before[name] != now.get(name)]
 
 
 def fitting(state: State, config: Config) -> tuple[State, list[str]]:
-    """Returns `state`, its ready groups turned into unfinished ones if the recipe would make others, and the settings
-    that differ."""
+    """Return `state` as this recipe can use it, and the settings that differ.
+
+    Ready groups are turned into unfinished ones if the recipe would make others."""
     changed = _changed(state.samples, config)
     control = state.control
     if not (changed and control.ready):

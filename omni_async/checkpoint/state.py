@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from omni_async.checkpoint.errors import CheckpointError
+from omni_async.checkpoint.errors import CheckpointError, read_json
 from omni_async.control.control_state import ControlState
 
 FILE = "state.json"
@@ -18,9 +18,11 @@ _MOST = 10**12  # updates, groups, images: no run has more
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `state.json`. `control`: the control plane, without references to trajectories. `engine`: what the
-    trainer's ranks count. `rule`: what the update rule remembers. `pipeline` and `algorithm` say what the tensors are
-    of, `samples` what the ready groups were made with."""
+    """The content of `state.json`.
+
+    `control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count. `rule`:
+    what the update rule remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the ready
+    groups were made with."""
 
     control: ControlState
     pipeline: str | None
@@ -35,36 +37,23 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.control.version
 
 
-class _Format(msgspec.Struct):
-    format: int = 1
-
-
 def write_state(folder: Path, state: State) -> None:
     (folder / FILE).write_bytes(msgspec.json.encode(state))
 
 
 def read_state(folder: Path) -> State:
-    """Reads a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
-    path = folder / FILE
+    """Read a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{path} is larger than {_LARGEST} bytes")
-        content = path.read_bytes()
-        found = msgspec.json.decode(content, type=_Format).format
-        if found != FORMAT:
-            raise CheckpointError(f"{path} has format {found}, this version reads {FORMAT}")
-        state = msgspec.json.decode(content, type=State)
+        state = read_json(folder / FILE, State, FORMAT, _LARGEST)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint folder: it has no {FILE}") from None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
     if problem := _impossible(state):
-        raise CheckpointError(f"{path} is of no run: {problem}")
+        raise CheckpointError(f"{folder / FILE} is of no run: {problem}")
     return state
 
 
 def _impossible(state: State) -> str | None:
-    """Returns what no run can have come to, None if there is nothing. The types are right already."""
+    """Return what no run can have come to, None if there is nothing. The types are right already."""
     control = state.control
     for what, number in _counts(control):
         if not 0 <= number <= _MOST:
@@ -112,7 +101,7 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
 
 
 def _too_large(value: Any) -> str | None:
-    """Returns the path of a number that no machine counts to, None if there is none."""
+    """Return the path of a number that no machine counts to, None if there is none."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if found := _too_large(item):

@@ -1,5 +1,6 @@
-"""Stores trajectories of finished groups that wait for the trainer as safetensors files, one per group, and checks the
-safetensors files of a checkpoint without reading their tensors."""
+"""Stores trajectories of finished groups that wait for the trainer, a safetensors file per group.
+
+It also checks the safetensors files of a checkpoint without reading their tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _ARRAY = "array"  # the name of what has none: an emulated trajectory
 
 
 def check_tensors(folder: Path) -> None:
-    """Raises CheckpointError unless the header of every safetensors file below `folder` describes the bytes that follow
-    it. `check_manifest` ensures that there are no links."""
+    """Raise CheckpointError for a safetensors file below `folder` whose header does not describe the bytes after it.
+
+    `check_manifest` ensures that there are no links."""
     from safetensors import SafetensorError, safe_open
 
     for path in sorted(folder.rglob("*.safetensors")):
@@ -31,14 +33,14 @@ def check_tensors(folder: Path) -> None:
 
 
 def check_groups(folder: Path, state: State) -> None:
-    """Raises CheckpointError unless there is a file for every group that waits for the trainer."""
+    """Raise CheckpointError unless there is a file for every group that waits for the trainer."""
     for group in state.control.ready:
         if not _path(folder, group.group).is_file():
             raise CheckpointError(f"{_path(folder, group.group)} is missing, though {STATE_FILE} has the group")
 
 
 def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
-    """Writes tensors or arrays, each sample's under its number. Blocks; give it a thread."""
+    """Write tensors or arrays, each sample's under its number. Blocks; give it a thread."""
     leaves = {f"{sample}/{name}": leaf for sample, value in enumerate(trajectories) for name, leaf in _leaves(value)}
     path = _path(folder, group)
     path.parent.mkdir(exist_ok=True)
@@ -56,7 +58,7 @@ def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
 
 
 def read_group(folder: Path, group: int, samples: int) -> list[Any]:
-    """Returns what `write_group` was given. Raises CheckpointError if it is not there, or of other samples. Blocks."""
+    """Return what `write_group` was given. Raises CheckpointError if it is not there, or of other samples. Blocks."""
     path = _path(folder, group)
     try:
         found: list[dict[str, Any]] = [{} for _ in range(samples)]

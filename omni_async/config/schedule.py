@@ -15,7 +15,6 @@ recipe.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -114,7 +113,7 @@ def _on_all_devices(config: Config) -> Config:
         each = getattr(resources, kind)
         fitting.append(max(1, int(total / each)) if each else workers)  # a role beside the devices keeps its workers
     rollout, reward, ranks = fitting
-    together = math.lcm(config.trainer.sequence_parallel, config.trainer.shard or 1)
+    together = config.trainer.fewest_ranks
     return replace(
         config,
         rollout=replace(config.rollout, workers=rollout),

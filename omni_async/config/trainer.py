@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -83,3 +84,8 @@ class Trainer(Section, kw_only=True, frozen=True):
         Ema | None, doc("Keep an exponential moving average of the trained weights, saved with every checkpoint.")
     ] = None
     optimizer: Annotated[Optimizer, doc("Optimizer and schedule.")] = Optimizer()
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Return the least number of ranks that the degrees of sequences and copies divide."""
+        return math.lcm(self.sequence_parallel, self.shard or 1)

@@ -1,5 +1,6 @@
-"""Defines the interface of rollout engines: an engine makes samples, and holds one version of the policy that can be
-swapped meanwhile.
+"""Defines the interface of rollout engines.
+
+An engine makes samples, and holds one version of the policy that can be swapped meanwhile.
 
 An engine owns its batching: callers `generate` many samples concurrently and the engine mixes them as it likes, because
 batching must not change a sample. Tensors it returns are on the CPU.
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine as a whole is unusable (wrong weights, dead child process); the sample that met the error did not
-    cause it."""
+    """The engine as a whole is unusable (wrong weights, dead child process).
+
+    The sample that met the error did not cause it."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,21 @@ class RolloutEngine(Protocol):
     name: str
 
     async def start(self) -> WeightReport:
-        """Loads the model. Returns version 0 and the digest of the weights it loaded, or an empty digest if the engine
-        cannot compute one."""
+        """Load the model.
+
+        Returns version 0 and the digest of the weights it loaded, or an empty digest if the engine cannot compute one.
+        """
 
     async def generate(self, request: SampleRequest) -> Trajectory:
-        """Makes one sample. ValueError if the request is wrong, EngineError if the engine is."""
+        """Make one sample. ValueError if the request is wrong, EngineError if the engine is."""
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        """Takes in a version without disturbing generation; returns the digest of what arrived."""
+        """Take in a version without disturbing generation; returns the digest of what arrived."""
 
     async def swap(self, version: int) -> WeightReport:
-        """Switches to the staged version before the next denoising step of anything, in-flight samples included; before
-        the next batch in request batching."""
+        """Switch to the staged version before the next denoising step of anything, in-flight samples included.
+
+        Before the next batch in request batching."""
 
     async def close(self) -> None:
-        """Frees everything; `generate` calls in flight fail with EngineError."""
+        """Free everything; `generate` calls in flight fail with EngineError."""

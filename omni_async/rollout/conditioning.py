@@ -20,7 +20,8 @@ class ConditioningCache:
         self._kept: OrderedDict[tuple[Any, ...], TensorDict] = OrderedDict()
 
     def of(self, request: SampleRequest) -> TensorDict:
-        """Returns the request's conditioning, batch size []; with the unconditional branch if the request is guided.
+        """Return the request's conditioning, batch size []; with the unconditional branch if the request is guided.
+
         Shared between callers: not to be written to."""
         prompt = request.prompt
         key = (prompt.text, tuple(image.digest for image in prompt.images), request.spec)

@@ -25,12 +25,11 @@ from omni_async.components import compute_velocity, named_parameters
 from omni_async.policy import Codec, Policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.conditioning import ConditioningCache
-from omni_async.rollout.payloads import Staged, adapted_weights
+from omni_async.rollout.payloads import Staged, adapted_weights, take_in
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
-from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,7 +90,7 @@ class DiffusersEngine:
 
     async def start(self) -> WeightReport:
         await asyncio.to_thread(self._load)
-        self._runner = asyncio.create_task(self._run(), name=f"{self.name}-runner")
+        self._runner = asyncio.create_task(self._serve(), name=f"{self.name}-runner")
         return self._report()
 
     def _load(self) -> None:
@@ -110,13 +109,7 @@ class DiffusersEngine:
         return await waiting.result
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        started = time.perf_counter()
-        try:
-            await asyncio.to_thread(Staged(manifest, buckets).verify)
-        except WeightError as error:
-            raise EngineError(f"{self.name}: {error}") from error
-        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
-        return manifest.digest
+        return await take_in(self.name, self._staged, manifest, buckets)
 
     async def swap(self, version: int) -> WeightReport:
         self._require_open()
@@ -143,7 +136,7 @@ class DiffusersEngine:
 
     # ---- the runner: one task, at most one worker thread at a time ---------------------------------------------------
 
-    async def _run(self) -> None:
+    async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while not self._closing:
@@ -162,7 +155,7 @@ class DiffusersEngine:
                 _settle(self._swaps.get().done, closed)
 
     def _take_batch(self) -> list[_Waiting]:
-        """Takes the oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
+        """Take the oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
         alive = [w for w in self._waiting if not w.result.done()]
         batch = [w for w in alive if w.batch_key == alive[0].batch_key][: self._max_batch]
         chosen = {id(w) for w in batch}
@@ -170,8 +163,9 @@ class DiffusersEngine:
         return batch
 
     def _make(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest]) -> list[Trajectory | Exception]:
-        """Makes a batch, in the worker thread. A prompt that cannot be encoded fails alone; any other error fails the
-        batch, as an EngineError."""
+        """Make a batch, in the worker thread.
+
+        A prompt that cannot be encoded fails alone; any other error fails the batch, as an EngineError."""
         self._swap_pending(loop)
         conditioning: dict[int, TensorDict] = {}
         results: dict[int, Trajectory | Exception] = {}

@@ -1,5 +1,6 @@
-"""Runs the task in which an engine on an event loop does its work, from `start` to `close`. `close` cancels the task
-and waits for its end."""
+"""Runs the task in which an engine on an event loop does its work, from `start` to `close`.
+
+`close` cancels the task and waits for its end."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from omni_async.rollout.base import EngineError
 
 
 class EngineTask:
-    """The task of an engine's work. `unanswered` returns the futures that callers wait for: when the work ends, with an
-    error or because it was closed, they get an EngineError."""
+    """The task of an engine's work.
+
+    `unanswered` returns the futures that callers wait for: when the work ends, with an error or because it was closed,
+    they get an EngineError."""
 
     def __init__(self, engine: str, unanswered: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
         self._engine = engine
@@ -26,7 +29,7 @@ class EngineTask:
         self._task = asyncio.create_task(self._run(work), name=f"{self._engine}-runner")
 
     def require(self) -> None:
-        """Raises EngineError, with the cause of the end, unless the work goes on."""
+        """Raise EngineError, with the cause of the end, unless the work goes on."""
         if self._task is None or self._task.done():
             raise EngineError(f"{self._engine} is not running" + (f": {self._failure}" if self._failure else ""))
 

@@ -1,5 +1,6 @@
-"""Builds an engine from the configuration. Each engine's module, and what it imports, is loaded only if that engine is
-chosen."""
+"""Builds an engine from the configuration.
+
+Each engine's module, and what it imports, is loaded only if that engine is chosen."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 def build_engine(
     config: Config, engine_name: str, family: PipelineFamily, profile: Profile | None = None
 ) -> RolloutEngine:
-    """Builds the engine of `config.rollout.engine`, or one that replays `profile`, not started yet; `engine_name` is
-    its name in reports and errors.
+    """Build the engine of `config.rollout.engine`, or one that replays `profile`, not started yet.
+
+    `engine_name` is its name in reports and errors.
 
     ValueError if the checkpoint is not the family's, or the family does not run on that engine.
     """

@@ -1,16 +1,22 @@
-"""Holds published weights as an engine takes them in: verified once when staged, turned into full weights under
-diffusers names when swapped."""
+"""Holds published weights as an engine takes them in.
+
+Verified once when staged, turned into full weights under diffusers names when swapped."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from omni_async.rollout.base import EngineError
+from omni_async.rollout.staged import StagedVersion
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import unpack, verify
+from omni_async.weights.buckets import unpack
+from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.lora import merged_weights
 
 if TYPE_CHECKING:
@@ -26,14 +32,15 @@ class Staged:
     staged_s: float = 0.0
 
     def verify(self) -> None:
-        """Raises WeightError if the buckets differ from the manifest."""
+        """Raise WeightError if the buckets differ from the manifest."""
         verify(self.manifest, self.buckets)
 
     def weights(
         self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights that this version changes, under diffusers names, one tensor at a time; they must not be
-        written to.
+        """Yield the weights that this version changes, under diffusers names, one tensor at a time.
+
+        They must not be written to.
 
         `base` maps every weight, as `component.name`, to its value without adapters. A full payload yields all of them;
         a LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
@@ -62,13 +69,24 @@ class Staged:
         return unpack(self.manifest, self.buckets)
 
 
+async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+    """Verify a version beside the event loop, and stage it; returns its digest. EngineError if it is damaged."""
+    started = time.perf_counter()
+    try:
+        await asyncio.to_thread(Staged(manifest, buckets).verify)
+    except WeightError as error:
+        raise EngineError(f"{engine}: {error}") from error
+    into.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
+    return manifest.digest
+
+
 def adapted_weights(adapters: Iterable[str]) -> set[str]:
-    """Returns the names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
+    """Return the names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
     return {name.rsplit(".lora_", 1)[0] + ".weight" for name in adapters}
 
 
 def lora_scale(manifest: WeightManifest) -> float:
-    """Returns `manifest.lora["scale"]`, or alpha / rank where the manifest has these instead."""
+    """Return `manifest.lora["scale"]`, or alpha / rank where the manifest has these instead."""
     lora = manifest.lora or {}
     if "scale" in lora:
         return float(lora["scale"])

@@ -17,11 +17,11 @@ class StagedVersion(Generic[T]):
         self._staged: tuple[int, T] | None = None
 
     def put(self, version: int, content: T) -> None:
-        """Replaces the version that was staged before."""
+        """Replace the version that was staged before."""
         self._staged = version, content
 
     def take(self, version: int) -> T:
-        """Takes the version out. EngineError, and nothing taken, unless `version` was staged last."""
+        """Take the version out. EngineError, and nothing taken, unless `version` was staged last."""
         if self._staged is None or self._staged[0] != version:
             raise EngineError(
                 f"{self._engine}: asked for version {version}, staged is {self._staged and self._staged[0]}"

@@ -20,7 +20,7 @@ FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
 
 
 def check_request(request: SampleRequest) -> None:
-    """Raises ValueError, naming the field, if no engine could make this sample."""
+    """Raise ValueError, naming the field, if no engine could make this sample."""
     r, where = request, f"request {request.sample_id}"
     if r.num_inference_steps < 2:
         raise ValueError(f"{where}: num_inference_steps must be >= 2, got {r.num_inference_steps}")
@@ -41,8 +41,9 @@ def check_request(request: SampleRequest) -> None:
 
 
 class InFlight:
-    """A sample in flight. `latents` (*shape) float32 on `device` is its present state; `step` the denoising step it
-    takes next."""
+    """A sample in flight.
+
+    `latents` (*shape) float32 on `device` is its present state; `step` the denoising step it takes next."""
 
     def __init__(
         self, request: SampleRequest, sigmas: torch.Tensor, shape: tuple[int, ...], device: torch.device | str = "cpu"
@@ -75,7 +76,7 @@ class InFlight:
         return self.step in self._trained
 
     def schedule(self) -> tuple[float, float, float, float]:
-        """Returns sigma, sigma_next, sigma_max, noise_level of the next step."""
+        """Return sigma, sigma_next, sigma_max, noise_level of the next step."""
         return self.sigma, self._sigmas[self.step + 1], self._sigmas[1], self.request.noise_level
 
     def advance(self, latents: torch.Tensor, log_prob: torch.Tensor, mean: torch.Tensor, version: int) -> None:
@@ -90,7 +91,8 @@ class InFlight:
         self.step += 1
 
     def tensors(self, conditioning: TensorDict | None = None) -> dict[str, torch.Tensor | TensorDict]:
-        """Returns the tensors that the request's fields ask for, on the latents' device, plus `sigmas` and `steps`.
+        """Return the tensors that the request's fields ask for, on the latents' device, plus `sigmas` and `steps`.
+
         Fields of an ODE sample's window are empty."""
         found: dict[str, torch.Tensor | TensorDict] = {
             "sigmas": self.sigmas,
@@ -112,8 +114,9 @@ class InFlight:
 
 
 def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int) -> torch.Tensor:
-    """Moves every sample one step along its row of `velocity` (B, *shape) float32, taken by policy `version`. Returns
-    the new (B, *shape)."""
+    """Move every sample one step along its row of `velocity` (B, *shape) float32, taken by policy `version`.
+
+    Returns the new (B, *shape)."""
     noisy = [s.noisy for s in samples]
     kinds = sorted({s.request.sde_kind for s in samples if s.noisy}) or [KINDS[0]]
     if len(kinds) > 1:  # rare, so simply one kind after the other

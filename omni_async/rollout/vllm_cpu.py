@@ -1,5 +1,6 @@
-"""Extends vLLM's CPU platform by the interface that vLLM-Omni adds, for diffusion stages. `cpu_platform` decides when
-it is chosen."""
+"""Extends vLLM's CPU platform by the interface that vLLM-Omni adds, for diffusion stages.
+
+`cpu_platform` decides when it is chosen."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
@@ -19,12 +18,11 @@ from tensordict import TensorDict
 from omni_async.families import PipelineFamily
 from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.rollout.payloads import Staged
+from omni_async.rollout.payloads import Staged, take_in
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import check_request
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
-from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,9 +42,10 @@ _GATHER_MS = 20.0
 
 
 class VllmOmniEngine:
-    """A `RolloutEngine` on vLLM-Omni. `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to
-    start. `batching`: samples join and leave the batch at every denoising step, or are drawn a whole batch at a
-    time."""
+    """A `RolloutEngine` on vLLM-Omni.
+
+    `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to start. `batching`: samples join and
+    leave the batch at every denoising step, or are drawn a whole batch at a time."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class VllmOmniEngine:
         self._serial = 0
 
     async def start(self) -> WeightReport:
-        """Takes tens of seconds, most of it imports; the event loop runs on meanwhile."""
+        """Take tens of seconds, most of it imports; the event loop runs on meanwhile."""
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         self._omni = await asyncio.to_thread(self._build)
@@ -155,17 +154,11 @@ class VllmOmniEngine:
         return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions)
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        started = time.perf_counter()
-        try:
-            await asyncio.to_thread(Staged(manifest, buckets).verify)
-        except WeightError as error:
-            raise EngineError(f"{self.name}: {error}") from error
-        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
-        return manifest.digest
+        return await take_in(self.name, self._staged, manifest, buckets)
 
     async def swap(self, version: int) -> WeightReport:
         staged = self._staged.take(version)
-        answer = await self._call("swap_weights", staged, False)
+        answer = await self._call("swap_weights", staged)
         held = await self._call("held_weights")
         if (held["version"], held["digest"]) != (version, staged.manifest.digest):
             raise EngineError(f"{self.name}: swapped to version {version}, but the worker holds {held}")
@@ -188,8 +181,9 @@ class VllmOmniEngine:
         return self._omni
 
     async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Returns the workers' answer to a call. vLLM-Omni does not raise for a failed call, it answers with a
-        dictionary that says so."""
+        """Return the workers' answer to a call.
+
+        vLLM-Omni does not raise for a failed call, it answers with a dictionary that says so."""
         try:
             answers = await self._require_open().collective_rpc(method, timeout=self._rpc_timeout_s, args=arguments)
         except Exception as error:
@@ -212,7 +206,7 @@ class VllmOmniEngine:
 
 
 def _flatten(answers: Any) -> list[Any]:
-    """Flattens answers, which vLLM-Omni nests by stage, replica and rank."""
+    """Flatten answers, which vLLM-Omni nests by stage, replica and rank."""
     if isinstance(answers, list | tuple):
         return [leaf for answer in answers for leaf in _flatten(answer)]
     return [answers]

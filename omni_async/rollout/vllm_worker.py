@@ -1,5 +1,6 @@
-"""Implements the worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the
-weight swap.
+"""Implements the worker's half of the vLLM-Omni engine, for any family.
+
+Trajectory recording and SDE steps, and the weight swap.
 
 A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `warm_up`, `make_policy` and
 `make_codec`. vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
@@ -47,8 +48,9 @@ _MEDIA = "omni_async_media"
 
 
 def pass_through(od_config: Any) -> Callable[..., Any]:
-    """Returns a function for vLLM-Omni that hands on a request, or a result, as it is. A family's rollout module must
-    have it under this name."""
+    """Return a function for vLLM-Omni that hands on a request, or a result, as it is.
+
+    A family's rollout module must have it under this name."""
     return lambda value, **_: value
 
 
@@ -78,7 +80,7 @@ class RolloutPipelineMixin(ABC):
 
     @property
     def components(self) -> dict[str, torch.nn.Module]:
-        """Returns vLLM-Omni's denoisers by component, that is by the attribute that each is kept as."""
+        """Return vLLM-Omni's denoisers by component, that is by the attribute that each is kept as."""
         return {name: getattr(self, name) for name in self.policy.components}
 
     # ---- defined by a family -----------------------------------------------------------------------------------------
@@ -87,11 +89,11 @@ class RolloutPipelineMixin(ABC):
 
     @abstractmethod
     def make_policy(self, path: str) -> Policy:
-        """Returns the family's policy for the checkpoint at `path`, whose velocity takes vLLM-Omni's denoiser."""
+        """Return the family's policy for the checkpoint at `path`, whose velocity takes vLLM-Omni's denoiser."""
 
     @abstractmethod
     def make_codec(self) -> Codec:
-        """Returns the family's codec around this pipeline's own text encoder and VAE."""
+        """Return the family's codec around this pipeline's own text encoder and VAE."""
 
     # ---- vLLM-Omni's step-wise protocol ------------------------------------------------------------------------------
 
@@ -112,8 +114,9 @@ class RolloutPipelineMixin(ABC):
         return state
 
     def denoise_step(self, input_batch: Any, *, states: Any, **kwargs: Any) -> torch.Tensor:
-        """Moves every sample one step, those of one spec in one batch. Returns nothing of use, as the batch holds
-        nothing."""
+        """Move every sample one step, those of one spec in one batch.
+
+        Returns nothing of use, as the batch holds nothing."""
         by_spec: dict[SamplingSpec, list[Any]] = {}
         for state in states:
             by_spec.setdefault(state.extra[_SAMPLE].request.spec, []).append(state)
@@ -133,8 +136,9 @@ class RolloutPipelineMixin(ABC):
         return torch.zeros(len(states), 1, device=self.model_device)
 
     def _stack(self, spec: SamplingSpec, states: list[Any]) -> TensorDict:
-        """Stacks the conditioning of a batch; the stack of the spec's last batch where that had the same samples, as
-        most steps have."""
+        """Stack the conditioning of a batch.
+
+        The stack of the spec's last batch where that had the same samples, as most steps have."""
         samples = [state.extra[_SAMPLE] for state in states]
         before, stacked = self._stacked.get(spec, ([], None))
         if stacked is None or samples != before:
@@ -160,8 +164,10 @@ class RolloutPipelineMixin(ABC):
     # ---- vLLM-Omni's request batching --------------------------------------------------------------------------------
 
     def forward(self, req: Any) -> list[DiffusionOutput]:
-        """Makes the samples of a whole `DiffusionRequestBatch`, by the same steps as above, and returns one output per
-        request, in order. Requests need not agree in spec or steps; one that cannot be encoded fails alone."""
+        """Make the samples of a whole `DiffusionRequestBatch`, by the same steps as above.
+
+        Returns one output per request, in order. Requests need not agree in spec or steps; one that cannot be encoded
+        fails alone."""
         outputs: dict[str, DiffusionOutput] = {}
         states: list[StepRequestState] = []
         for request in req.requests:
@@ -190,14 +196,14 @@ class RolloutPipelineMixin(ABC):
         return next(parameter for _, parameter in named_parameters(self.components))
 
     def _decode(self, states: list[Any], spec: SamplingSpec) -> None:
-        """Decodes finished samples of one spec in one batch."""
+        """Decode finished samples of one spec in one batch."""
         if states:
             decoded = self.codec.decode(torch.stack([state.extra[_SAMPLE].latents for state in states]), spec)
             for state, media in zip(states, decoded, strict=True):
                 state.extra[_MEDIA] = media
 
     def _warm_up_request(self, state: Any) -> SampleRequest:
-        """Returns a small request in place of vLLM-Omni's own, which names no sample of ours."""
+        """Return a small request in place of vLLM-Omni's own, which names no sample of ours."""
         return SampleRequest(
             sample_id=state.request_id,
             kind="validation",
@@ -214,19 +220,17 @@ class RolloutPipelineMixin(ABC):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, or two batches in request
-    batching, never inside one."""
+    """The remote calls of the engine.
 
-    def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
-        """Loads a version and returns the version and digest the pipeline holds now. `verify` rehashes first, where the
-        buckets travelled to another process.
+    vLLM-Omni runs them between two denoising steps, or two batches in request batching, never inside one."""
+
+    def swap_weights(self, staged: Staged) -> dict[str, Any]:
+        """Load a version and return the version and digest the pipeline holds now.
 
         ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
         of the load.
         """
         started = time.perf_counter()
-        if verify:
-            staged.verify()
         pipeline = self.model_runner.pipeline
         components: dict[str, torch.nn.Module] = pipeline.components
         wanted: set[str] = set()
@@ -255,8 +259,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
 
 class _Checkpoint(Mapping[str, torch.Tensor]):
-    """The parameters of a checkpoint's components as `component.name`, with their diffusers names, read when asked
-    for. The live ones would not do as the base of an adapter: they are fused, sharded and already adapted."""
+    """The parameters of a checkpoint's components as `component.name`, with their diffusers names, read when asked for.
+
+    The live ones would not do as the base of an adapter: they are fused, sharded and already adapted."""
 
     def __init__(self, path: Path, components: Iterable[str], stack: ExitStack) -> None:
         self._where: dict[str, tuple[Any, str]] = {}
@@ -281,7 +286,7 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
 
 
 def _fused_names(components: Mapping[str, torch.nn.Module]) -> Callable[[str], str]:
-    """Returns a function from the name of a weight to that of the parameter that vLLM-Omni keeps it in, with others."""
+    """Return a function from the name of a weight to that of the parameter that vLLM-Omni keeps it in, with others."""
     mappings: Any = {name: getattr(module, "stacked_params_mapping", ()) for name, module in components.items()}
 
     def name_of(name: str) -> str:
@@ -292,7 +297,7 @@ def _fused_names(components: Mapping[str, torch.nn.Module]) -> Callable[[str], s
 
 
 def _parameter_names(folder: Path) -> set[str]:
-    """Returns the names that the parameters of a checkpoint's denoiser have in diffusers. Builds it without memory."""
+    """Return the names that the parameters of a checkpoint's denoiser have in diffusers. Builds it without memory."""
     config = json.loads((folder / "config.json").read_text())
     with torch.device("meta"):
         model = getattr(diffusers, config["_class_name"]).from_config(config)

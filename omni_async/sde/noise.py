@@ -19,10 +19,10 @@ def _draw(seed: int, purpose: str, step: int, shape: tuple[int, ...]) -> torch.T
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the latents at sigma_0: standard normal float32 of `shape` on the CPU."""
+    """Return the latents at sigma_0: standard normal float32 of `shape` on the CPU."""
     return _draw(seed, "initial", 0, shape)
 
 
 def step_noise(seed: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the noise that transition number `step` adds: standard normal float32 of `shape` on the CPU."""
+    """Return the noise that transition number `step` adds: standard normal float32 of `shape` on the CPU."""
     return _draw(seed, "step", step, shape)

@@ -19,52 +19,35 @@ from torch import Tensor
 Sigmas = NDArray[Any]
 
 _TRAIN_TIMESTEPS = 1000
-_UNSUPPORTED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
+OTHER_SCHEDULES = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
 
 
 def linear(num_inference_steps: int) -> Tensor:
-    """Returns 1, 1 - 1/N, ..., 1/N, 0."""
+    """Return 1, 1 - 1/N, ..., 1/N, 0."""
     return _append_zero(_linspace(num_inference_steps))
 
 
-def static_shift(shift: float, num_inference_steps: int, *, twice: bool = False) -> Tensor:
-    """Returns sigma = shift t / (1 + (shift - 1) t) of N + 1 equally spaced t from 1 to 0 (SD3, DanceGRPO).
+def static_shift(shift: float, num_inference_steps: int) -> Tensor:
+    """Return sigma = shift t / (1 + (shift - 1) t) of diffusers' `set_timesteps(N)` (SD3, Wan2.2).
 
-    `twice` gives the numbers of diffusers' `set_timesteps(N)`: t runs from 1 to the already shifted 1/1000, and is
-    shifted again.
-    """
+    N equally spaced t from 1 to the already shifted 1/1000, shifted again, and the final 0."""
     if not shift > 0:
         raise ValueError(f"shift must be > 0, got {shift}")
-    if not twice:
-        return _append_zero(_shift_static(_linspace(num_inference_steps), shift))
     _check_steps(num_inference_steps)
     ends = _shift_static(np.array([_TRAIN_TIMESTEPS, 1], dtype=np.float32) / _TRAIN_TIMESTEPS, shift)
     times = np.linspace(float(ends[0]) * _TRAIN_TIMESTEPS, float(ends[1]) * _TRAIN_TIMESTEPS, num_inference_steps)
     return _append_zero(_shift_static(times / _TRAIN_TIMESTEPS, shift))
 
 
-def dynamic_shift(mu: float, num_inference_steps: int, *, time_shift_type: str = "exponential") -> Tensor:
-    """Returns sigma = m / (m + 1/t - 1) of t = 1, ..., 1/N, with m = e^mu (`exponential`) or mu (`linear`); see
-    `resolution_mu`."""
-    return _append_zero(_shift_dynamic(_linspace(num_inference_steps), mu, time_shift_type))
-
-
-def stretch_to_terminal(sigmas: Tensor, terminal: float) -> Tensor:
-    """Stretches a schedule (N + 1,) away from 1 so that its last non-zero value is `terminal`; needs that value to be <
-    1."""
-    return _append_zero(_stretch(sigmas[:-1].numpy(), terminal))
-
-
 def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> float:
-    """Returns the shift exponent of an image of `image_seq_len` latent tokens: linear between (base_image_seq_len,
-    base_shift) and (max_image_seq_len, max_shift). Absent keys mean 256, 0.5, 4096, 1.15, as in diffusers' Qwen-Image
-    pipeline."""
+    """Return the shift exponent of an image of `image_seq_len` latent tokens.
+
+    Linear between (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift). Absent keys mean 256, 0.5, 4096,
+    1.15, as in diffusers' Qwen-Image pipeline."""
     if image_seq_len < 1:
         raise ValueError(f"image_seq_len must be >= 1, got {image_seq_len}")
-    base_len, max_len = (
-        _number(scheduler_config, "base_image_seq_len", 256),
-        _number(scheduler_config, "max_image_seq_len", 4096),
-    )
+    base_len = _number(scheduler_config, "base_image_seq_len", 256)
+    max_len = _number(scheduler_config, "max_image_seq_len", 4096)
     base_shift, max_shift = _number(scheduler_config, "base_shift", 0.5), _number(scheduler_config, "max_shift", 1.15)
     if base_len == max_len:
         raise ValueError(f"scheduler config: base_image_seq_len and max_image_seq_len must differ, both are {base_len}")
@@ -73,16 +56,16 @@ def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> fl
 
 
 def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_config: Mapping[str, Any]) -> Tensor:
-    """Returns bit for bit what a FlowMatchEulerDiscreteScheduler of this configuration uses when a diffusers pipeline
-    (Qwen-Image, FLUX, Z-Image, ...) hands it the sigmas 1, ..., 1/N and the shift of `image_seq_len` latent tokens.
+    """Return bit for bit the sigmas of a FlowMatchEulerDiscreteScheduler of this configuration.
+
+    It is used as a diffusers pipeline (Qwen-Image, FLUX, Z-Image, ...) does, which hands it the sigmas 1, ..., 1/N and
+    the shift of `image_seq_len` latent tokens.
 
     `scheduler_config` is `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
     shift 1, no terminal). ValueError for options that change the schedule in a way not written here (Karras,
     exponential, beta, inverted).
     """
-    for key in _UNSUPPORTED:
-        if scheduler_config.get(key):
-            raise ValueError(f"scheduler config: {key}={scheduler_config[key]!r} is not supported")
+    refuse_options(scheduler_config, *OTHER_SCHEDULES)
     mu = resolution_mu(image_seq_len, scheduler_config)
     sigmas = _linspace(num_inference_steps)
     if scheduler_config.get("use_dynamic_shifting", False):
@@ -92,6 +75,13 @@ def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_con
     if terminal := scheduler_config.get("shift_terminal"):
         sigmas = _stretch(sigmas, terminal)
     return _append_zero(sigmas)
+
+
+def refuse_options(scheduler_config: Mapping[str, Any], *options: str) -> None:
+    """Raise ValueError for an option that is on, and changes the schedule in a way not written here."""
+    for key in options:
+        if scheduler_config.get(key):
+            raise ValueError(f"scheduler config: {key}={scheduler_config[key]!r} is not supported")
 
 
 def _check_steps(num_inference_steps: int) -> None:
@@ -109,6 +99,7 @@ def _shift_static(t: Sigmas, shift: float) -> Sigmas:
 
 
 def _shift_dynamic(t: Sigmas, mu: float, time_shift_type: str) -> Sigmas:
+    """Return m / (m + 1/t - 1) with m = e^mu (`exponential`) or mu (`linear`); see `resolution_mu`."""
     if time_shift_type not in ("exponential", "linear"):
         raise ValueError(f"time_shift_type must be 'exponential' or 'linear', got {time_shift_type!r}")
     factor = math.exp(mu) if time_shift_type == "exponential" else mu
@@ -116,6 +107,7 @@ def _shift_dynamic(t: Sigmas, mu: float, time_shift_type: str) -> Sigmas:
 
 
 def _stretch(sigmas: Sigmas, terminal: float) -> Sigmas:
+    """Stretch sigmas (N,) away from 1 so that the last is `terminal`; needs that one to be < 1."""
     if not 0 < terminal < 1:
         raise ValueError(f"the terminal sigma must be in (0, 1), got {terminal}")
     remaining = 1 - sigmas

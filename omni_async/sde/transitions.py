@@ -1,5 +1,6 @@
-"""Computes one denoising step of a flow-matching sampler as a Gaussian policy: x' = mean + scale * noise. Engines and
-trainer share this file.
+"""Computes one denoising step of a flow-matching sampler as a Gaussian policy: x' = mean + scale * noise.
+
+Engines and trainer share this file.
 
 Notation: x_sigma = (1 - sigma) x0 + sigma eps, the model predicts v = eps - x0, a step goes from `sigma` down to
 `sigma_next`, h = sigma - sigma_next > 0. B rows, D latent elements per row, n = `noise_level`. Three kinds:
@@ -31,8 +32,9 @@ KINDS = ("flow", "cps", "dance")
 
 @dataclass(frozen=True)
 class Transition:
-    """The Gaussian of one step: `mean` (B, ...); `std` (B,) the references' std_dev_t; `scale` (B,) the standard
-    deviation of x'. All in x's dtype."""
+    """The Gaussian of one step: `mean` (B, ...); `std` (B,) the references' std_dev_t.
+
+    `scale` (B,) the standard deviation of x'. All in x's dtype."""
 
     mean: Tensor
     std: Tensor
@@ -42,8 +44,9 @@ class Transition:
 def transition(
     kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: Tensor
 ) -> Transition:
-    """Returns the Gaussian of x' given x and the velocity v, both (B, ...); the others are (B,). x is float32 or
-    float64 and v is cast to it.
+    """Return the Gaussian of x' given x and the velocity v, both (B, ...).
+
+    The others are (B,). x is float32 or float64 and v is cast to it.
 
     ValueError for an unknown kind, a shape or dtype that does not fit, noise_level <= 0 (use `ode_step`), sigmas out of
     order, and for `cps` where the scale would not be positive (sigma_next = 0 or noise_level >= 2).
@@ -75,8 +78,9 @@ def transition(
 
 
 def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Returns (B,) in mean's dtype: the log-density of x' averaged, not summed, over its D elements. No gradient flows
-    into x'.
+    """Return (B,) in mean's dtype: the log-density of x' averaged, not summed, over its D elements.
+
+    No gradient flows into x'.
 
     `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, which is
     what its reference uses (arXiv 2509.05952): not a log-density; `nats_per_log_prob` makes ratios comparable again.
@@ -94,8 +98,9 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:
-    """Returns (B,) f such that f * (log_prob - old_log_prob) is the log-ratio of the whole sample in nats: D, and for
-    `cps` D / (2 scale^2)."""
+    """Return (B,) f such that f * (log_prob - old_log_prob) is the log-ratio of the whole sample in nats.
+
+    D, and for `cps` D / (2 scale^2)."""
     _check_kind(kind)
     if num_elements < 1:
         raise ValueError(f"num_elements must be >= 1, got {num_elements}")
@@ -105,7 +110,7 @@ def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:
 
 
 def ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """Takes the noise-free Euler step x' = x + (sigma_next - sigma) v, (B, ...) in x's dtype."""
+    """Take the noise-free Euler step x' = x + (sigma_next - sigma) v, (B, ...) in x's dtype."""
     _check_shapes(x, v=v)
     rows = _rows64(x, sigma=sigma, sigma_next=sigma_next)
     return x + v.to(x.dtype) * _column(rows["sigma_next"] - rows["sigma"], x)
@@ -121,8 +126,9 @@ def take_step(
     noise_level: Tensor,
     noise: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x', log_prob, mean) with x' = mean + scale * noise; `noise` (B, ...) is standard normal. Errors as
-    `transition`."""
+    """Return (x', log_prob, mean) with x' = mean + scale * noise; `noise` (B, ...) is standard normal.
+
+    Errors as `transition`."""
     _check_kind(kind)
     _check_shapes(x, noise=noise)
     step = transition(kind, x, v, sigma, sigma_next, sigma_max, noise_level)
@@ -141,8 +147,9 @@ def step_mixed(
     noise: Tensor,
     noisy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x', log_prob, mean) where rows with `noisy` (B,) bool are `take_step` and the others `ode_step` with
-    log_prob 0, mean = x'.
+    """Return (x', log_prob, mean) of rows that are noisy or not, by `noisy` (B,) bool.
+
+    Noisy rows are `take_step`, the others `ode_step` with log_prob 0 and mean = x'.
 
     Rows are selected, so the noise and the noise_level of an ODE row are never looked at (0 and NaN are fine there).
     """
@@ -165,7 +172,7 @@ def step_mixed(
 
 
 def _column(per_row: Tensor, x: Tensor) -> Tensor:
-    """Reshapes (B,) to (B, 1, ...), in x's dtype."""
+    """Reshape (B,) to (B, 1, ...), in x's dtype."""
     return per_row.to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
 
 

@@ -21,7 +21,7 @@ from omni_async.actors.plan import plan_updates
 from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
-from omni_async.layout import fewest_ranks, layout_problems
+from omni_async.layout import layout_problems
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
 from omni_async.performance.stages import stage_times
@@ -122,7 +122,7 @@ def _roomy(config: Config, workers: dict[str, int]) -> dict[str, Value]:
 
 def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
     """Return the devices of each role that takes any, with the kept number of workers or as few as can be."""
-    fewest = {ENGINES: 1, REWARDERS: 1, RANKS: fewest_ranks(config.trainer)}
+    fewest = {ENGINES: 1, REWARDERS: 1, RANKS: config.trainer.fewest_ranks}
     fewest |= {path: count(kept, path) for path in SPLIT if path in kept}
     return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
 

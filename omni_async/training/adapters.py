@@ -15,8 +15,9 @@ from omni_async.weights.lora import ADAPTER, is_injected_adapter
 
 
 def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
-    """Freezes `components`, whose parameters may be on the meta device, and adds float32 adapters on the CPU with the
-    numbers that `seed` gives, the same on every rank. ValueError if no layer is called as `lora.target_modules`."""
+    """Freeze `components` and add float32 adapters on the CPU, the same on every rank for the same `seed`.
+
+    Parameters may be on the meta device. ValueError if no layer is called as `lora.target_modules`."""
     components.requires_grad_(False)
     config = LoraConfig(
         r=lora.rank,
@@ -37,8 +38,9 @@ def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
 
 @contextmanager
 def _without_meta(components: nn.Module) -> Iterator[None]:
-    """Puts one number on the CPU, seen in every place, in the place of each parameter on the meta device: peft gives
-    adapters the device of their layer, and would lose what it drew for them."""
+    """Put one number on the CPU, seen in every place, in the place of each parameter on the meta device.
+
+    peft gives adapters the device of their layer, and would lose what it drew for them."""
     on_meta = [
         (module, name, parameter)
         for module in components.modules()
@@ -57,7 +59,7 @@ def _without_meta(components: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_off(components: nn.Module) -> Iterator[None]:
-    """Computes without adapters inside the context."""
+    """Compute without adapters inside the context."""
     # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is
     # enough.
     layers = [module for module in components.modules() if isinstance(module, BaseTunerLayer)]

@@ -1,5 +1,6 @@
-"""Keeps further copies of the trained parameters: the reference policy, the old policy that draws samples, the moving
-average.
+"""Keeps further copies of the trained parameters.
+
+The reference policy, the old policy that draws samples, the moving average.
 
 An auxiliary policy is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are).
 It is run through the same module: its values are copied in, and the policy's own copied back. That costs two copies of
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns this rank's shards, sharing memory with `tensors`."""
+    """Return this rank's shards, sharing memory with `tensors`."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in (t.detach() for t in tensors)]
 
 
@@ -34,15 +35,15 @@ class AuxiliaryPolicies:
         self._in_use: str | None = None
 
     @torch.no_grad()
-    def add(self, name: str) -> None:
-        """Adds a copy of the parameters as they are."""
+    def keep_copy(self, name: str) -> None:
+        """Add a copy of the parameters as they are."""
         self._copies[name] = [p.detach().clone() for p in self._parameters]
 
     def __contains__(self, name: str) -> bool:
         return name in self._copies
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every auxiliary policy's tensors as `<policy>.<parameter>`, as a checkpoint holds them."""
+        """Return every auxiliary policy's tensors as `<policy>.<parameter>`, as a checkpoint holds them."""
         return {
             f"{auxiliary}.{name}": tensor
             for auxiliary, copies in self._copies.items()
@@ -51,7 +52,7 @@ class AuxiliaryPolicies:
 
     @torch.no_grad()
     def follow(self, name: str, decay: float) -> None:
-        """Sets auxiliary <- decay * auxiliary + (1 - decay) * parameters."""
+        """Set auxiliary <- decay * auxiliary + (1 - decay) * parameters."""
         copies, parameters = _locals(self._copies[name]), _locals(self._parameters)
         if decay == 0.0:  # to the bit, which 0 * x + y is not for infinite x
             torch._foreach_copy_(copies, parameters)
@@ -60,20 +61,13 @@ class AuxiliaryPolicies:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Lets the module compute with that policy's values inside the context. Not to be used between a forward pass
-        and its backward, nor inside another such context."""
+        """Let the module compute with that policy's values inside the context.
+
+        Not to be used between a forward pass and its backward, nor inside another such context."""
         if self._in_use is not None:
             raise RuntimeError(
                 f"{name!r} cannot be used inside {self._in_use!r}: the policy's own values would be lost"
             )
-        self._copy_in(name)
-        try:
-            yield
-        finally:
-            self._copy_back()
-
-    @torch.no_grad()
-    def _copy_in(self, name: str) -> None:
         parameters = _locals(self._parameters)
         if self._policy is None:
             self._policy = [torch.empty_like(p) for p in parameters]
@@ -81,19 +75,18 @@ class AuxiliaryPolicies:
         torch._foreach_copy_(parameters, _locals(self._copies[name]))
         self._in_use = name
         forget_gathered(self._module)
-
-    @torch.no_grad()
-    def _copy_back(self) -> None:
-        if self._policy is None:
-            raise RuntimeError("no auxiliary policy is in use")
-        torch._foreach_copy_(_locals(self._parameters), self._policy)
-        self._in_use = None
-        forget_gathered(self._module)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(_locals(self._parameters), self._policy)
+            self._in_use = None
+            forget_gathered(self._module)
 
 
 def forget_gathered(module: nn.Module) -> None:
-    """Makes FSDP2 gather again, once parameters have other values: it keeps the root's gathered after a forward pass
-    without backward, and would compute the next one with them."""
+    """Make FSDP2 gather again, once parameters have other values.
+
+    It keeps the root's gathered after a forward pass without backward, and would compute the next one with them."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

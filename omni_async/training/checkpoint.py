@@ -1,5 +1,6 @@
-"""Saves and loads the tensors of a checkpoint through torch.distributed.checkpoint: sharded safetensors files that any
-number of ranks can read.
+"""Saves and loads the tensors of a checkpoint through torch.distributed.checkpoint.
+
+Sharded safetensors files that any number of ranks can read.
 
 The tensors are the trained parameters (adapters only under LoRA), the further policies kept beside them
 (`auxiliary.<which>.<name>`) and the optimizer's state. Both functions are collective. Writing copies everything to host
@@ -39,8 +40,9 @@ def begin_save(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
 ) -> Future[Any]:
-    """Copies what is to be saved; the future is done when this rank's files are in `folder`. `group` is the ranks'
-    group on the CPU, used for nothing else meanwhile; None with a single rank."""
+    """Copy what is to be saved; the future is done when this rank's files are in `folder`.
+
+    `group` is the ranks' group on the CPU, used for nothing else meanwhile; None with a single rank."""
     tensors = _weights(parameters, auxiliary) | {
         key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
     }
@@ -56,8 +58,9 @@ def load(
     auxiliary: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Reads a checkpoint into `parameters`, `auxiliary` and `optimizer`, in place. TrainingError if it belongs to
-    another model or does not exist."""
+    """Read a checkpoint into `parameters`, `auxiliary` and `optimizer`, in place.
+
+    TrainingError if it belongs to another model or does not exist."""
     tensors = folder / _FOLDER
     if not any(tensors.glob("*.safetensors")):
         raise TrainingError(f"{folder} is not a checkpoint: it has no {_FOLDER}/*.safetensors")
@@ -89,8 +92,9 @@ def _weights(parameters: Mapping[str, nn.Parameter], auxiliary: Mapping[str, Ten
 
 
 def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer's state by name. A parameter that never had a gradient has none; torch's own helper would
-    invent one."""
+    """Return the optimizer's state by name.
+
+    A parameter that never had a gradient has none; torch's own helper would invent one."""
     return {
         f"{_OPTIMIZER}{key}.{name}": value
         for name, p in parameters.items()
@@ -100,14 +104,14 @@ def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.
 
 
 def _vector(value: Tensor) -> Tensor:
-    """Returns a view with at least one dimension: the reader takes slices, and a scalar has none."""
+    """Return a view with at least one dimension: the reader takes slices, and a scalar has none."""
     return value.reshape(1) if value.ndim == 0 else value
 
 
 def _allocate(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, stored: set[str]
 ) -> dict[str, Tensor]:
-    """Gives the optimizer zeroed state of the stored kinds, which the checkpoint is read into."""
+    """Give the optimizer zeroed state of the stored kinds, which the checkpoint is read into."""
     optimizer.state.clear()
     tensors = {}
     for entry in sorted(key for key in stored if key.startswith(_OPTIMIZER)):

@@ -12,15 +12,17 @@ _CACHE, _OWN = "TORCHINDUCTOR_CACHE_DIR", "rank_"
 
 
 def repeated_layers(component: nn.Module) -> list[nn.Module]:
-    """Returns the repeated layers: every entry with parameters of the component's own module lists
-    (`transformer_blocks`, `blocks`, ...)."""
+    """Return the repeated layers.
+
+    Every entry with parameters of the component's own module lists (`transformer_blocks`, `blocks`, ...)."""
     lists = [child for child in component.children() if isinstance(child, nn.ModuleList)]
     return [layer for layers in lists for layer in layers if any(True for _ in layer.parameters())]
 
 
 def compile_layers(component: nn.Module, rank: int) -> None:
-    """Has the layers compiled at their first call, with a cache of compiled code of this rank's own. ValueError if the
-    component has no repeated layers."""
+    """Have the layers compiled at their first call, with a cache of compiled code of this rank's own.
+
+    ValueError if the component has no repeated layers."""
     layers = repeated_layers(component)
     if not layers:
         raise ValueError(
@@ -32,7 +34,7 @@ def compile_layers(component: nn.Module, rank: int) -> None:
 
 
 def _use_own_cache(rank: int) -> None:
-    """Ranks of one machine that compile at once would read each other's half-written files."""
+    """Rank of one machine that compile at once would read each other's half-written files."""
     given = Path(os.environ.get(_CACHE) or default_cache_dir())
     base = given.parent if given.name.startswith(_OWN) else given  # a rank's, set by an earlier component
     os.environ[_CACHE] = str(base / f"{_OWN}{rank}")

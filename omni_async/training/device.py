@@ -12,8 +12,9 @@ from omni_async.layout import ParallelLayout
 
 
 def rank_device(rank: int) -> torch.device:
-    """Returns the accelerator this rank uses (rank modulo the visible devices), made current; the CPU where there is
-    none."""
+    """Return the accelerator this rank uses (rank modulo the visible devices), made current.
+
+    The CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -23,7 +24,8 @@ def rank_device(rank: int) -> torch.device:
 
 
 def collective_backend(device: torch.device) -> str:
-    """Returns a `torch.distributed` backend string for `device`: the backend that torch has registered for its type.
+    """Return a `torch.distributed` backend string for `device`: the backend that torch has registered for its type.
+
     Gloo is always included, for metrics and checkpoint plans on the CPU."""
     if device.type == "cpu":
         return "cpu:gloo"
@@ -33,9 +35,10 @@ def collective_backend(device: torch.device) -> str:
 def init_process_group(
     rank: int, world: int, init_method: str, timeout: float, device: torch.device | None = None
 ) -> None:
-    """Joins the trainer's process group. `init_method` is torch's (`file:///...`, `tcp://host:port`), `timeout` seconds
-    for every collective, so that ranks fail instead of hanging when another rank is gone. Returns when all `world`
-    ranks have called it."""
+    """Join the trainer's process group.
+
+    `init_method` is torch's (`file:///...`, `tcp://host:port`), `timeout` seconds for every collective, so that ranks
+    fail instead of hanging when another rank is gone. Returns when all `world` ranks have called it."""
     device = rank_device(rank) if device is None else device
     dist.init_process_group(
         collective_backend(device),
@@ -48,12 +51,12 @@ def init_process_group(
 
 
 def init_lone_process_group(device: torch.device) -> None:
-    """Makes a process group of one, which needs no address: FSDP2 requires a group even for a single rank."""
+    """Make a process group of one, which needs no address: FSDP2 requires a group even for a single rank."""
     dist.init_process_group(collective_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def largest_over_ranks(values: list[int]) -> list[int]:
-    """Returns the largest value over all ranks at each position. Collective where there are several ranks."""
+    """Return the largest value over all ranks at each position. Collective where there are several ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.int64)
@@ -63,8 +66,9 @@ def largest_over_ranks(values: list[int]) -> list[int]:
 
 
 def sum_of_rows(layout: ParallelLayout, sums: Tensor) -> Tensor:
-    """Returns `sums` (on the CPU), which every rank has over its rows, over the rows of all ranks: those of ranks that
-    share a sequence are the same rows, and count once. Collective where there are several ranks."""
+    """Return `sums` (on the CPU), which every rank has over its rows, over the rows of all ranks.
+
+    Those of ranks that share a sequence are the same rows, and count once. Collective where there are several ranks."""
     if layout.world_size == 1:
         return sums
     total = sums.clone() if layout.leads_sequence else torch.zeros_like(sums)

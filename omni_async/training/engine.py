@@ -1,7 +1,8 @@
-"""Runs one rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It depends on
-neither Ray nor a model family.
+"""Runs one rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints.
 
-The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `log_probs`, `snapshot`,
+It depends on neither Ray nor a model family.
+
+The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `snapshot`,
 `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
 those that take a group with its own samples of the same group, as its `ParallelLayout` deals them (of a preference pair
 with both; a rank without a sample with another's, see `GroupBatch.counts`). `discard` is local, but all ranks must make
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from omni_async.algorithms.decay import ema_decay, ema_due
 from omni_async.algorithms.kinds import find_kind
@@ -37,8 +37,8 @@ from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.training.optimizer import clip_factor, learning_rate
 from omni_async.training.row_loss import RowLoss
-from omni_async.types import SampleDrift, WeightManifest
-from omni_async.weights.buckets import Bucket, BucketSet
+from omni_async.types import SampleDrift
+from omni_async.weights.buckets import BucketSet
 from omni_async.weights.snapshot import Snapshot
 
 __all__ = ["GroupBatch", "TrainEngine"]
@@ -67,7 +67,7 @@ class TrainEngine:
         self._has_rows = False
 
     def setup(self) -> None:
-        """Loads the model and builds the optimizer. With several ranks, join the process group first."""
+        """Load the model and build the optimizer. With several ranks, join the process group first."""
         layout = self.layout
         self._model = build_backend(self.config, self._objective, self.policy, self.device, layout)
         self.digest0 = self._model.digest
@@ -78,20 +78,23 @@ class TrainEngine:
         )
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
-        """Adds `row_weight` times the gradient of the summed row losses of `group`, over all ranks. ValueError for an
-        unusable group, before any gradient is touched."""
+        """Add `row_weight` times the gradient of the summed row losses of `group`, over all ranks.
+
+        ValueError for an unusable group, before any gradient is touched."""
         for rows, counts in self._loss.batches(group):
             self._model.backward(self._loss.losses(group, rows, counts), row_weight if counts else 0.0)
         self._has_rows = True
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        """Recomputes the proximal log-probs of this rank's samples for decoupled corrections; `accumulate` uses them
-        until the update's last step."""
+        """Recompute the proximal log-probs of this rank's samples for decoupled corrections.
+
+        `accumulate` uses them until the update's last step."""
         return self._loss.recompute_proximal(group)
 
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
-        """Multiplies the accumulated gradients by `grad_scale`, clips them and steps the optimizer. Returns metrics
-        over all ranks' rows since the last step.
+        """Multiply the accumulated gradients by `grad_scale`, clips them and step the optimizer.
+
+        Returns metrics over all ranks' rows since the last step.
 
         `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser.
         TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated.
@@ -118,22 +121,19 @@ class TrainEngine:
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def _normalise(self) -> float:
-        """Returns the factor that weights and masks made row by row still need: division by the rows that are left,
-        over all ranks."""
+        """Return the factor that weights and mask made row by row still need.
+
+        Division by the rows that are left, over all ranks."""
         sums = torch.tensor(self._loss.gradient_normaliser(), dtype=torch.float64)
         numerator, denominator = sum_of_rows(self.layout, sums).tolist()
         return 1.0 if numerator == denominator else numerator / denominator if denominator > 0 else 0.0
 
     def _follow(self) -> None:
-        """Updates the moving average after an optimizer step, and the old policy after an update's last step."""
-        auxiliary, ema, per_update = (
-            self._model.auxiliary,
-            self.config.trainer.ema,
-            self.config.trainer.steps_per_update,
-        )
+        """Update the moving average after an optimizer step, and the old policy after an update's last step."""
+        auxiliary, ema = self._model.auxiliary, self.config.trainer.ema
         if ema is not None and ema_due(self.optimizer_steps - 1, ema.every):
             auxiliary.follow("ema", ema_decay(self.optimizer_steps - 1, ema.decay, ema.warmup))
-        update, step = divmod(self.optimizer_steps, per_update)
+        update, step = divmod(self.optimizer_steps, self.config.trainer.steps_per_update)
         if step == 0 and "old" in auxiliary:
             auxiliary.follow("old", self._objective.old_decay(self.config.algorithm, update))
         if step == 0:
@@ -143,25 +143,21 @@ class TrainEngine:
 
     @property
     def _progress(self) -> float:
-        """Returns the share of the run's updates that is done."""
+        """Return the share of the run's updates that is done."""
         return min(1.0, self.optimizer_steps / (self.config.trainer.updates * self.config.trainer.steps_per_update))
 
     def discard(self) -> None:
-        """Forgets everything accumulated since the last step, gradients and metrics."""
+        """Forget everything accumulated since the last step, gradients and metrics."""
         self._model.discard()
         self._metrics.clear()
         self._loss.gradient_normaliser()
         self._has_rows = False
 
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        """Returns log-probs (samples, trained steps) float32 on the CPU of this rank's samples under the current
-        weights."""
-        return self._loss.log_probs(group)
-
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
-        """Copies this rank's rows of the weights that draw samples into `buckets`, as its part of published version
-        `version`. Returns None on ranks that hold a further copy of the weights. These are the current weights, or the
-        old policy's where the objective has one.
+        """Copy this rank's rows of the weights that draw samples into `buckets`, as its part of a version.
+
+        These are the current weights, or the old policy's where the objective has one. Returns None on ranks that hold
+        a further copy of the weights.
 
         Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
         `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
@@ -169,13 +165,9 @@ class TrainEngine:
         """
         if self.layout.rank >= self.layout.shard_size:
             return None
-        old = {
-            name.removeprefix("old."): t
-            for name, t in self._model.auxiliary.tensors().items()
-            if name.startswith("old.")
-        }
-        base = {name: old.get(name, p) for name, p in self._base.items()}
-        adapters = {name: old.get(name, p) for name, p in self._adapters.items()}
+        drawing = self._model.auxiliary.tensors()
+        base = {name: drawing.get(f"old.{name}", p) for name, p in self._base.items()}
+        adapters = {name: drawing.get(f"old.{name}", p) for name, p in self._adapters.items()}
         payload, lora = self.config.weights.payload, self.config.model.lora
         if payload == "lora" and lora is not None:
             copy_out(buckets, adapters, {}, 1.0, None, self.layout.rank)
@@ -186,27 +178,24 @@ class TrainEngine:
         return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
 
     def bucket_set(self) -> BucketSet:
-        """Makes memory for snapshots, pinned where they come from an accelerator."""
+        """Make memory for snapshots, pinned where they come from an accelerator."""
         pinned = self.device.type != "cpu"
         return BucketSet(
             self.config.weights.bucket_mb * 2**20,
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy(),
         )
 
-    def export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
-        """Returns a snapshot in memory of its own, with its digest. WeightError where other ranks hold rows, too."""
-        snapshot = self.snapshot(version, self.bucket_set())
-        return (snapshot.manifest(), snapshot.buckets) if snapshot is not None else None
-
     def begin_save(self, folder: str | Path) -> tuple[Future[Any], dict[str, Any]]:
-        """Copies out the trained parameters, auxiliary policies (reference, old, average) and the optimizer. Returns a
-        future, done when this rank's part of them is written, and what `load` needs besides, as plain values. Call it
-        between steps: gradients are not kept."""
+        """Copy out the trained parameters, auxiliary policies (reference, old, average) and the optimizer.
+
+        Returns a future, done when this rank's part of them is written, and what `load` needs besides, as plain values.
+        Call it between steps: gradients are not kept."""
         return self._model.begin_save(Path(folder)), {"optimizer_steps": self.optimizer_steps}
 
     def load(self, folder: str | Path, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint that any number of ranks may have written; `state` holds the plain values that
-        `begin_save` returned."""
+        """Continue from a checkpoint that any number of ranks may have written.
+
+        `state` holds the plain values that `begin_save` returned."""
         self.discard()
         self._model.load(Path(folder))
         self.optimizer_steps = int(state["optimizer_steps"])

@@ -21,8 +21,10 @@ def copy_out(
     dtype: torch.dtype | None,
     rank: int,
 ) -> None:
-    """Copies the rows that `rank` holds of every weight of `base` into `buckets`, in `dtype` if given, with `adapters`
-    merged as `merged_weights` does. Collective where there are adapters: these are gathered, one pair at a time."""
+    """Copy the rows that `rank` holds of every weight of `base` into `buckets`, in `dtype` if given.
+
+    `adapters` are merged as `merged_weights` does. Collective where there are adapters: these are gathered, one pair at
+    a time."""
     rows = merged_weights(
         base,
         adapters,

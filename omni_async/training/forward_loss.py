@@ -7,6 +7,7 @@ correct.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -15,53 +16,30 @@ from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.algorithms.timesteps import num_draws
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config
-from omni_async.layout import ParallelLayout
-from omni_async.policy import Policy
-from omni_async.training.backends.base import TrainBackend
-from omni_async.training.device import largest_over_ranks
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
-from omni_async.training.groups import Drawn, GroupBatch, check_group
-from omni_async.training.metrics import Metrics
-from omni_async.training.micro_batches import Needs, micro_batches
+from omni_async.training.groups import GroupBatch, check_group
+from omni_async.training.micro_batches import Needs
+from omni_async.training.row_loss import LossOfObjective
 from omni_async.types import SampleDrift
 
 _INPUT_OF: dict[AuxiliaryPolicy, str] = {"reference": "ref_velocity", "old": "old_velocity", "ema": "ema_velocity"}
 
 
-class ForwardLoss:
+class ForwardLoss(LossOfObjective):
     """The `RowLoss` of forward-process objectives."""
 
-    def __init__(
-        self,
-        config: Config,
-        objective: Objective,
-        policy: Policy,
-        model: TrainBackend,
-        metrics: Metrics,
-        layout: ParallelLayout,
-    ) -> None:
-        rollout, algorithm = config.rollout, config.algorithm
-        self._algorithm = algorithm
-        self._objective = objective
-        self._fields = trajectory_fields(objective, config)
-        self._compute = objective.load()
-        self._policy = policy
-        self._model = model
-        self._metrics = metrics
-        self._layout = layout
-        self._micro_batch_size = config.trainer.micro_batch_size
-        self._drawn = Drawn(policy, rollout)
+    def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
+        super().__init__(config, objective, *parts)
+        algorithm, steps = config.algorithm, config.rollout.num_inference_steps
         self._auxiliary = sorted(objective.auxiliary(algorithm))
         self._paired = find_kind(objective.kind).paired
-        self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
+        self._num_draws = num_draws(steps, algorithm.forward, algorithm.timestep_fraction)
         self._progress = 0.0
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
-        """Yields this rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its
-        share of the draws, of other groups its share of the samples. ValueError for an unusable group."""
+        # Of a pair every rank has its share of the draws, of other groups its share of the samples.
         latent_shape, sigmas = self._drawn.by(group.spec)
         check_group(group, self._fields, sigmas, latent_shape)
         if self._paired and len(group.trajectories) != 2:
@@ -79,9 +57,7 @@ class ForwardLoss:
         unit = 2 if self._paired else count if self._objective.unit == "sample" else 1
         row_ids = [(i % 2, i // 2) if self._paired else divmod(i, count) for i in range(len(draws) * count)]
         needs = [self._policy.component_of(float(draws[sample].sigmas[k])) for sample, k in row_ids]
-        for batch in micro_batches(
-            needs, self._micro_batch_size, unit, most, self._policy.components, largest_over_ranks
-        ):
+        for batch in self._micro_batches(needs, unit, most):
             own, its = [row_ids[i] for i in batch.rows], Needs([needs[i] for i in batch.rows], batch.calls)
             yield build_rows(group, draws, own, its, self._policy, self._model.device), batch.counts and counts
 
@@ -105,8 +81,7 @@ class ForwardLoss:
         )
         output = self._compute(inputs, self._algorithm)
         if counts:
-            self._metrics.record("row_staleness/mean", rows.staleness.double())
-            self._metrics.record("row_staleness/max", rows.staleness.double(), "max")
+            self._record_staleness(rows.staleness)
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
         return output.loss
 
@@ -115,14 +90,11 @@ class ForwardLoss:
             f"{self._objective.name} has no ratio to the policy that made a sample, so there is no proximal pass"
         )
 
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        raise TrainingError(f"{self._objective.name} trains no steps that have a log-prob")
-
     def gradient_normaliser(self) -> tuple[float, float]:
         return 0.0, 0.0
 
     def end_step(self) -> None:
-        """Does nothing: no value here depends on the step within an update."""
+        """Do nothing: no value here depends on the step within an update."""
 
     def end_update(self, progress: float) -> None:
         self._progress = progress

@@ -23,8 +23,9 @@ from omni_async.training.micro_batches import Needs
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """R rows on the trainer's device: final, noise (R, *shape) and sigma, advantage (R,) float32; staleness (R,) int64,
-    the largest of the sample's steps."""
+    """R rows on the trainer's device: final, noise (R, *shape) and sigma, advantage (R,) float32.
+
+    Staleness (R,) int64, the largest of the sample's steps."""
 
     final: Tensor
     noise: Tensor
@@ -43,7 +44,7 @@ class Draws:
     noises: Tensor
 
     def taken(self, numbers: range) -> Draws:
-        """Returns the draws with these numbers."""
+        """Return the draws with these numbers."""
         return Draws(self.sigmas[list(numbers)], self.noises[list(numbers)])
 
 
@@ -61,8 +62,9 @@ def build_rows(
     policy: Policy,
     device: torch.device,
 ) -> ForwardRows:
-    """Builds the rows `row_ids`, each (sample, draw), of a checked group; `draws[i]` are sample i's, as many for every
-    sample."""
+    """Build the rows `row_ids`, each (sample, draw), of a checked group.
+
+    `draws[i]` are sample i's, as many for every sample."""
     trajectories = [group.trajectories[sample] for sample, _ in row_ids]
     return ForwardRows(
         final=torch.stack([t["final"] for t in trajectories]).to(device),

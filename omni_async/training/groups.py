@@ -1,5 +1,6 @@
-"""Checks prompt groups as they enter training: no missing or misshapen field, no schedule that differs from the
-trainer's by one bit, no NaN."""
+"""Checks prompt groups as they enter training.
+
+No missing or misshapen field, no schedule that differs from the trainer's by one bit, no NaN."""
 
 from __future__ import annotations
 
@@ -49,8 +50,9 @@ class GroupBatch:
 
 
 class Drawn:
-    """What every trajectory must have that was drawn by one of the recipe's specs: the shape of its latents, and its
-    schedule. Whatever `policy` refuses about a spec is raised at once."""
+    """What every trajectory must have that was drawn by one of the recipe's specs.
+
+    The shape of its latents, and its schedule. Whatever `policy` refuses about a spec is raised at once."""
 
     def __init__(self, policy: Policy, rollout: Rollout) -> None:
         steps = rollout.num_inference_steps
@@ -59,15 +61,16 @@ class Drawn:
         }
 
     def by(self, spec: SamplingSpec) -> tuple[tuple[int, ...], Tensor]:
-        """Returns the latents' shape, and the sigmas (N + 1,) on the CPU."""
+        """Return the latents' shape, and the sigmas (N + 1,) on the CPU."""
         if spec not in self._of:
             raise ValueError(f"the group was drawn by {spec}, which is not one of the recipe's")
         return self._of[spec]
 
 
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
-    """Returns W, the number of trained steps of every sample (0 for forward-process objectives). ValueError names the
-    first sample that is not usable, and why.
+    """Return W, the number of trained steps of every sample (0 for forward-process objectives).
+
+    ValueError names the first sample that is not usable, and why.
 
     `sigmas` is the trainer's own schedule: a trajectory made with another one, even by one bit, would be trained with
     wrong ratios.

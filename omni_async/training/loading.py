@@ -1,7 +1,7 @@
-"""Loads the trained components of one rank, in one of two ways: `WholeModel`, as the policy loads them, or
-`ShardedModel`, built without weights, spread over the ranks, and then read from the checkpoint's files, each rank what
-it keeps, so that no rank ever holds the whole model.
-"""
+"""Loads the trained components of one rank, in one of two ways.
+
+`WholeModel`, as the policy loads them, or `ShardedModel`, built without weights, spread over the ranks, and then read
+from the checkpoint's files, each rank what it keeps, so that no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from omni_async.policy import BuildsEmpty, Policy
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
+from omni_async.weights.shards import own_slices
 
 _STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers call weights
 
@@ -30,10 +30,10 @@ class Loading(Protocol):
     components: nn.ModuleDict
 
     def digest(self, dtype: torch.dtype) -> str:
-        """Returns the digest of the checkpoint's weights in `dtype`. To be asked first of all."""
+        """Return the digest of the checkpoint's weights in `dtype`. To be asked first of all."""
 
     def fill(self, device: torch.device) -> None:
-        """Gives parameters without memory their memory on `device`, and what the checkpoint says."""
+        """Give parameters without memory their memory on `device`, and what the checkpoint says."""
 
 
 class WholeModel:
@@ -46,12 +46,13 @@ class WholeModel:
         return digest_tensors((name, p.to(dtype)) for name, p in self.components.named_parameters())
 
     def fill(self, device: torch.device) -> None:
-        """Does nothing: the weights were loaded."""
+        """Do nothing: the weights were loaded."""
 
 
 class ShardedModel:
-    """Builds components without weights, and reads from the files what a rank keeps of each. Weights have `dtype`,
-    whatever the files have.
+    """Builds components without weights, and reads from the files what a rank keeps of each.
+
+    Weights have `dtype`, whatever the files have.
 
     ValueError, one line, if files and model have other names or shapes, or if a tensor that no file holds has no value.
     """
@@ -86,7 +87,7 @@ class ShardedModel:
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """Returns every tensor of a component's safetensors files, unread, by name."""
+    """Return every tensor of a component's safetensors files, unread, by name."""
     for stem in _STEMS:
         index, alone = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         if index.is_file():
@@ -107,7 +108,7 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_without_value(component: str, module: nn.Module) -> None:
-    """Refuses tensors on the meta device that are no parameters and that no file holds, by name."""
+    """Refuse tensors on the meta device that are no parameters and that no file holds, by name."""
     for path, part in module.named_modules():
         unsaved = {name: part.get_buffer(name) for name in part._non_persistent_buffers_set}
         own = {name: value for name, value in vars(part).items() if name not in ("_parameters", "_buffers")}
@@ -125,7 +126,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _refuse_others(folder: Path, module: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Refuses files with other names or shapes than the model has."""
+    """Refuse files with other names or shapes than the model has."""
     expected = module.state_dict()
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     extra = {name for name in stored if name not in expected and not any(re.search(key, name) for key in ignored)}
@@ -144,11 +145,8 @@ def _refuse_others(folder: Path, module: nn.Module, stored: Mapping[str, Any]) -
 
 
 def _read(stored: Any, tensor: Tensor) -> None:
-    """Reads what this rank keeps of a tensor, and casts it."""
+    """Read what this rank keeps of a tensor, and cast it."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])
-        return
-    local = tensor.to_local()
-    if local.numel():
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local.copy_(stored[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))])
+    elif (local := tensor.to_local()).numel():
+        local.copy_(stored[own_slices(tensor)])

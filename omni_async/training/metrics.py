@@ -1,5 +1,6 @@
-"""Collects metrics of one optimizer step: recorded row by row together with their reduction, reduced once over rows and
-ranks.
+"""Collects metrics of one optimizer step.
+
+Recorded row by row together with their reduction, reduced once over rows and ranks.
 
 Recording costs no device synchronisation and no communication. `reduce` is collective. A rank records what it has rows
 of: one without any records nothing, and ranks that share a sequence record the same rows, which count once.
@@ -26,8 +27,9 @@ _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 class Metrics:
-    """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1], of values of any size: weights are taken relative to the
-    largest of all ranks."""
+    """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1], of values of any size.
+
+    Weights are taken relative to the largest of all ranks."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
@@ -40,12 +42,13 @@ class Metrics:
     def record_by_step(
         self, name: str, values: Tensor, steps: list[int], reduction: Literal["mean", "variance", "ess"]
     ) -> None:
-        """Records `values` (R,), reduced per denoising step and reported as `name/step_03`."""
+        """Record `values` (R,), reduced per denoising step and reported as `name/step_03`."""
         self._by_step[name, reduction].append((values.detach(), steps))
 
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
-        """Records an objective's output: its losses (R,), the advantages they were computed with, and its own metrics,
-        each (R,)."""
+        """Record an objective's output.
+
+        Its losses (R,), the advantages they were computed with, and its own metrics, each (R,)."""
         self.record("loss", loss)
         self.record("advantage_abs", advantage.abs())
         for name, values in others.items():
@@ -58,7 +61,7 @@ class Metrics:
         self._by_step.clear()
 
     def reduce(self, num_steps: int) -> dict[str, float]:
-        """Returns all metrics over all ranks, and forgets them. `num_steps` is the number of denoising steps N."""
+        """Return all metrics over all ranks, and forget them. `num_steps` is the number of denoising steps N."""
         keys, step_keys = self._recorded()
         several = self._layout.world_size > 1
         columns = {key: _column(self._rows.get(key, ())) for key in keys}
@@ -90,7 +93,7 @@ class Metrics:
         return result
 
     def _recorded(self) -> tuple[list[_Key], list[_Key]]:
-        """Returns what any rank has recorded: of all its rows, and of its rows per denoising step."""
+        """Return what any rank has recorded: of all its rows, and of its rows per denoising step."""
         own = (set(self._rows), set(self._by_step))
         of_ranks = [own] * self._layout.world_size
         if self._layout.world_size > 1:
@@ -100,37 +103,39 @@ class Metrics:
 
 
 def _moments(values: Tensor, reduction: Reduction, top: Tensor) -> Tensor:
-    """Returns (R, 3): 1, and the two numbers whose sums the reduction needs. `top` is the largest of all rows that are
-    reduced together, () or (R,)."""
+    """Return (R, 3): 1, and the two numbers whose sums the reduction needs.
+
+    `top` is the largest of all rows that are reduced together, () or (R,)."""
     if reduction == "ess":
         values = (values - top).exp()
     return torch.stack([torch.ones_like(values), values, values.square()], dim=1)
 
 
 def _column(parts: Iterable[Tensor]) -> Tensor:
-    """Returns the values of all parts together, (R,) float64 on the CPU."""
+    """Return the values of all parts together, (R,) float64 on the CPU."""
     return torch.cat([_NOTHING, *(part.cpu() for part in parts)])
 
 
 def _by_step(records: Collection[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
-    """Returns the values (R,) float64 and the denoising steps they belong to."""
+    """Return the values (R,) float64 and the denoising steps they belong to."""
     values = _column(part for part, _ in records)
     return values, torch.tensor([step for _, steps in records for step in steps], dtype=torch.int64)
 
 
 def _step_tops(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
-    """Returns (num_steps,): the largest of each denoising step's rows, -inf where there is none."""
+    """Return (num_steps,): the largest of each denoising step's rows, -inf where there is none."""
     return values.new_full((num_steps,), -math.inf).scatter_reduce_(0, steps, values, "amax")
 
 
 def _step_sums(values: Tensor, steps: Tensor, reduction: Reduction, tops: Tensor) -> Tensor:
-    """Returns (num_steps, 3): sums of each denoising step's rows; `tops` (num_steps,) are their maxima over all
-    ranks."""
+    """Return (num_steps, 3): sums of each denoising step's rows.
+
+    `tops` (num_steps,) are their maxima over all ranks."""
     return values.new_zeros(len(tops), 3).index_add_(0, steps, _moments(values, reduction, tops[steps]))
 
 
 def _maximum(values: Tensor, reduction: Reduction) -> Tensor:
-    """Returns the maximum () of the values, -inf of none."""
+    """Return the maximum () of the values, -inf of none."""
     return (values.abs() if reduction == "absmax" else values).max() if len(values) else values.new_tensor(-math.inf)
 
 

@@ -15,8 +15,9 @@ Largest = Callable[[list[int]], list[int]]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a group, by number. `calls`: the components that every rank calls. `counts`: False for padding, which is
-    computed and adds nothing."""
+    """Rows of a group, by number.
+
+    `calls`: the components that every rank calls. `counts`: False for padding, which is computed and adds nothing."""
 
     rows: Sequence[int]
     calls: tuple[str, ...]
@@ -34,7 +35,7 @@ class Needs:
 def micro_batches(
     needs: Sequence[str], size: int, unit: int, most: int, components: Sequence[str], largest: Largest
 ) -> Iterator[MicroBatch]:
-    """Yields this rank's micro-batches of about `size` rows, whole units of `unit` rows each, then padding.
+    """Yield this rank's micro-batches of about `size` rows, whole units of `unit` rows each, then padding.
 
     `needs[i]`: the component that row i needs. `most`: the rows of the rank that has most. `largest`: takes a list of
     numbers and returns the largest over all ranks of each; called once where there are several components, and else
@@ -60,7 +61,7 @@ def _num_cuts(num_rows: int, size: int) -> int:
 
 
 def _cut(rows: Sequence[int], size: int, unit: int, number: int, calls: tuple[str, ...]) -> Iterator[MicroBatch]:
-    """Yields `rows` in cuts of `size`, then the first unit again until there are `number` micro-batches."""
+    """Yield `rows` in cuts of `size`, then the first unit again until there are `number` micro-batches."""
     cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
     if len(cuts) > number:
         raise ValueError(
@@ -72,5 +73,5 @@ def _cut(rows: Sequence[int], size: int, unit: int, number: int, calls: tuple[st
 
 
 def whole_units(size: int, unit: int) -> int:
-    """Returns `size` rows cut down to whole units of `unit` rows, but at least one unit."""
+    """Return `size` rows cut down to whole units of `unit` rows, but at least one unit."""
     return max(1, size // unit) * unit

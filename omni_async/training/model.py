@@ -34,8 +34,10 @@ from omni_async.weights.lora import diffusers_name, is_injected_adapter
 
 
 class ModuleBackend:
-    """A `TrainBackend` whose model is a policy's components as modules, whole on every rank. A subclass says what is
-    different: how they are loaded and placed, in what context they compute, how ranks' gradients come together.
+    """A `TrainBackend` whose model is a policy's components as modules, whole on every rank.
+
+    A subclass says what is different: how they are loaded and placed, in what context they compute, how ranks'
+    gradients come together.
 
     components: the modules the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
     """
@@ -70,33 +72,32 @@ class ModuleBackend:
         self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
         wanted = set(objective.auxiliary(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
         for auxiliary in sorted(wanted):
-            if (
-                auxiliary != "reference" or self.lora is None
-            ):  # under LoRA the reference is the model without its adapters
-                self.auxiliary.add(auxiliary)
+            # Under LoRA the reference is the model without its adapters.
+            if auxiliary != "reference" or self.lora is None:
+                self.auxiliary.keep_copy(auxiliary)
         self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values())
         # Checkpoints are written while ranks train: their collectives must not meet those of training.
         self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None
 
     def loading(self, dtype: torch.dtype) -> Loading:
-        """Builds the components, weights in `dtype`."""
+        """Build the components, weights in `dtype`."""
         return WholeModel(self.policy, dtype)
 
     def place(self, component: nn.Module) -> None:
-        """Puts one component, which may have no memory yet, where it is trained, whole or in parts."""
+        """Put one component, which may have no memory yet, where it is trained, whole or in parts."""
         component.to(self.device)
 
     def backward(self, losses: Tensor, weight: float) -> None:
-        """Adds `weight` times the gradient of the sum of `losses` over all ranks."""
+        """Add `weight` times the gradient of the sum of `losses` over all ranks."""
         torch.autograd.backward(losses.sum() * weight)
 
     @property
     def weights_device(self) -> torch.device:
-        """Returns where weights lie between their uses."""
+        """Return where weights lie between their uses."""
         return self.device
 
     def computing(self) -> AbstractContextManager[object]:
-        """Returns the context of forward passes."""
+        """Return the context of forward passes."""
         return nullcontext()
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any, needs: Needs) -> Tensor:

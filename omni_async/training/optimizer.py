@@ -1,5 +1,6 @@
-"""Builds the optimizer and computes the learning rate from the configuration. The rate is a pure function of the
-optimizer step, so resuming needs no state."""
+"""Builds the optimizer and computes the learning rate from the configuration.
+
+The rate is a pure function of the optimizer step, so resuming needs no state."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ def build_optimizer(config: Optimizer, parameters: Iterable[nn.Parameter]) -> to
 
 
 def learning_rate(trainer: Trainer, step: int) -> float:
-    """Returns the rate of optimizer step `step` (from 0): linear warm-up that reaches `lr` at step `warmup_steps - 1`,
-    then the schedule, which would reach 0 one step after the run's last."""
+    """Return the rate of optimizer step `step` (from 0).
+
+    Linear warm-up that reaches `lr` at step `warmup_steps - 1`, then the schedule, which would reach 0 one step after
+    the run's last."""
     config = trainer.optimizer
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -46,11 +49,11 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def gradient_norm(grads: list[torch.Tensor]) -> float:
-    """Returns the global 2-norm over all ranks' shards. Collective where gradients are sharded."""
+    """Return the global 2-norm over all ranks' shards. Collective where gradients are sharded."""
     norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Returns the factor for gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
+    """Return the factor for gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

@@ -20,20 +20,21 @@ from omni_async.types import SampleDrift
 
 @dataclass(frozen=True)
 class Proximal:
-    """R rows under the proximal policy. log_prob (R,); mean (R, *shape) where it was kept; kappa (R,) float64: D kappa
-    in nats, the exact KL of each step from the policy that took it, where that one's means are known."""
+    """R rows under the proximal policy. log_prob (R,); mean (R, *shape) where it was kept; kappa (R,) float64.
+
+    D kappa in nats, the exact KL of each step from the policy that took it, where that one's means are known."""
 
     log_prob: Tensor
     mean: Tensor | None
     kappa: Tensor | None
 
 
-def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor, num_elements: int) -> Proximal:
-    """Takes the policy in training as the proximal one. Detached."""
+def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor) -> Proximal:
+    """Take the policy in training as the proximal one. Detached."""
     kappa = None
     if rows.behaviour_mean is not None:
         squares = (step.mean.detach() - rows.behaviour_mean).square().flatten(1).mean(dim=1, dtype=torch.float64)
-        kappa = num_elements * squares / (2 * step.scale.double().square())
+        kappa = rows.num_elements * squares / (2 * step.scale.double().square())
     return Proximal(log_prob.detach(), step.mean.detach(), kappa)
 
 
@@ -52,7 +53,7 @@ class ProximalPasses:
             rows[row_id] = Proximal(found.log_prob[i].cpu(), mean, kappa)
 
     def recall(self, group: int, row_ids: Sequence[tuple[int, int]], device: torch.device) -> Proximal | None:
-        """Returns the rows `row_ids`, or None if the group had no pass."""
+        """Return the rows `row_ids`, or None if the group had no pass."""
         if group not in self._rows:
             return None
         found = [self._rows[group][row_id] for row_id in row_ids]
@@ -70,7 +71,7 @@ class ProximalPasses:
 def sample_drifts(
     row_ids: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
 ) -> list[SampleDrift]:
-    """Collects rows (R,) back into samples, in the order of their ids, whatever the order of the rows."""
+    """Collect rows (R,) back into samples, in the order of their ids, whatever the order of the rows."""
     rows: dict[int, list[int]] = {}
     for i in sorted(range(len(row_ids)), key=row_ids.__getitem__):
         rows.setdefault(row_ids[i][0], []).append(i)

@@ -1,5 +1,6 @@
-"""Lets the ranks of a sequence group compute each row together, every one a part of its tokens: activations of long
-videos and large images then fit, and a row takes a part of the time.
+"""Lets the ranks of a sequence group compute each row together, every one a part of its tokens.
+
+Activations of long videos and large images then fit, and a row takes a part of the time.
 
 Between attentions a rank has some tokens and all heads, in an attention all tokens and some heads (Ulysses). A denoiser
 goes in whole and its velocity comes out whole, the same on every rank of the group; a rank's gradient is that of its
@@ -31,8 +32,10 @@ from omni_async.training.token_exchange import TokenGroup, install
 def enable(
     components: Mapping[str, nn.Module], plan: SequencePlan | None, layout: ParallelLayout, device: torch.device
 ) -> None:
-    """Makes the denoisers compute rows together with the other ranks of this rank's sequence group. Collective over all
-    ranks. Call it after adapters and gradient checkpointing, and before `fully_shard` over all ranks.
+    """Make the denoisers compute rows together with the other ranks of this rank's sequence group.
+
+    Collective over all ranks. Call it after adapters and gradient checkpointing, and before `fully_shard` over all
+    ranks.
 
     Raises ValueError for a denoiser that has no plan of how to; one whose attention does not follow its plan is refused
     in its first forward, with a TrainingError.
@@ -65,7 +68,7 @@ def _follow_plan_of_diffusers(denoiser: Any, mesh: DeviceMesh) -> None:
 
 
 def _with_whole_text(forward: Callable[..., Any], masked_text: Mapping[str, str], multiple: int) -> Callable[..., Any]:
-    """Pads texts to a multiple of the ranks and masks the padding. It stands at the end, where it moves no position."""
+    """Pad texts to a multiple of the ranks and mask the padding. It stands at the end, where it moves no position."""
 
     @functools.wraps(forward)
     def padded(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +88,7 @@ def _pad(text: Tensor, mask: Tensor | None, multiple: int) -> tuple[Tensor, Tens
 
 
 def _watched(denoiser: nn.Module) -> Callable[..., Any]:
-    """Returns the denoiser's forward, which the first time is watched."""
+    """Return the denoiser's forward, which the first time is watched."""
     forward, name, seen = denoiser.forward, type(denoiser).__name__, False
 
     @functools.wraps(forward)
@@ -104,9 +107,10 @@ def _watched(denoiser: nn.Module) -> Callable[..., Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """Counts self-attentions with and without an exchange of tokens before them. A denoiser whose attention ignores its
-    plan fails nowhere: each rank attends to its own tokens, and the loss is a little wrong. Attention to the `text`
-    tokens alone, of which every rank has all, needs no exchange."""
+    """Counts self-attentions with and without an exchange of tokens before them.
+
+    A denoiser whose attention ignores its plan fails nowhere: each rank attends to its own tokens, and the loss is a
+    little wrong. Attention to the `text` tokens alone, of which every rank has all, needs no exchange."""
 
     def __init__(self, text: int | None) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Computes attention over all tokens of rows whose tokens are spread over ranks, for denoisers that diffusers has no
-plan of: each rank gets all tokens of a part of the heads, attends, and gives the tokens back (Ulysses).
+"""Computes attention over all tokens of rows whose tokens are spread over ranks (Ulysses).
+
+For denoisers that diffusers has no plan of: each rank gets all tokens of a part of the heads, attends, and gives the
+tokens back.
 
 Ranks need not have equally many tokens, so nothing is padded and nothing has to be masked. Each waits for the ranks of
 its group, in every attention; all of them compute the same rows, so they meet.
@@ -24,8 +26,10 @@ from omni_async.training.errors import TrainingError
 
 
 class TokenGroup:
-    """The ranks that share the tokens of a row. `group` carries tensors of the device, `counts` those of the CPU, so
-    that an accelerator need not wait for a number."""
+    """The ranks that share the tokens of a row.
+
+    `group` carries tensors of the device, `counts` those of the CPU, so that an accelerator need not wait for a number.
+    """
 
     def __init__(self, group: dist.ProcessGroup, counts: dist.ProcessGroup) -> None:
         self.group = group
@@ -33,29 +37,31 @@ class TokenGroup:
         self._counts = counts
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Returns this rank's part of tokens (B, L, C), at most one token more than another rank's."""
+        """Return this rank's part of tokens (B, L, C), at most one token more than another rank's."""
         return tokens.tensor_split(self.size, dim=1)[self.rank]
 
     def whole(self, part: Tensor) -> Tensor:
-        """Returns all tokens (B, L, C) of every rank's `part`. All ranks compute the same loss of them, so the gradient
-        of a part is its own slice, and parameters get theirs as the sum over ranks."""
+        """Return all tokens (B, L, C) of every rank's `part`.
+
+        All ranks compute the same loss of them, so the gradient of a part is its own slice, and parameters get theirs
+        as the sum over ranks."""
         whole: Tensor = _Whole.apply(part, self.lengths(part.shape[1]), self)  # type: ignore[no-untyped-call]
         return whole
 
     def lengths(self, own: int) -> list[int]:
-        """Returns how many tokens each rank brings. No rank can know: of 5 tokens and of 4 the last of two has 2."""
+        """Return how many tokens each rank brings. No rank can know: of 5 tokens and of 4 the last of two has 2."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(found, torch.tensor([own]), group=self._counts)
         return [int(length) for length in found]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Computes self-attention of all tokens; all (B, H, L, D) of this rank's L tokens."""
+        """Compute self-attention of all tokens; all (B, H, L, D) of this rank's L tokens."""
         lengths = self.lengths(query.shape[2])
         query, key, value = self._to_heads(torch.cat([query, key, value]), lengths).chunk(3)
         return self._to_tokens(F.scaled_dot_product_attention(query, key, value, **options), lengths)
 
     def _to_heads(self, x: Tensor, lengths: list[int]) -> Tensor:
-        """Turns (B, H, own tokens, D) to (B, H / ranks, all tokens, D)."""
+        """Turn (B, H, own tokens, D) to (B, H / ranks, all tokens, D)."""
         sent = x.unflatten(1, (self.size, -1)).movedim(1, 0)
         _, batch, heads, own, width = sent.shape
         each = batch * heads * width
@@ -63,7 +69,7 @@ class TokenGroup:
         return torch.cat([part.view(batch, heads, -1, width) for part in arrived], dim=2)
 
     def _to_tokens(self, x: Tensor, lengths: list[int]) -> Tensor:
-        """Inverts `_to_heads`."""
+        """Invert `_to_heads`."""
         batch, heads, _, width = x.shape
         each = batch * heads * width
         sent = torch.cat([part.flatten() for part in x.split(lengths, dim=2)])
@@ -72,7 +78,7 @@ class TokenGroup:
         return torch.cat([part.view(batch, heads, own, width) for part in arrived], dim=1)
 
     def _exchange(self, sent: Tensor, arriving: list[int], leaving: list[int]) -> tuple[Tensor, ...]:
-        """Returns what each rank sent to this one, flat, of the numbers of elements in `arriving`."""
+        """Return what each rank sent to this one, flat, of the numbers of elements in `arriving`."""
         return all_to_all_single_autograd(sent.flatten(), arriving, leaving, self.group).split(arriving)
 
 
@@ -120,8 +126,9 @@ class _Exchanging(TorchFunctionMode):
 
 
 def install(denoiser: nn.Module, plan: OwnExchange, ranks: TokenGroup) -> None:
-    """Makes the repeated layers of `denoiser` compute this rank's part of the tokens. What is computed again in
-    backward exchanges again."""
+    """Make the repeated layers of `denoiser` compute this rank's part of the tokens.
+
+    What is computed again in backward exchanges again."""
     layers = list(denoiser.get_submodule(plan.layers).children())
     for layer in layers:
         layer.forward = _exchanging(layer.forward, ranks)

@@ -1,5 +1,6 @@
-"""Computes losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction,
-and drift metrics.
+"""Computes losses of transition objectives.
+
+Forward passes, the policy that ratios are taken to, off-policy correction, and drift metrics.
 
 `correction.mode` decides which policy a ratio is taken to; `omni_async.training.proximal` says when the proximal policy
 needs a separate pass (`recompute_proximal`).
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -19,50 +21,25 @@ from omni_async.algorithms.correction.drift import Drift
 from omni_async.algorithms.correction.ratio import interpolated_log_prob
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config, Sde
 from omni_async.families import SamplingSpec
-from omni_async.layout import ParallelLayout
-from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
-from omni_async.training.backends.base import TrainBackend
-from omni_async.training.device import largest_over_ranks
-from omni_async.training.groups import Drawn, GroupBatch, check_group
-from omni_async.training.metrics import Metrics
-from omni_async.training.micro_batches import micro_batches
+from omni_async.training.groups import GroupBatch, check_group
 from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
+from omni_async.training.row_loss import LossOfObjective
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
 
 
-class TransitionLoss:
+class TransitionLoss(LossOfObjective):
     """The `RowLoss` of transition objectives. `omni_async.training.engine` documents the order of calls."""
 
-    def __init__(
-        self,
-        config: Config,
-        objective: Objective,
-        policy: Policy,
-        model: TrainBackend,
-        metrics: Metrics,
-        layout: ParallelLayout,
-    ) -> None:
-        rollout, algorithm = config.rollout, config.algorithm
-        if rollout.sde is None:
-            raise ValueError(f"rollout.sde: {algorithm.name} trains noisy steps, and null takes none")
-        self._sde: Sde = rollout.sde
-        self._algorithm = algorithm
-        self._correction = config.correction
-        self._objective = objective
-        self._fields = trajectory_fields(objective, config)
-        self._compute = objective.load()
-        self._policy = policy
-        self._model = model
-        self._metrics = metrics
-        self._layout = layout
-        self._micro_batch_size = config.trainer.micro_batch_size
-        self._drawn = Drawn(policy, rollout)
-        c = self._correction
+    def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
+        if config.rollout.sde is None:
+            raise ValueError(f"rollout.sde: {config.algorithm.name} trains noisy steps, and null takes none")
+        super().__init__(config, objective, *parts)
+        self._sde: Sde = config.rollout.sde
+        c = self._correction = config.correction
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"
         self._whole_samples = objective.unit == "sample" or rejects_samples or weighs_samples
@@ -71,24 +48,19 @@ class TransitionLoss:
         self._normaliser = [0.0, 0.0]
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
-        """Yields this rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable
-        group."""
         latent_shape, sigmas = self._drawn.by(group.spec)
         window = check_group(group, self._fields, sigmas, latent_shape)
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
         count = len(chosen[0])
         unit = count if self._whole_samples else 1
-        most = self._layout.most(group.size)
         samples = zip(group.trajectories, chosen, strict=True)
         needs = [self._component(t, k) for t, positions in samples for k in positions]
-        for batch in micro_batches(
-            needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
-        ):
+        for batch in self._micro_batches(needs, unit, self._layout.most(group.size) * count):
             rows = build_rows(group, chosen, batch, needs, self._policy, self._model.device)
             yield rows, batch.counts and group.counts
 
     def _component(self, trajectory: TensorDict, position: int) -> str:
-        """Returns the component that a step of the window needs."""
+        """Return the component that a step of the window needs."""
         return self._policy.component_of(float(trajectory["sigmas"][trajectory["steps"][position]]))
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
@@ -99,9 +71,8 @@ class TransitionLoss:
             )
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows, group.spec)
-        proximal = self._passes.recall(group.group, rows.row_ids, rows.latents.device) or self._under_current(
-            rows, step, value
-        )
+        passed = self._passes.recall(group.group, rows.row_ids, rows.latents.device)
+        proximal = passed or under_current(rows, step, value)
         old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
         drift = self._drift(rows, step.scale, proximal)
         weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
@@ -133,15 +104,13 @@ class TransitionLoss:
 
     @torch.no_grad()
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        """Recomputes proximal log-probs: this rank's samples under the current weights, remembered until
-        `end_update`. Returns their drifts in order, none of a sample that does not count."""
         row_ids: list[tuple[int, int]] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
             step, value = self._current(rows, group.spec)
             if not counts:
                 continue
-            proximal = self._under_current(rows, step, value)
+            proximal = under_current(rows, step, value)
             self._passes.remember(group.group, rows.row_ids, proximal)
             row_ids += rows.row_ids
             drifts.append(self._drift(rows, step.scale, proximal))
@@ -152,23 +121,7 @@ class TransitionLoss:
         num_elements = math.prod(self._drawn.by(group.spec)[0])
         return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, num_elements)
 
-    @torch.no_grad()
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
-        weights; no sample where the group's does not count."""
-        # Padding is computed too: the other ranks join in its collectives.
-        value_of: dict[tuple[int, int], Tensor] = {}
-        for rows, counts in self.batches(group):
-            values = self._current(rows, group.spec)[1].cpu()
-            if counts:
-                value_of |= dict(zip(rows.row_ids, values.unbind(), strict=True))
-        if not value_of:
-            return torch.empty(0, 0)
-        return torch.stack([value_of[row_id] for row_id in sorted(value_of)]).reshape(len(group.trajectories), -1)
-
     def gradient_normaliser(self) -> tuple[float, float]:
-        """Returns two sums over this rank's rows since the last step: the gradient must be multiplied by their
-        quotient, once summed over ranks."""
         sums, self._normaliser = self._normaliser, [0.0, 0.0]
         return sums[0], sums[1]
 
@@ -176,7 +129,6 @@ class TransitionLoss:
         self._first_step = False
 
     def end_update(self, progress: float) -> None:
-        """Ends the update: its proximal policy is no longer of use."""
         self._passes.clear()
         self._first_step = True
 
@@ -189,18 +141,14 @@ class TransitionLoss:
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:
-        noise_level = torch.full_like(
-            rows.sigma, self._sde.noise_level, dtype=torch.float64
-        )  # unrounded, as the engines have it
+        # Unrounded, as the engines have it.
+        noise_level = torch.full_like(rows.sigma, self._sde.noise_level, dtype=torch.float64)
         return transition(
             self._sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level
         )
 
-    def _under_current(self, rows: TransitionRows, step: Transition, value: Tensor) -> Proximal:
-        return under_current(rows, step, value, rows.num_elements)
-
     def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
-        """Returns log-prob and mean of the policy that the ratio is taken to."""
+        """Return log-prob and mean of the policy that the ratio is taken to."""
         mode = self._correction.mode
         if mode in ("decoupled", "none"):
             return proximal.log_prob, proximal.mean
@@ -209,24 +157,22 @@ class TransitionLoss:
         return interpolated_log_prob(rows.behaviour_log_prob, current, rows.staleness), None
 
     def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
-        """Returns the drift (R, 1), every row on its own, from the policy that took the steps to the proximal one."""
+        """Return the drift (R, 1), every row on its own, from the policy that took the steps to the proximal one."""
         value = proximal.log_prob
         if self._correction.mode == "interpolated":
             value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
-        return Drift(
-            self._nats(rows, scale, value)[:, None], None if proximal.kappa is None else proximal.kappa[:, None]
-        )
+        kappa = None if proximal.kappa is None else proximal.kappa[:, None]
+        return Drift(self._nats(rows, scale, value)[:, None], kappa)
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
-        """Converts the difference of the log-probs `value` and the recorded ones to log-ratios of the whole sample,
-        (R,) float64."""
+        """Return the log-ratios of the whole sample to the recorded log-probs of `value`, (R,) float64."""
         return self._nats_per_log_prob(rows, scale) * (value.double() - rows.behaviour_log_prob.double())
 
     def _nats_per_log_prob(self, rows: TransitionRows, scale: Tensor) -> Tensor:
         return nats_per_log_prob(self._sde.kind, scale.double(), rows.num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
-        """Returns the weights of these rows that need no other rows of the update; None if nothing is corrected."""
+        """Return the weights of these rows that need no other rows of the update; None if nothing is corrected."""
         c = self._correction
         if c.weights == "none" and not c.masks:
             return None
@@ -253,11 +199,10 @@ class TransitionLoss:
         if drift.kappa is not None:
             record("kappa_nats", drift.kappa)
             by_step("kappa_nats", drift.kappa.flatten(), rows.steps, "mean")
-        record("row_staleness/mean", rows.staleness.double())
-        record("row_staleness/max", rows.staleness.double(), "max")
+        self._record_staleness(rows.staleness)
 
     def _record_mismatch(self, rows: TransitionRows, nats: Tensor) -> None:
-        """Records the log-ratios between engine and trainer under the same weights."""
+        """Record the log-ratios between engine and trainer under the same weights."""
         if self._first_step:  # later steps of an update have moved away on purpose
             fresh = rows.staleness == 0
             self._metrics.record("engine_mismatch_nats", torch.where(fresh, nats, 0.0), "absmax")

@@ -1,5 +1,6 @@
-"""Builds rows of transition objectives: one row is one trained denoising step of one sample. Sample-major: (sample 0,
-step 0), (sample 0, step 1), ..."""
+"""Builds rows of transition objectives: one row is one trained denoising step of one sample.
+
+Sample-major: (sample 0, step 0), (sample 0, step 1), ..."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from omni_async.training.micro_batches import MicroBatch, Needs
 
 @dataclass(frozen=True)
 class TransitionRows:
-    """R rows on the trainer's device, float32: latents, next_latents and behaviour_mean (R, *shape), all other tensors
-    (R,). `steps`, `row_ids`, each (sample, number among the sample's trained rows), and `needs` stay on the host."""
+    """R rows on the trainer's device, float32.
+
+    Latents, next_latents and behaviour_mean (R, *shape), all other tensors (R,). `steps`, `row_ids`, each (sample,
+    number among the sample's trained rows), and `needs` stay on the host."""
 
     latents: Tensor
     next_latents: Tensor
@@ -38,13 +41,14 @@ class TransitionRows:
 
     @property
     def num_elements(self) -> int:
-        """Returns the number of latent elements of a row."""
+        """Return the number of latent elements of a row."""
         return self.latents[0].numel()
 
 
 def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
-    """Returns the window positions that are trained: `num_trained` of them without replacement, a draw of the sample's
-    own; or all, in order."""
+    """Return the window positions that are trained.
+
+    `num_trained` of them without replacement, a draw of the sample's own; or all, in order."""
     count = num_trained(window, fraction)
     if count == window:
         return list(range(window))
@@ -59,8 +63,10 @@ def build_rows(
     policy: Policy,
     device: torch.device,
 ) -> TransitionRows:
-    """Builds a micro-batch of a checked group; `chosen[i]` are the window positions trained of sample i, as many for
-    every sample, and `needs` the components of all its rows."""
+    """Build a micro-batch of a checked group.
+
+    `chosen[i]` are the window positions trained of sample i, as many for every sample, and `needs` the components of
+    all its rows."""
     row_ids = [divmod(i, len(chosen[0])) for i in batch.rows]
     pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
     trajectories = [group.trajectories[sample] for sample, _ in pairs]

@@ -8,27 +8,13 @@ own buckets (`omni_async.weights.snapshot` joins them). `omni_async.weights.dige
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from omni_async.types import Piece, TensorSpec, WeightManifest
-from omni_async.weights.digest import Bucket, WeightError, combine, digest, tensor_pieces, verify
-
-__all__ = [
-    "Bucket",
-    "BucketSet",
-    "WeightError",
-    "as_tensor",
-    "digest",
-    "digest_tensors",
-    "dtype_name",
-    "dtype_of",
-    "pack",
-    "unpack",
-    "verify",
-]
+from omni_async.weights.digest import Bucket, combine, tensor_pieces
+from omni_async.weights.digest import WeightError as WeightError
 
 ALIGNMENT = 64
 # Tensors are copied together for speed: small ones cost more to name than to copy. Merged ones stay in memory until
@@ -37,8 +23,9 @@ _BATCH_BYTES = 4 * 2**20
 
 
 class BucketSet:
-    """Buckets of at most `bucket_bytes` (a larger tensor gets one of its own) that are filled with version after
-    version.
+    """Buckets of at most `bucket_bytes` that are filled with version after version.
+
+    A larger tensor gets a bucket of its own.
 
     The first `fill` lays them out; later ones copy into the same memory, whose pages are there already.
     `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`.
@@ -62,7 +49,7 @@ class BucketSet:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Returns views of what is filled; the next `fill` overwrites them."""
+        """Return views of what is filled; the next `fill` overwrites them."""
         return [memory[:used] for memory, used in zip(self._memory, self._used, strict=True)]
 
     @torch.no_grad()
@@ -72,8 +59,9 @@ class BucketSet:
         dtype: torch.dtype | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Copies every tensor once, from its device and in `dtype` if given, straight into its bucket. `shapes` are
-        those of the whole tensors where `tensors` are only this rank's rows of them.
+        """Copy every tensor once, from its device and in `dtype` if given, straight into its bucket.
+
+        `shapes` are those of the whole tensors where `tensors` are only this rank's rows of them.
 
         The iterable is consumed lazily, so a generator that makes one tensor at a time never holds the whole model
         twice. ValueError for a repeated name, or tensors that are not those of the first `fill`.
@@ -105,7 +93,7 @@ class BucketSet:
             torch.accelerator.synchronize(device)
 
     def _lay_out(self, name: str, dtype: torch.dtype, shape: torch.Size, whole: tuple[int, ...]) -> None:
-        """Reserves memory for the rows of one more tensor."""
+        """Reserve memory for the rows of one more tensor."""
         if name in self._specs:
             raise ValueError(f"tensor {name!r} appears twice in the weights")
         nbytes = shape.numel() * dtype.itemsize
@@ -119,7 +107,7 @@ class BucketSet:
         self._targets.append((name, _as_tensor(data, dtype, shape)))
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
-        """Returns bucket and offset of the next `nbytes`."""
+        """Return bucket and offset of the next `nbytes`."""
         if self._used:
             used = self._used[-1]
             offset = -(-used // ALIGNMENT) * ALIGNMENT
@@ -133,7 +121,7 @@ class BucketSet:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies all of `sources` into `targets`; both lists are empty then."""
+    """Copy all of `sources` into `targets`; both lists are empty then."""
     if targets:
         # From a GPU into pinned memory the copies queue up; elsewhere the flag changes nothing.
         torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -141,27 +129,11 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         sources.clear()
 
 
-def pack(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    version: int,
-    payload: Literal["full", "lora"],
-    bucket_bytes: int,
-    lora: dict[str, Any] | None = None,
-) -> tuple[WeightManifest, list[Bucket]]:
-    """Copies `tensors` into a new `BucketSet` and describes what is in it."""
-    packed = BucketSet(bucket_bytes)
-    packed.fill(tensors)
-    specs, buckets = packed.specs, packed.buckets
-    return (
-        WeightManifest(version=version, payload=payload, digest=digest(specs, buckets), tensors=specs, lora=lora),
-        buckets,
-    )
-
-
 def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, CPU tensor) in the manifest's order. A tensor of one piece is a view: it keeps its bucket alive and
-    must not be written. One of several is put together when its turn comes.
+    """Yield (name, CPU tensor) in the manifest's order.
+
+    A tensor of one piece is a view: it keeps its bucket alive and must not be written. One of several is put together
+    when its turn comes.
 
     Read-only arrays (Ray's object store maps them so) are fine. WeightError if a bucket is missing or too short.
     """
@@ -173,22 +145,22 @@ def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tupl
 
 
 def as_tensor(bucket: Bucket) -> torch.Tensor:
-    """Returns a bucket's memory as a uint8 tensor, which must not be written if the bucket must not."""
+    """Return a bucket's memory as a uint8 tensor, which must not be written if the bucket must not."""
     return torch.from_numpy(_writable_alias(bucket))
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Computes the digest that a packed version of `tensors` would have, one tensor at a time without packing."""
+    """Compute the digest that a packed version of `tensors` would have, one tensor at a time without packing."""
     return combine((name, dtype_name(t.dtype), tuple(t.shape), [_bytes_of(t)]) for name, t in tensors)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype: `torch.bfloat16` -> `bfloat16`."""
+    """Return the name of a dtype: `torch.bfloat16` -> `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Inverts `dtype_name`; WeightError for anything that is not a torch dtype."""
+    """Invert `dtype_name`; WeightError for anything that is not a torch dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightError(f"unknown tensor dtype {name!r}")
@@ -209,8 +181,9 @@ def _bytes_of(tensor: torch.Tensor) -> Bucket:
 
 
 class _Memory:
-    """An object that describes a bucket's memory through numpy's array interface as writable, and keeps the bucket
-    alive."""
+    """An object that describes a bucket's memory through numpy's array interface as writable.
+
+    It keeps the bucket alive."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

@@ -17,25 +17,14 @@ from omni_async.types import TensorSpec, WeightManifest
 
 Bucket = npt.NDArray[np.uint8]
 
-_ITEM_BYTES = {
-    **dict.fromkeys(
-        (
-            "bool",
-            "uint8",
-            "int8",
-            "float8_e4m3fn",
-            "float8_e4m3fnuz",
-            "float8_e5m2",
-            "float8_e5m2fnuz",
-            "float8_e8m0fnu",
-        ),
-        1,
-    ),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
+_DTYPES_OF_BYTES = {
+    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+    2: "float16 bfloat16 int16 uint16",
+    4: "float32 int32 uint32",
+    8: "float64 int64 uint64 complex64",
+    16: "complex128",
 }
+_ITEM_BYTES = {dtype: size for size, dtypes in _DTYPES_OF_BYTES.items() for dtype in dtypes.split()}
 
 
 class WeightError(RuntimeError):
@@ -43,13 +32,14 @@ class WeightError(RuntimeError):
 
 
 def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket]) -> str:
-    """Computes xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
+    """Compute xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
     return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets)) for s in specs)
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
-    """Raises WeightError, naming the version and both digests, unless `buckets` hold exactly what `manifest`
-    promises."""
+    """Raise WeightError unless `buckets` hold exactly what `manifest` promises.
+
+    The error names the version and both digests."""
     for spec in manifest.tensors:
         tensor_pieces(spec, buckets, manifest.version)
     actual = digest(manifest.tensors, buckets)
@@ -58,8 +48,9 @@ def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
 
 
 def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Sequence[Bucket]]]) -> str:
-    """Computes the digest of (name, dtype, shape, bytes in pieces) in any order; where a tensor is cut does not
-    matter."""
+    """Compute the digest of (name, dtype, shape, bytes in pieces) in any order.
+
+    Where a tensor is cut does not matter."""
     # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
     # independent of order.
     parts = {name: f"{name!r} {dtype} {shape} {_hash(pieces)}\n" for name, dtype, shape, pieces in tensors}
@@ -77,7 +68,7 @@ def _hash(pieces: Sequence[Bucket]) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one element; WeightError for anything that is not the name of a torch dtype."""
+    """Return the bytes of one element; WeightError for anything that is not the name of a torch dtype."""
     size = _ITEM_BYTES.get(dtype)
     if size is None:
         raise WeightError(f"unknown tensor dtype {dtype!r}")
@@ -85,7 +76,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def check_size(spec: TensorSpec, version: int | None = None) -> None:
-    """Raises WeightError, naming `version`, unless the pieces of a tensor have as many bytes as its shape."""
+    """Raise WeightError, naming `version`, unless the pieces of a tensor have as many bytes as its shape."""
     if spec.nbytes != math.prod(spec.shape) * item_bytes(spec.dtype):
         raise WeightError(
             f"{_where(version)}: tensor {spec.name!r} of shape {spec.shape} and dtype {spec.dtype} cannot take"
@@ -94,8 +85,9 @@ def check_size(spec: TensorSpec, version: int | None = None) -> None:
 
 
 def tensor_pieces(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> list[Bucket]:
-    """Returns views of a tensor's bytes, piece by piece; WeightError, naming `version`, if the buckets cannot hold
-    them."""
+    """Return views of a tensor's bytes, piece by piece.
+
+    WeightError, naming `version`, if the buckets cannot hold them."""
     check_size(spec, version)
     for piece in spec.pieces:
         size = len(buckets[piece.bucket]) if 0 <= piece.bucket < len(buckets) else 0

@@ -20,13 +20,14 @@ _ADAPTER = re.compile(r"^(?P<module>.+)\.(?P<matrix>lora_[AB])\.weight$")
 
 
 def is_injected_adapter(name: str) -> bool:
-    """Returns whether `name` is a parameter that peft added."""
+    """Return whether `name` is a parameter that peft added."""
     return _INJECTED.match(name) is not None
 
 
 def diffusers_name(name: str) -> str:
-    """Maps `...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`; others
-    stay."""
+    """Map `...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`.
+
+    Others stay."""
     match = _INJECTED.match(name)
     return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
 
@@ -43,8 +44,9 @@ def merged_weights(
     load_adapter: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _all_rows,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `base` in its order with `scale * B @ A` added where there is an adapter; the sum is made in float32 and
-    keeps base's dtype.
+    """Yield `base` in its order with `scale * B @ A` added where there is an adapter.
+
+    The sum is made in float32 and keeps base's dtype.
 
     Both mappings have diffusers names. `load` returns of a stored weight what is yielded: all of it or, of one that
     ranks share, some rows; `rows(product, stored)` then returns the same rows of a whole product. The product is always
@@ -65,7 +67,7 @@ def merged_weights(
 
 
 def _pairs(adapters: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, str]]:
-    """Maps base weight names to the names of their A and B."""
+    """Map base weight names to the names of their A and B."""
     pairs = {}
     for name in adapters:
         match = _ADAPTER.match(name)

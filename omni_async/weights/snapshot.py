@@ -1,5 +1,6 @@
-"""Describes one version of the policy between the trainer ranks, which copied it out, and the publisher, which sends it
-to the engines.
+"""Describes one version of the policy on its way from the trainer ranks to the publisher.
+
+The ranks copied it out; the publisher sends it to the engines.
 
 Every rank of the first copy of the weights copies its own rows. Rank 0's are in the publisher's process; the others put
 theirs into the run's store, where the publisher finds them when the version leaves. A tensor of the whole version then
@@ -23,8 +24,9 @@ from omni_async.weights.digest import Bucket, WeightError, digest, item_bytes
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The rows of one rank, in the run's store: `tensors` have the shapes of the whole tensors and the pieces of its
-    own buckets, whose references these are."""
+    """The rows of one rank, in the run's store.
+
+    `tensors` have the shapes of the whole tensors and the pieces of its own buckets, whose references these are."""
 
     tensors: tuple[TensorSpec, ...]
     references: list[Any]
@@ -34,18 +36,19 @@ Fetched = Sequence[tuple[SharedRows, list[Bucket]]]
 
 
 def _keep() -> None:
-    """Does nothing: no other snapshot waits for the memory."""
+    """Do nothing: no other snapshot waits for the memory."""
 
 
 async def _none() -> Fetched:
-    """Returns no rows: rank 0 has them all."""
+    """Return no rows: rank 0 has them all."""
     return []
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version complete but for its digest, whose computation the trainer does not wait for, and for the rows of
-    `others`, the ranks after this one in their order.
+    """A version complete but for its digest, and for the rows of `others`, the ranks after this one in their order.
+
+    The trainer does not wait for the digest's computation.
 
     `release` is called when `buckets` are no longer read; their memory may be overwritten from then on. `references`:
     the buckets' in the run's store, None for one that is not there; empty if none is.
@@ -62,19 +65,20 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the version with the rows of all ranks."""
+        """Return the bytes of the version with the rows of all ranks."""
         return sum(math.prod(spec.shape) * item_bytes(spec.dtype) for spec in self.tensors)
 
     async def whole(self) -> Snapshot:
-        """Returns the version with the rows of all ranks. WeightError if they do not hold the same tensors."""
+        """Return the version with the rows of all ranks. WeightError if they do not hold the same tensors."""
         joined = replace(self, others=_none)
         for number, (rows, buckets) in enumerate(await self.others(), start=1):
             joined = _join(joined, rows, buckets, number)
         return joined
 
     def manifest(self) -> WeightManifest:
-        """Returns the manifest, with the digest of what the buckets hold: reads every byte. WeightError if rows are
-        missing."""
+        """Return the manifest, with the digest of what the buckets hold: reads every byte.
+
+        WeightError if rows are missing."""
         return WeightManifest(
             version=self.version,
             payload=self.payload,
@@ -85,14 +89,15 @@ class Snapshot:
 
 
 async def fetch(store: ObjectStore, shared: Sequence[Awaitable[SharedRows]]) -> Fetched:
-    """Returns the ranks' rows as they come from `store`, mapped where they are on this machine. ObjectLost if some are
-    gone."""
+    """Return the ranks' rows as they come from `store`, mapped where they are on this machine.
+
+    ObjectLost if some are gone."""
     rows = await asyncio.gather(*shared)
     return [(one, list(await asyncio.gather(*map(store.get, one.references)))) for one in rows]
 
 
 def _join(snapshot: Snapshot, rows: SharedRows, buckets: list[Bucket], rank: int) -> Snapshot:
-    """Adds the rows of one more rank, which follow those that `snapshot` has."""
+    """Add the rows of one more rank, which follow those that `snapshot` has."""
     first = len(snapshot.buckets)
     have = [(spec.name, spec.dtype, spec.shape) for spec in snapshot.tensors]
     if have != [(spec.name, spec.dtype, spec.shape) for spec in rows.tensors]:

@@ -1,5 +1,6 @@
-"""Supports Qwen-Image: a text-to-image MMDiT with a Qwen2.5-VL text encoder and a 16-channel VAE. Importing this
-package imports no torch."""
+"""Supports Qwen-Image: a text-to-image MMDiT with a Qwen2.5-VL text encoder and a 16-channel VAE.
+
+Importing this package imports no torch."""
 
 from omni_async.families import PipelineFamily
 from pipelines.qwen_image.sampling import QwenImageSampling

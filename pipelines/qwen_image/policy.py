@@ -1,5 +1,6 @@
-"""Implements Qwen-Image's policy: conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes
-them.
+"""Implements Qwen-Image's policy.
+
+Conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes them.
 
 Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The
 transformer is fed sigma itself (timestep / 1000). diffusers and transformers, which take seconds to import, are
@@ -19,7 +20,17 @@ from omni_async.media import Media
 from omni_async.policy import SequencePlan
 from omni_async.sde.schedules import scheduler_sigmas
 from omni_async.types import Prompt
-from pipelines.parts import as_images, empty_part, load_part, load_tokenizer, read_config, stack_images
+from pipelines.parts import (
+    DiffusersPolicy,
+    as_images,
+    branches,
+    guided,
+    linear_guidance,
+    load_part,
+    load_tokenizer,
+    read_config,
+    stack_images,
+)
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -37,41 +48,31 @@ _PIXELS_AT_ONCE = 1024 * 1024
 
 
 def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-    """Applies true classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T,
-    C) float32."""
-    combined = uncond + scale * (cond - uncond)
+    """Apply true classifier-free guidance, rescaled per token to the norm of the conditional prediction.
+
+    All (B, T, C) float32."""
+    combined = linear_guidance(cond, uncond, scale)
     return combined * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
 
 
-class QwenImagePolicy:
-    """The `omni_async.policy.Policy` of Qwen-Image. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool,
-    and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
+class QwenImagePolicy(DiffusersPolicy):
+    """The `omni_async.policy.Policy` of Qwen-Image.
 
-    components: tuple[str, ...] = ("transformer",)
+    Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool, and with an unconditional branch
+    `negative_prompt_embeds` and `negative_prompt_mask`."""
+
+    denoiser = "QwenImageTransformer2DModel"
     sequence_plan: SequencePlan | None = SequencePlan(
         masked_text={"encoder_hidden_states": "encoder_hidden_states_mask"}
     )
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        super().__init__(path)
         transformer = read_config(path, "transformer")
         self.in_channels = int(transformer["in_channels"])
         self.text_width = int(transformer["joint_attention_dim"])
         self.pixels_per_token = PATCH * 2 ** len(read_config(path, "vae")["temperal_downsample"])
         self.scheduler_config = read_config(path, "scheduler", "scheduler_config.json")
-
-    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        from diffusers import QwenImageTransformer2DModel
-
-        return {"transformer": load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
-
-    def build_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-        from diffusers import QwenImageTransformer2DModel
-
-        return {"transformer": empty_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
-
-    def component_of(self, sigma: float) -> str:
-        return "transformer"
 
     def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
         rows, columns = self._grid(spec)
@@ -109,34 +110,22 @@ class QwenImagePolicy:
             )[0]
             return v.float()
 
-        cond = predict("prompt")
-        if not spec.guided:
-            return cond
-        if "negative_prompt_embeds" not in conditioning:
-            raise ValueError(
-                f"true_cfg_scale = {spec.true_cfg_scale} needs conditioning encoded with a negative prompt"
-            )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
-            uncond = predict("negative_prompt")
-        return combine_guidance(cond, uncond, spec.true_cfg_scale)
+        return guided(predict, conditioning, spec.true_cfg_scale, unconditional_gradient, combine_guidance)
 
     def call(self, transformer: torch.nn.Module, **inputs: Any) -> Any:
-        """Runs the denoiser; where it takes other arguments than diffusers', a subclass adds them."""
+        """Run the denoiser; where it takes other arguments than diffusers', a subclass adds them."""
         return transformer(**inputs)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary
-        position."""
+        """Right-pads with zeros and a False mask.
+
+        Text positions count from the left, so padding moves no rotary position."""
         return stack_rows(rows, dict.fromkeys(CONDITIONING, "pad"))
 
     def blank_conditioning(self, spec: QwenImageSampling) -> TensorDict:
         embeds, mask = torch.zeros(1, self.text_width), torch.ones(1, dtype=torch.bool)
-        branches = ("prompt", "negative_prompt") if spec.guided else ("prompt",)
-        fields = {
-            f"{branch}_{part}": tensor.clone()
-            for branch in branches
-            for part, tensor in (("embeds", embeds), ("mask", mask))
-        }
+        parts = {"embeds": embeds, "mask": mask}
+        fields = {f"{branch}_{name}": part.clone() for branch in branches(spec.guided) for name, part in parts.items()}
         return TensorDict(fields, batch_size=[])
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
@@ -150,7 +139,7 @@ class QwenImagePolicy:
         )
 
     def _grid(self, spec: QwenImageSampling) -> tuple[int, int]:
-        """Returns latent tokens per column and per row."""
+        """Return latent tokens per column and per row."""
         n, height, width = self.pixels_per_token, spec.height, spec.width
         if height % n or width % n or height <= 0 or width <= 0:
             raise ValueError(f"height and width must be positive multiples of {n}, got {height} x {width}")
@@ -158,8 +147,9 @@ class QwenImagePolicy:
 
 
 class QwenImageCodec:
-    """The `omni_async.policy.Codec` of Qwen-Image. The parts may be diffusers' or vLLM-Omni's: they have the same
-    interface."""
+    """The `omni_async.policy.Codec` of Qwen-Image.
+
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         self.tokenizer = tokenizer
@@ -189,7 +179,7 @@ class QwenImageCodec:
         return TensorDict(tensors, batch_size=[])
 
     def _hidden_states(self, text: str) -> torch.Tensor:
-        """Returns (L, E): the last layer's states of everything after the template's system part."""
+        """Return (L, E): the last layer's states of everything after the template's system part."""
         tokens = self.tokenizer(PROMPT_TEMPLATE.format(text), return_tensors="pt").to(self.text_encoder.device)
         num_tokens = tokens.input_ids.shape[1] - NUM_TEMPLATE_TOKENS
         if num_tokens > MAX_TEXT_TOKENS:

@@ -15,7 +15,7 @@ from pipelines.qwen_image.sampling import QwenImageSampling
 
 class _NativePolicy(QwenImagePolicy):
     def call(self, transformer: torch.nn.Module, **inputs: Any) -> Any:
-        """Adds the texts' padded length, which vLLM-Omni's denoiser does not take from their embeddings."""
+        """Add the texts' padded length, which vLLM-Omni's denoiser does not take from their embeddings."""
         num_rows, length = inputs["encoder_hidden_states"].shape[:2]
         return transformer(txt_seq_lens=[length] * num_rows, **inputs)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 def specialise(vae: Any) -> None:
-    """Specialises `vae` for single frames, in place, keeping its weights."""
+    """Specialise `vae` for single frames, in place, keeping its weights."""
     for part in (vae.encoder, vae.quant_conv, vae.decoder, vae.post_quant_conv):
         for module in part.modules():
             # By name: vLLM-Omni has copies of diffusers' classes.
@@ -27,14 +27,15 @@ def specialise(vae: Any) -> None:
 
 
 def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decodes latents (B, 16, 1, h, w) to pixels (B, 3, 8 h, 8 w) in [-1, 1], by a `specialise`d VAE."""
+    """Decode latents (B, 16, 1, h, w) to pixels (B, 3, 8 h, 8 w) in [-1, 1], by a `specialise`d VAE."""
     pixels: torch.Tensor = vae.decoder(vae.post_quant_conv(latents))[:, :, 0]
     return pixels.clamp(-1.0, 1.0)
 
 
 def encode(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Encodes pixels (B, 3, 8 h, 8 w) in [-1, 1] to the mode of the posterior, latents (B, 16, 1, h, w), by a
-    `specialise`d VAE."""
+    """Encode pixels (B, 3, 8 h, 8 w) in [-1, 1] to the mode of the posterior, by a `specialise`d VAE.
+
+    Latents are (B, 16, 1, h, w)."""
     moments = vae.quant_conv(vae.encoder(pixels[:, :, None]))
     mode: torch.Tensor = moments.chunk(2, dim=1)[0]  # the mean; the other half are log-variances
     return mode

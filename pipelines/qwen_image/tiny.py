@@ -9,9 +9,7 @@ quickstart (``recipes/quickstart/build_checkpoint.py``) starts from the same par
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +25,8 @@ from diffusers import (
 )
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from pipelines import tiny
 
 # The template that the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are,
 # so a tokenizer of ours is right only if it spends exactly 34 tokens on the prefix.
@@ -59,7 +59,7 @@ _SAMPLE_CORPUS = ("the digit 7", "a photo of a red circle on a white background"
 
 
 def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPUS) -> Qwen2Tokenizer:
-    """Trains a byte-level BPE tokenizer on the prompt template and on ``corpus``.
+    """Train a byte-level BPE tokenizer on the prompt template and on ``corpus``.
 
     Every word of the corpus becomes one token if ``vocab_size`` allows, which keeps prompts short for the DiT.
 
@@ -111,8 +111,9 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
 def build_text_encoder(
     tokenizer: Qwen2Tokenizer, *, vocab_size: int = 768, hidden: int = 64, init_std: float = 0.2
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Builds a random Qwen2.5-VL of two layers and ``hidden`` features (a multiple of 16), from torch's global
-    generator."""
+    """Build a random Qwen2.5-VL of two layers and ``hidden`` features (a multiple of 16).
+
+    Weights are drawn from torch's global generator."""
     half_head_dim = hidden // 4
     sections = [half_head_dim // 2, half_head_dim // 4, half_head_dim - half_head_dim // 2 - half_head_dim // 4]
 
@@ -155,7 +156,7 @@ def build_text_encoder(
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """Builds Qwen-Image's scheduler, with the values of the published checkpoint."""
+    """Build Qwen-Image's scheduler, with the values of the published checkpoint."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=1.0,
@@ -181,8 +182,9 @@ def build_components(
     corpus: Iterable[str] = _SAMPLE_CORPUS,
     seed: int = 0,
 ) -> QwenImagePipeline:
-    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
-    weights.
+    """Build every part with random float32 weights and return them as a pipeline.
+
+    The same seed gives the same weights.
 
     Args:
         hidden: features of the text encoder, a multiple of 16.
@@ -226,22 +228,11 @@ def build_components(
 
 
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Writes a random checkpoint in diffusers' layout to ``path`` and returns it. ``shape``: see
-    ``build_components``."""
-    path = Path(path)
-    cast(Any, build_components(**shape)).to(dtype).save_pretrained(path)
-    return path
+    """Write a random checkpoint in diffusers' layout to ``path`` and return it.
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny random Qwen-Image checkpoint (diffusers layout).")
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
-    args = parser.parse_args()
-    build(args.out, seed=args.seed)
-    num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
-    sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
+    ``shape``: see ``build_components``."""
+    return tiny.write(build_components(**shape), path, dtype)
 
 
 if __name__ == "__main__":
-    main()
+    tiny.main(build, "Qwen-Image")

@@ -1,5 +1,6 @@
-"""Stable Diffusion 3 and 3.5: a text-to-image MMDiT with two CLIP encoders, T5 and a 16-channel VAE. Importing this
-package imports no torch."""
+"""Stable Diffusion 3 and 3.5: a text-to-image MMDiT with two CLIP encoders, T5 and a 16-channel VAE.
+
+Importing this package imports no torch."""
 
 from omni_async.families import PipelineFamily
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling

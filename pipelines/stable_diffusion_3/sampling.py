@@ -24,7 +24,7 @@ class StableDiffusion3Sampling(SamplingSpec, frozen=True, kw_only=True):
         return self.guidance_scale > 1
 
     def problem(self, checkpoint: Path) -> str | None:
-        """Finds a side that the transformer's position table is too short for."""
+        """Find a side that the transformer's position table is too short for."""
         transformer, vae = (
             json.loads((checkpoint / part / "config.json").read_bytes()) for part in ("transformer", "vae")
         )

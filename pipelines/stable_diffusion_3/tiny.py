@@ -1,13 +1,12 @@
-"""Builds a Stable Diffusion 3.5 checkpoint small enough for tests: real architecture, random weights, offline in
-seconds.
+"""Builds a Stable Diffusion 3.5 checkpoint small enough for tests.
+
+Real architecture, random weights, offline in seconds.
 
 python -m pipelines.stable_diffusion_3.tiny /tmp/tiny_sd35
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,18 +19,18 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from diffusers.utils import logging as diffusers_logging
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
-from transformers.utils import logging as transformers_logging
 
+from pipelines import tiny
 from pipelines.tiny_tokenizers import clip_tokenizer, t5_tokenizer
 
 LATENT_CHANNELS = 16
 
 
 def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed: int = 0) -> StableDiffusion3Pipeline:
-    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
-    weights. `hidden`: features of each CLIP encoder; T5 has twice as many."""
+    """Build every part with random float32 weights and return them as a pipeline.
+
+    The same seed gives the same weights. `hidden`: features of each CLIP encoder; T5 has twice as many."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -50,9 +49,7 @@ def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed:
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
         )
-        for parameter in transformer.parameters():
-            if not parameter.any():  # layers that begin at zero would make a model that ignores its input
-                torch.nn.init.normal_(parameter, std=0.05)
+        tiny.fill_zeros(transformer)
         blocks = 4
         vae = AutoencoderKL(
             latent_channels=LATENT_CHANNELS,
@@ -103,25 +100,9 @@ def _clip_encoder(tokenizer: CLIPTokenizer, hidden: int) -> CLIPTextModelWithPro
 
 
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Writes a random checkpoint in diffusers' layout to `path` and returns it. `shape`: see `build_components`."""
-    path = Path(path)
-    cast(Any, build_components(**shape)).to(dtype).save_pretrained(path)
-    return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write a tiny random Stable Diffusion 3.5 checkpoint (diffusers layout)."
-    )
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
-    args = parser.parse_args()
-    diffusers_logging.set_verbosity_error()  # warns of casts that change nothing
-    transformers_logging.disable_progress_bar()
-    build(args.out, seed=args.seed)
-    num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
-    sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
+    """Write a random checkpoint in diffusers' layout to `path` and return it. `shape`: see `build_components`."""
+    return tiny.write(build_components(**shape), path, dtype)
 
 
 if __name__ == "__main__":
-    main()
+    tiny.main(build, "Stable Diffusion 3.5")

@@ -1,4 +1,5 @@
 """Wan2.2: text-to-video of two experts by noise level (T2V-A14B) or one transformer (TI2V-5B), UMT5 and a video VAE.
+
 Importing this package imports no torch."""
 
 from omni_async.families import PipelineFamily

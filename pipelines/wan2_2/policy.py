@@ -1,5 +1,6 @@
-"""Computes conditioning, latent shape and velocity of Wan2.2 text-to-video, as diffusers' `WanPipeline` does with
-`FlowMatchEulerDiscreteScheduler` in place of its multistep solver.
+"""Computes conditioning, latent shape and velocity of Wan2.2 text-to-video.
+
+They are those of diffusers' `WanPipeline` with `FlowMatchEulerDiscreteScheduler` in place of its multistep solver.
 
 Latents are (C, (F - 1) / 4 + 1, H / s, W / s) of F frames; s = 8 and C = 16 for the 14B models, 16 and 48 for TI2V-5B.
 The 14B models have two experts: `transformer` takes sigma >= boundary_ratio, `transformer_2` what is below, each with a
@@ -20,24 +21,27 @@ from omni_async.media import Media, require_media
 from omni_async.policy import SequencePlan
 from omni_async.sde.schedules import static_shift
 from omni_async.types import Prompt
-from pipelines.parts import empty_part, load_part, load_tokenizer, read_config, to_uint8
+from pipelines.parts import DiffusersPolicy, branches, guided, load_part, load_tokenizer, read_config, to_uint8
 from pipelines.wan2_2.sampling import TEMPORAL, Wan22Sampling
 
 HIGH, LOW = "transformer", "transformer_2"
 CONDITIONING = ("prompt_embeds", "negative_prompt_embeds")
 
 
-class Wan22Policy:
-    """A policy, see `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (max_sequence_length, E), zeros after the
-    prompt, and with an unconditional branch `negative_prompt_embeds`."""
+class Wan22Policy(DiffusersPolicy):
+    """A policy, see `omni_async.policy.Policy`.
 
+    Conditioning: `prompt_embeds` (max_sequence_length, E), zeros after the prompt, and with an unconditional branch
+    `negative_prompt_embeds`."""
+
+    denoiser = "WanTransformer3DModel"
     sequence_plan: SequencePlan | None = SequencePlan()
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        super().__init__(path)
         index = read_config(path, "", "model_index.json")
         transformer, vae = read_config(path, HIGH), read_config(path, "vae")
-        self.components: tuple[str, ...] = (HIGH, LOW) if (index.get(LOW) or [None])[0] else (HIGH,)
+        self.components = (HIGH, LOW) if (index.get(LOW) or [None])[0] else (HIGH,)
         self.boundary = float(index.get("boundary_ratio") or 0.0)
         if len(self.components) > 1 and not 0 < self.boundary < 1:
             raise ValueError(f"model.path: {path}: two experts need a boundary_ratio in (0, 1), got {self.boundary}")
@@ -47,20 +51,6 @@ class Wan22Policy:
         self.patch = tuple(transformer["patch_size"])
         self.spatial = int(vae.get("scale_factor_spatial", 8))
         self.shift = float(read_config(path, "scheduler", "scheduler_config.json").get("flow_shift", 1.0))
-
-    def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
-        from diffusers import WanTransformer3DModel
-
-        # diffusers would keep norms and time embedding in float32, which vLLM-Omni does not and FSDP2 cannot shard.
-        return {
-            name: nn.Module.to(load_part(WanTransformer3DModel, self.path, name, dtype), dtype)
-            for name in self.components
-        }
-
-    def build_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
-        from diffusers import WanTransformer3DModel
-
-        return {name: empty_part(WanTransformer3DModel, self.path, name, dtype) for name in self.components}
 
     def component_of(self, sigma: float) -> str:
         return HIGH if len(self.components) == 1 or 1000 * sigma >= 1000 * self.boundary else LOW
@@ -73,7 +63,7 @@ class Wan22Policy:
         return self.channels, frames, spec.height // self.spatial, spec.width // self.spatial
 
     def sigmas(self, num_inference_steps: int, spec: Wan22Sampling) -> Tensor:
-        return static_shift(self.shift, num_inference_steps, twice=True)
+        return static_shift(self.shift, num_inference_steps)
 
     def velocity(
         self,
@@ -85,7 +75,7 @@ class Wan22Policy:
         *,
         unconditional_gradient: bool = True,
     ) -> Tensor:
-        """Computes the velocity of rows that one expert takes; the caller keeps those of different experts apart."""
+        """Compute the velocity of rows that one expert takes; the caller keeps those of different experts apart."""
         name = self.component_of(sigma[0].item())
         expert = components[name]
         inputs = latents.to(next(expert.parameters()).dtype)
@@ -104,23 +94,15 @@ class Wan22Policy:
         scale = spec.guidance_scale
         if name == LOW and spec.guidance_scale_2 is not None:
             scale = spec.guidance_scale_2
-        cond = predict("prompt")
-        if scale <= 1:
-            return cond
-        if "negative_prompt_embeds" not in conditioning:
-            raise ValueError(f"guidance of {scale} needs conditioning with a negative prompt")
-        with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
-            uncond = predict("negative_prompt")
-        return uncond + scale * (cond - uncond)
+        return guided(predict, conditioning, scale, unconditional_gradient)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Stacks conditioning, which has one length for every prompt of a spec."""
+        """Stack conditioning, which has one length for every prompt of a spec."""
         return stack_rows(rows, dict.fromkeys(CONDITIONING, "same"))
 
     def blank_conditioning(self, spec: Wan22Sampling) -> TensorDict:
-        branches = ("prompt", "negative_prompt") if spec.guided else ("prompt",)
-        fields = {f"{branch}_embeds": torch.zeros(spec.max_sequence_length, self.text_width) for branch in branches}
-        return TensorDict(fields, batch_size=[])
+        blank = torch.zeros(spec.max_sequence_length, self.text_width)
+        return TensorDict({f"{branch}_embeds": blank.clone() for branch in branches(spec.guided)}, batch_size=[])
 
     def load_codec(self, dtype: torch.dtype) -> Wan22Codec:
         from diffusers import AutoencoderKLWan
@@ -134,8 +116,9 @@ class Wan22Policy:
 
 
 class Wan22Codec:
-    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts. The parts may be
-    diffusers' or vLLM-Omni's: they have the same interface."""
+    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts.
+
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         from diffusers import WanPipeline

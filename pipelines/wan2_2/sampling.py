@@ -34,7 +34,7 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
             raise ValueError(f"num_frames must be 4k + 1, got {self.num_frames}; take {below} or {below + TEMPORAL}")
 
     def problem(self, checkpoint: Path) -> str | None:
-        """Finds a size that the checkpoint's VAE and patches do not divide, and a second scale for one expert."""
+        """Find a size that the checkpoint's VAE and patches do not divide, and a second scale for one expert."""
         try:
             n = _pixels_per_token(checkpoint)
         except (KeyError, TypeError, IndexError) as error:
@@ -59,7 +59,7 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
 
 
 def _pixels_per_token(checkpoint: Path) -> int:
-    """Returns the side of what becomes one token, by the configuration of the checkpoint's transformer and VAE."""
+    """Return the side of what becomes one token, by the configuration of the checkpoint's transformer and VAE."""
     patch = json.loads((checkpoint / "transformer" / "config.json").read_bytes())["patch_size"][1]
     n: int = patch * json.loads((checkpoint / "vae" / "config.json").read_bytes()).get("scale_factor_spatial", 8)
     return n

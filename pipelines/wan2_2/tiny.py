@@ -6,8 +6,6 @@ python -m pipelines.wan2_2.tiny /tmp/tiny_wan22 --ti2v   # one, with a time per 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +13,9 @@ from typing import Any, cast
 import omni_async  # noqa: F401  # isort: skip
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.utils import logging as diffusers_logging
 from transformers import UMT5Config, UMT5EncoderModel
-from transformers.utils import logging as transformers_logging
 
+from pipelines import tiny
 from pipelines.tiny_tokenizers import t5_tokenizer
 
 TEXT_WIDTH = 64
@@ -26,8 +23,9 @@ BOUNDARY = 0.875
 
 
 def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, seed: int = 0) -> WanPipeline:
-    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
-    weights."""
+    """Build every part with random float32 weights and return them as a pipeline.
+
+    The same seed gives the same weights."""
     tokenizer = t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -81,33 +79,14 @@ def _expert(channels: int, layers: int, heads: int) -> Any:
         num_layers=layers,
         cross_attn_norm=True,
     )
-    for parameter in expert.parameters():
-        if not parameter.any():  # layers that begin at zero would make a model that ignores its input
-            torch.nn.init.normal_(parameter, std=0.05)
+    tiny.fill_zeros(expert)
     return expert.eval()
 
 
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Writes a random checkpoint in diffusers' layout to `path` and returns it. `shape`: see `build_components`."""
-    path, pipeline = Path(path), cast(Any, build_components(**shape))
-    if dtype != torch.float32:
-        pipeline.to(dtype)
-    pipeline.save_pretrained(path)
-    return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny random Wan2.2 checkpoint (diffusers layout).")
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--ti2v", action="store_true", help="one transformer with a time per token, as TI2V-5B")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
-    args = parser.parse_args()
-    diffusers_logging.set_verbosity_error()  # warns of casts that change nothing
-    transformers_logging.disable_progress_bar()
-    build(args.out, ti2v=args.ti2v, seed=args.seed)
-    num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
-    sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
+    """Write a random checkpoint in diffusers' layout to `path` and return it. `shape`: see `build_components`."""
+    return tiny.write(build_components(**shape), path, dtype)
 
 
 if __name__ == "__main__":
-    main()
+    tiny.main(build, "Wan2.2", ti2v="one transformer with a time per token, as TI2V-5B")

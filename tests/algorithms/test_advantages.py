@@ -1,14 +1,11 @@
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from omni_async.algorithms.advantages import advantage_bound, centred, clip_binds, global_scale, group_advantages
-
-torch.set_num_threads(1)
+from omni_async.algorithms.advantages import centred, clip_binds, global_scale
+from omni_async.algorithms.aggregation import aggregate_advantages
+from omni_async.config.algorithm import Advantage
 
 REWARDS = torch.tensor([1.0, 3.0, 2.0, 8.0, 5.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, -1, -1, 3])  # means 2, 5; the 5.0 is alone
@@ -16,8 +13,10 @@ CENTRED = torch.tensor([-1.0, 1.0, -3.0, 3.0, 0.0], dtype=torch.float64)
 SQUARES = 2.8**2 + 0.8**2 + 1.8**2 + 4.2**2 + 1.2**2  # around the mean of all, 3.8
 
 
-def advantages(rewards=REWARDS, groups=GROUPS, std="global", ddof=1, eps=1e-4, clip_max=5.0, **eps_form):
-    return group_advantages(rewards, groups, std=std, ddof=ddof, eps=eps, clip_max=clip_max, **eps_form)
+def advantages(rewards=REWARDS, groups=GROUPS, **settings):
+    """Computes advantages of one scorer, whose weight is 1."""
+    weights = torch.ones(1, dtype=torch.float64)
+    return aggregate_advantages(rewards[..., None], weights, groups, Advantage(**settings))
 
 
 def close(got, expected):
@@ -40,20 +39,15 @@ def test_a_floor_replaces_stds_below_it_and_leaves_others_alone(eps, divisors):
     small, large = 1 / divisors[0], 3 / divisors[1]
     close(advantages(std="group", ddof=0, eps=eps, eps_form="floor"), [-small, small, -large, large, 0.0])
     close(advantages(ddof=0, eps=eps, eps_form="floor"), CENTRED / max(math.sqrt(SQUARES / 5), eps))
-    assert global_scale(REWARDS, ddof=0, eps=eps, eps_form="floor") == pytest.approx(
+    assert global_scale(REWARDS, Advantage(ddof=0, eps=eps, eps_form="floor")) == pytest.approx(
         1 / max(math.sqrt(SQUARES / 5), eps), rel=1e-15
     )
 
 
-def test_eps_is_added_by_default():
-    assert torch.equal(advantages(std="group", eps=2.0), advantages(std="group", eps=2.0, eps_form="added"))
-    assert global_scale(REWARDS, ddof=1, eps=2.0) == global_scale(REWARDS, ddof=1, eps=2.0, eps_form="added")
-
-
 def test_a_floor_can_decide_whether_the_clip_binds():
     settings = {"std": "group", "ddof": 0, "clip_max": 0.9, "eps": 0.5}
-    assert not clip_binds(REWARDS, GROUPS, **settings)  # 1 / 1.5 and 3 / 3.5
-    assert clip_binds(REWARDS, GROUPS, **settings, eps_form="floor")  # both 1
+    assert not clip_binds(REWARDS, GROUPS, Advantage(**settings))  # 1 / 1.5 and 3 / 3.5
+    assert clip_binds(REWARDS, GROUPS, Advantage(**settings, eps_form="floor"))  # both 1
 
 
 def test_no_std_is_the_difference_from_the_group_mean():
@@ -62,8 +56,8 @@ def test_no_std_is_the_difference_from_the_group_mean():
 
 def test_advantages_are_clamped_on_both_sides():
     close(advantages(std="none", clip_max=2.0), [-1.0, 1.0, -2.0, 2.0, 0.0])
-    assert clip_binds(REWARDS, GROUPS, std="none", ddof=1, eps=1e-4, clip_max=2.0)
-    assert not clip_binds(REWARDS, GROUPS, std="none", ddof=1, eps=1e-4, clip_max=3.0)
+    assert clip_binds(REWARDS, GROUPS, Advantage(std="none", clip_max=2.0))
+    assert not clip_binds(REWARDS, GROUPS, Advantage(std="none", clip_max=3.0))
 
 
 @pytest.mark.parametrize("std", ["global", "group", "none"])
@@ -89,71 +83,16 @@ def test_float32_rewards_keep_their_dtype_and_float64_accuracy():
     torch.testing.assert_close(got, advantages().float(), atol=1e-6, rtol=1e-6)
 
 
-reward_lists = st.lists(
-    st.tuples(st.integers(0, 3), st.floats(-100, 100, allow_subnormal=False)), min_size=2, max_size=24
-)
-
-
-@given(
-    rows=reward_lists,
-    std=st.sampled_from(["global", "group", "none"]),
-    ddof=st.sampled_from([0, 1]),
-    eps=st.sampled_from([1e-6, 1e-4, 3.0]),
-    eps_form=st.sampled_from(["added", "floor"]),
-)
-@settings(max_examples=100, deadline=None)
-def test_advantages_are_those_of_a_loop_over_rows(rows, std, ddof, eps, eps_form):
-    expected = []
-    for group, reward in rows:
-        peers = [r for g, r in rows if g == group]
-        over = [r for _, r in rows] if std == "global" else peers
-        deviation = np.std(over, ddof=ddof) if len(over) > 1 else 1.0
-        divisor = {"added": deviation + eps, "floor": max(deviation, eps)}[eps_form] if std != "none" else 1.0
-        expected.append(min(max((reward - np.mean(peers)) / divisor, -5.0), 5.0))
-    groups, rewards = (
-        torch.tensor([row[0] for row in rows]),
-        torch.tensor([row[1] for row in rows], dtype=torch.float64),
-    )
-    got = advantages(rewards, groups, std=std, ddof=ddof, eps=eps, eps_form=eps_form)
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=1e-9)
-
-
-@given(rows=reward_lists, std=st.sampled_from(["global", "group"]), ddof=st.sampled_from([0, 1]))
-@settings(max_examples=100, deadline=None)
-def test_order_does_not_matter_groups_sum_to_zero_and_the_bound_holds(rows, std, ddof):
-    groups, rewards = (
-        torch.tensor([row[0] for row in rows]),
-        torch.tensor([row[1] for row in rows], dtype=torch.float64),
-    )
-    got = advantages(rewards, groups, std=std, ddof=ddof, eps=1e-6, clip_max=1e9)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
-    torch.testing.assert_close(
-        advantages(rewards[order], groups[order], std=std, ddof=ddof, eps=1e-6, clip_max=1e9), got[order]
-    )
-    for group in groups.unique():
-        assert abs(got[groups == group].sum().item()) < 1e-6
-    largest = int(groups.bincount().max())
-    assert got.abs().max().item() <= advantage_bound(len(rows), largest, std=std, ddof=ddof) + 1e-9
-
-
-def test_the_bound_is_reached_by_one_outlier():
-    rewards = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
-    got = advantages(rewards, torch.zeros(8, dtype=torch.int64), std="group", eps=0.0)
-    assert got.max().item() == pytest.approx(advantage_bound(8, 8, std="group", ddof=1))
-    assert advantage_bound(8, 8, std="none", ddof=1) == math.inf
-
-
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_centred_rewards_times_the_global_scale_are_the_advantages(ddof):
     pieces = torch.cat([centred(REWARDS[:2]), centred(REWARDS[2:4]), centred(REWARDS[4:])])
-    close(pieces * global_scale(REWARDS, ddof=ddof, eps=1e-4), advantages(ddof=ddof))
+    close(pieces * global_scale(REWARDS, Advantage(ddof=ddof)), advantages(ddof=ddof))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rewards": torch.tensor([1.0, math.nan])}, "finite, got nan at position 1"),
-        ({"rewards": torch.tensor([[1.0, 2.0]]), "groups": torch.tensor([[0, 0]])}, r"shape \(N,\)"),
         ({"groups": torch.tensor([0, 0, 1])}, r"group_ids must be integers of shape \(2,\)"),
         ({"groups": torch.tensor([0.0, 0.0])}, "group_ids must be integers.*float32"),
         ({"std": "batch"}, "got 'batch'"),
@@ -166,3 +105,8 @@ def test_centred_rewards_times_the_global_scale_are_the_advantages(ddof):
 def test_wrong_input_is_refused_with_its_value(change, message):
     with pytest.raises(ValueError, match=message):
         advantages(**({"rewards": torch.tensor([1.0, 2.0]), "groups": torch.tensor([0, 0])} | change))
+
+
+def test_rewards_of_several_scorers_are_no_column():
+    with pytest.raises(ValueError, match=r"rewards must have shape \(N,\) with N >= 1, got \(1, 2\)"):
+        centred(torch.tensor([[1.0, 2.0]]))

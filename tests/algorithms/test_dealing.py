@@ -1,7 +1,5 @@
 """Tests the share of a group on the rank that all others wait for."""
 
-from __future__ import annotations
-
 import pytest
 from wrong_combinations import DPO, OFFLINE
 
@@ -24,12 +22,12 @@ from tests.config.recipe import MINIMAL, load_text
         ((*OFFLINE, "algorithm.forward.draws=6", "trainer.workers=6", "trainer.sequence_parallel=2"), 2 / 6),
     ],
 )
-def test_a_group_takes_as_long_as_its_busiest_rank(overrides: tuple[str, ...], share: float) -> None:
+def test_a_group_takes_as_long_as_its_busiest_rank(overrides, share):
     config = load_text(MINIMAL, *overrides)
     assert samples_per_rank(config) == pytest.approx(share, rel=1e-12)
 
 
-def test_a_group_of_another_size_and_degrees_that_do_not_divide() -> None:
+def test_a_group_of_another_size_and_degrees_that_do_not_divide():
     config = load_text(MINIMAL, "trainer.workers=3")
     assert samples_per_rank(config, 10) == 4
     with pytest.raises(ValueError, match=r"trainer\.shard: 2 ranks share"):

@@ -7,11 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.algorithms.advantages import group_advantages
 from omni_async.algorithms.history import RewardHistory
 from omni_async.config.algorithm import Advantage
-
-torch.set_num_threads(1)
 
 GLOBAL, GROUP, NONE = (Advantage(std=std, ddof=0) for std in ("global", "group", "none"))
 
@@ -73,14 +70,6 @@ def test_advantages_are_those_of_keeping_every_reward(updates, std, ddof, eps_fo
     }
 
 
-@pytest.mark.parametrize("std", ["global", "group", "none"])
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_without_a_past_it_is_the_group_advantage(std, ddof):
-    rewards, prompts = f64([1.0, 3.0, 2.0, 8.0, 5.0]), torch.tensor([7, 7, 1, 1, 3])
-    got = RewardHistory().advantages(rewards, prompts, Advantage(std=std, ddof=ddof))
-    close(got, group_advantages(rewards, prompts, std=std, ddof=ddof, eps=1e-4, clip_max=1e9))
-
-
 @pytest.mark.parametrize("options", [GLOBAL, GROUP, NONE, Advantage(std="group", ddof=1, eps=0.0)])
 def test_no_difference_from_the_past_is_exactly_zero(options):
     rewards, prompts = torch.full((3,), 0.1, dtype=torch.float64), torch.tensor([0, 0, 0])
@@ -96,28 +85,6 @@ def test_a_group_of_equal_rewards_has_signal_against_a_past():
     history = RewardHistory()
     history.commit(torch.tensor([0, 0]), f64([0.0, 0.0]))
     close(history.advantages(f64([1.0, 1.0]), torch.tensor([0, 0]), GROUP), f64([0.5, 0.5]) / (0.5 + 1e-4))
-
-
-def test_columns_do_not_mix():
-    generator = torch.Generator().manual_seed(1)
-    rewards, prompts = torch.rand(3, 10, 2, dtype=torch.float64, generator=generator), torch.arange(10) // 4
-    both, first, second = RewardHistory(), RewardHistory(), RewardHistory()
-    for update in rewards:
-        together = both.advantages(update, prompts, GROUP)
-        apart = [history.advantages(update[:, k], prompts, GROUP) for k, history in enumerate((first, second))]
-        assert torch.equal(together, torch.stack(apart, dim=1))
-        both.commit(prompts, update)
-        first.commit(prompts, update[:, 0])
-        second.commit(prompts, update[:, 1])
-
-
-def test_only_a_commit_changes_the_history():
-    history = RewardHistory()
-    history.commit(torch.tensor([2]), f64([1.0]))
-    before = history.state()
-    first = history.advantages(f64([5.0, 7.0]), torch.tensor([2, 4]), GROUP)
-    assert history.state() == before == {"2": [1, 1.0, 0.0]}
-    assert torch.equal(history.advantages(f64([5.0, 7.0]), torch.tensor([2, 4]), GROUP), first)
 
 
 def test_a_refused_commit_changes_nothing():

@@ -1,10 +1,5 @@
 """Tests the pair of a group: its best and its worst sample."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,35 +23,19 @@ REWARDS = st.lists(
         ([-1.0, -1.0, -2.0], (0, 2)),
     ],
 )
-def test_the_first_of_the_best_and_the_first_of_the_worst_are_taken(
-    rewards: list[float], pair: tuple[int, int]
-) -> None:
+def test_the_first_of_the_best_and_the_first_of_the_worst_are_taken(rewards, pair):
     assert best_and_worst(rewards) == pair
 
 
 @given(REWARDS)
-def test_no_reward_lies_outside_and_the_two_samples_differ(rewards: list[float]) -> None:
+def test_no_reward_lies_outside_and_the_two_samples_differ(rewards):
     best, worst = best_and_worst(rewards)
     assert best != worst
     assert rewards[best] == max(rewards)
     assert rewards[worst] == min(rewards)
 
 
-@given(REWARDS)
-def test_turned_around_rewards_swap_the_pair_unless_there_are_ties(rewards: list[float]) -> None:
-    best, worst = best_and_worst(rewards)
-    if len(set(rewards)) == len(rewards):
-        assert best_and_worst([-reward for reward in rewards]) == (worst, best)
-    else:
-        assert rewards[best_and_worst([-reward for reward in rewards])[0]] == min(rewards)
-
-
 @pytest.mark.parametrize("rewards", [[], [1.0]])
-def test_one_sample_makes_no_pair(rewards: list[float]) -> None:
+def test_one_sample_makes_no_pair(rewards):
     with pytest.raises(ValueError, match=f"a preference pair needs at least 2 samples of a prompt, got {len(rewards)}"):
         best_and_worst(rewards)
-
-
-def test_it_needs_no_torch() -> None:
-    code = "import sys, omni_async.algorithms.selection; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,5 @@
 """Tests that engines return a sample's means exactly where a gradient depends on them."""
 
-from __future__ import annotations
-
 import pytest
 
 from omni_async.algorithms.registry import find_objective
@@ -32,16 +30,16 @@ def fields(name: str, *overrides: str) -> list[str]:
         ("flow_dppo", MASKED, True),
     ],
 )
-def test_means_are_returned_only_where_a_gradient_reads_them(name: str, correction: str, means: bool) -> None:
+def test_means_are_returned_only_where_a_gradient_reads_them(name, correction, means):
     expected = ["conditioning", "latents", "log_probs", *(["means"] if means else [])]
     assert fields(name, f"algorithm.correction={correction}") == expected
 
 
-def test_the_automatic_correction_masks_by_means_from_where_it_is_decoupled() -> None:
+def test_the_automatic_correction_masks_by_means_from_where_it_is_decoupled():
     """Mode `auto` adds kappa_nats beyond S = 4."""
     assert "means" not in fields("flow_grpo", "staleness.max_updates=4")
     assert "means" in fields("flow_grpo", "staleness.max_updates=5")
 
 
-def test_objectives_on_final_latents_need_nothing_of_the_steps() -> None:
+def test_objectives_on_final_latents_need_nothing_of_the_steps():
     assert fields("awm", "rollout.sde=null") == ["conditioning", "final"]

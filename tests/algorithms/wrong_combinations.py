@@ -1,7 +1,5 @@
 """Lists recipes whose parts contradict each other: overrides of a valid flow_grpo recipe, and the expected message."""
 
-from __future__ import annotations
-
 NFT = ("algorithm.name=diffusion_nft", "rollout.sde=null")
 AWM = ("algorithm.name=awm", "rollout.sde=null")
 DPO = ("algorithm.name=diffusion_dpo", "rollout.sde=null", "rollout.group_size=2")
@@ -66,42 +64,10 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         ("trainer.workers=6", "trainer.shard=4"),
         "trainer.shard: 4 ranks share a copy of the weights, and do not divide trainer.workers = 6; use a divisor",
     ),
-    # corrections of them
+    # corrections of them: one stands for those that test_correction_problems lists
     (
         ("algorithm.correction={mode: bypass, kappa_nats: 0.5}",),
         "algorithm.correction.kappa_nats: it measures the proximal policy against the behaviour",
-    ),
-    (
-        ("algorithm.correction={mode: bypass, m2: 0.04}",),
-        "algorithm.correction.m2: it measures the proximal policy against the behaviour policy, and mode bypass",
-    ),
-    (
-        ("algorithm.correction={mode: bypass, weights: importance}",),
-        "algorithm.correction.weights: with mode bypass the ratio is taken to the behaviour policy",
-    ),
-    (
-        ("algorithm.correction={mode: none, k2: 1.0}",),
-        "algorithm.correction.k2: mode none takes samples as if they were fresh",
-    ),
-    (
-        ("algorithm.correction={mode: interpolated, kappa_nats: 1.0}",),
-        "algorithm.correction.kappa_nats: mode interpolated estimates",
-    ),
-    (
-        ("algorithm.correction={mode: decoupled, weights: importance, level: sequence}",),
-        (
-            "algorithm.correction.level: sequence is the sum over steps of log-ratios per element, and log_ratio is"
-            " sum; use log_ratio: mean"
-        ),
-    ),
-    (("algorithm.correction={mode: decoupled, normalise: true}",), "algorithm.correction.normalise: weights is none"),
-    (
-        ("algorithm.correction.weights=importance",),
-        "algorithm.correction.weights: mode auto decides on weights and masks itself",
-    ),
-    (
-        ("algorithm.correction={mode: bypass, k1: [2.0, 0.5]}",),
-        "algorithm.correction.k1: [2.0, 0.5] is no interval; use lo < hi",
     ),
     # final latents
     (

@@ -1,7 +1,5 @@
 """Tests which checkpoints count: whole ones, newest first; what is wrong with the others is reported in one line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -39,17 +37,7 @@ def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
     return folder
 
 
-def test_what_was_written_is_whole_and_says_what_it_is(tmp_path: Path) -> None:
-    folder = make(tmp_path, 20)
-    require_whole(folder)
-    state = read_state(folder)
-    assert state.control == ControlState(version=20, next_group=9, unfinished=(Unfinished(7, 2),))
-    assert [path.name for path in tmp_path.iterdir()] == ["update-000020"]
-
-
-def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tmp_path, monkeypatch):
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
     folder = make(tmp_path, 20)
@@ -74,9 +62,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensors/shard.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["cut", "flipped", "gone"])
-def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(
-    tmp_path: Path, name: str, damage: object
-) -> None:
+def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(tmp_path, name, damage):
     folder = make(tmp_path, 40)
     damage(folder / name)  # type: ignore[operator]
     with pytest.raises(CheckpointError) as refused:
@@ -84,7 +70,7 @@ def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(
     assert "update-000040" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_they_are_found_newest_first(tmp_path: Path) -> None:
+def test_they_are_found_newest_first(tmp_path):
     assert [*newest_first(tmp_path)] == []
     for version in (20, 1000000, 3):
         make(tmp_path, version)
@@ -92,7 +78,7 @@ def test_they_are_found_newest_first(tmp_path: Path) -> None:
     assert [path.name for path in newest_first(tmp_path)] == ["update-1000000", "update-000020", "update-000003"]
 
 
-def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path):
     """Covers a run that was resumed from it, stopped before its next update, and has finished groups since."""
     make(tmp_path, 3)
     assert read_state(make(tmp_path, 3, next_group=11)).control.next_group == 11
@@ -104,9 +90,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", range(6))
-def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_whole_one(
-    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_whole_one(tmp_path, step, monkeypatch):
     make(tmp_path, 3)
     left = step
 
@@ -137,7 +121,7 @@ def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_wh
     assert [path.name for path in tmp_path.iterdir()] == ["update-000003"]
 
 
-def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path, monkeypatch):
     make(tmp_path, 3)
     done: list[str] = []
     remove = shutil.rmtree
@@ -152,7 +136,7 @@ def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path: Path, m
     assert done[-2:] == ["sync ['.update-000003.old', 'update-000003']", "remove .update-000003.old"]
 
 
-def test_only_the_newest_stay_and_nothing_unfinished(tmp_path: Path) -> None:
+def test_only_the_newest_stay_and_nothing_unfinished(tmp_path):
     for version in (2, 1000000, 30):
         make(tmp_path, version)
     partial(tmp_path / folder_name(50)).mkdir()
@@ -163,9 +147,7 @@ def test_only_the_newest_stay_and_nothing_unfinished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [40]), (2, [40, 20]), (3, [40, 20, 10]), (9, [40, 20, 10])])
-def test_checkpoints_later_than_the_resumed_one_do_not_count_among_those_kept(
-    tmp_path: Path, keep: int, kept: list[int]
-) -> None:
+def test_checkpoints_later_than_the_resumed_one_do_not_count_among_those_kept(tmp_path, keep, kept):
     """Resumes from 20 because 60 and 80 are damaged."""
     for version in (10, 20, 60, 80):
         make(tmp_path, version)
@@ -175,7 +157,7 @@ def test_checkpoints_later_than_the_resumed_one_do_not_count_among_those_kept(
     assert [path.name for path in newest_first(tmp_path)] == [folder_name(version) for version in kept]
 
 
-def test_one_that_was_left_aside_is_kept(tmp_path: Path) -> None:
+def test_one_that_was_left_aside_is_kept(tmp_path):
     old = make(tmp_path, 20)
     old.rename(tmp_path / f".{old.name}.old")
     folder = make(tmp_path, 40)
@@ -185,7 +167,7 @@ def test_one_that_was_left_aside_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["update-000040"]
 
 
-def test_a_manifest_leads_nowhere_else(tmp_path: Path) -> None:
+def test_a_manifest_leads_nowhere_else(tmp_path):
     folder = make(tmp_path, 1)
     secret = tmp_path / "secret"
     secret.write_bytes(b"x")
@@ -209,7 +191,7 @@ def test_a_manifest_leads_nowhere_else(tmp_path: Path) -> None:
         (b"\xff\xfe", "cannot be read"),
     ],
 )
-def test_a_state_that_is_none_is_refused(tmp_path: Path, state: bytes, why: str) -> None:
+def test_a_state_that_is_none_is_refused(tmp_path, state, why):
     (tmp_path / "state.json").write_bytes(state)
     with pytest.raises(CheckpointError, match=why):
         read_state(tmp_path)
@@ -220,7 +202,7 @@ def test_a_state_that_is_none_is_refused(tmp_path: Path, state: bytes, why: str)
     name=st.sampled_from(["state.json", "manifest.json"]),
     content=st.binary(max_size=200) | st.from_regex(rb'\{"(files|format|control)": .{0,80}\}'),
 )
-def test_any_bytes_are_a_checkpoint_or_a_refusal(tmp_path: Path, name: str, content: bytes) -> None:
+def test_any_bytes_are_a_checkpoint_or_a_refusal(tmp_path, name, content):
     folder = tmp_path / "fuzzed"
     if not folder.exists():
         make(tmp_path, 1).rename(folder)
@@ -240,13 +222,7 @@ def test_any_bytes_are_a_checkpoint_or_a_refusal(tmp_path: Path, name: str, cont
     staleness=st.dictionaries(st.integers(0, 9), st.integers(0, 99), max_size=3),
     groups=st.lists(st.integers(0, 10**6), unique=True, max_size=5),
 )
-def test_the_state_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory,
-    version: int,
-    reasons: dict[str, int],
-    staleness: dict[int, int],
-    groups: list[int],
-) -> None:
+def test_the_state_comes_back_as_it_was(tmp_path_factory, version, reasons, staleness, groups):
     folder = tmp_path_factory.mktemp("state")
     ledger = LedgerState(3, {"trained": 3}, reasons, staleness)
     state = State(
@@ -260,7 +236,7 @@ def test_the_state_comes_back_as_it_was(
     assert read_state(folder) == state
 
 
-def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
+def test_arrays_come_back_as_they_were(tmp_path):
     """Covers an emulated trajectory, which has no names."""
     before = [np.arange(5, dtype=np.uint8), np.zeros((2, 3), np.float32)]
     write_group(tmp_path, 12, before)
@@ -273,7 +249,7 @@ def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
         read_group(tmp_path, 13, 2)
 
 
-def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path):
     values = torch.arange(12.0).reshape(3, 4)
     views = {
         "transposed": values.T,
@@ -289,7 +265,7 @@ def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path: Path) -> None:
     assert np.array_equal(read_group(tmp_path, 2, 1)[0], values.T.numpy())
 
 
-def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp_path: Path) -> None:
+def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp_path):
     """Covers the version before the first, which is validated at that time."""
     folder = tmp_path / folder_name(3)
     written = partial(folder)
@@ -299,3 +275,8 @@ def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp
     finish(folder)
     require_whole(folder)
     assert read_state(folder).control.validated == -1
+
+
+def test_a_folder_without_a_state_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint folder: it has no state\.json"):
+        read_state(tmp_path)

@@ -1,8 +1,6 @@
 """Tests checkpoints from elsewhere: whatever is in one, it is usable or refused in one line, and nothing outside of it
 is read."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct
@@ -65,7 +63,7 @@ def name_in_manifest(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["link", "tensors/link.safetensors", "groups", "tensors/more"])
 @pytest.mark.parametrize("to", ["file", "folder", "nothing", "itself"])
 @pytest.mark.parametrize("named", [False, True])
-def test_a_link_is_refused_wherever_it_leads(folder: Path, name: str, to: str, named: bool) -> None:
+def test_a_link_is_refused_wherever_it_leads(folder, name, to, named):
     outside = folder.parent / "private"
     if to == "folder":
         outside.mkdir()
@@ -79,7 +77,7 @@ def test_a_link_is_refused_wherever_it_leads(folder: Path, name: str, to: str, n
     assert f"{folder / name} is neither a file nor a folder; a checkpoint has no links" in refusal(folder)
 
 
-def test_tensors_behind_a_link_are_not_read_where_the_manifest_names_the_state_alone(folder: Path) -> None:
+def test_tensors_behind_a_link_are_not_read_where_the_manifest_names_the_state_alone(folder):
     (folder / "tensors").rename(folder.parent / "elsewhere")
     vouched(folder)
     (folder / "tensors").symlink_to(folder.parent / "elsewhere")
@@ -88,18 +86,13 @@ def test_tensors_behind_a_link_are_not_read_where_the_manifest_names_the_state_a
         vouched(folder)
 
 
-def test_a_link_inside_the_folder_is_refused_too(folder: Path) -> None:
-    (folder / "tensors" / "again.safetensors").symlink_to("shard.safetensors")
-    assert "again.safetensors is neither a file nor a folder" in refusal(folder)
-
-
-def test_a_checkpoint_that_is_reached_by_a_link_is_fine(folder: Path) -> None:
+def test_a_checkpoint_that_is_reached_by_a_link_is_fine(folder):
     (folder.parent / "newest").symlink_to(folder)
     require_whole(folder.parent / "newest")
 
 
 @pytest.mark.parametrize("name", ["pipe", "manifest.json", "state.json", "tensors/shard.safetensors"])
-def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+def test_a_pipe_is_not_waited_for(folder, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     if name == "pipe":
@@ -107,13 +100,13 @@ def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
     assert f"{folder / name} is neither a file nor a folder" in refusal(folder)
 
 
-def test_a_manifest_without_an_end_is_not_read(folder: Path) -> None:
+def test_a_manifest_without_an_end_is_not_read(folder):
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").symlink_to("/dev/zero")
     assert "manifest.json is neither a file nor a folder" in refusal(folder)
 
 
-def test_no_more_of_a_manifest_is_read_than_one_can_have(folder: Path) -> None:
+def test_no_more_of_a_manifest_is_read_than_one_can_have(folder):
     os.truncate(folder / "manifest.json", 2**40)
     assert "manifest.json is larger than 67108864 bytes" in refusal(folder)
 
@@ -121,37 +114,37 @@ def test_no_more_of_a_manifest_is_read_than_one_can_have(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["more.safetensors", "tensors/more.safetensors", "groups/000000007.safetensors", "tensors/extra", "x/a\nb"]
 )
-def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: str) -> None:
+def test_a_file_that_the_manifest_does_not_name_is_refused(folder, name):
     (folder / name).parent.mkdir(exist_ok=True)
     save_file({"model.x": np.ones(4, np.float32)}, folder / name)
     assert "is not what was written: manifest.json does not name it" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["README", ".DS_Store", "tensors/.nfs00000001"])
-def test_what_people_and_file_systems_leave_behind_costs_no_checkpoint(folder: Path, name: str) -> None:
+def test_what_people_and_file_systems_leave_behind_costs_no_checkpoint(folder, name):
     (folder / name).write_text("not read")
     require_whole(folder)
 
 
-def test_a_state_that_the_manifest_does_not_name_is_refused(folder: Path) -> None:
+def test_a_state_that_the_manifest_does_not_name_is_refused(folder):
     for path in folder.rglob("*.safetensors"):
         path.unlink()
     (folder / "manifest.json").write_bytes(b'{"files": {}, "format": 1}')
     assert "does not name state.json" in refusal(folder)
 
 
-def test_a_folder_that_nothing_lies_in_is_none_of_the_manifests_business(folder: Path) -> None:
+def test_a_folder_that_nothing_lies_in_is_none_of_the_manifests_business(folder):
     (folder / "groups").mkdir()
     require_whole(folder)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "", ".", "a\ud800"[:1] + "\ufffd", "CON/\u202e", "no/such/file"])
-def test_a_name_that_is_no_file_is_refused(folder: Path, name: str) -> None:
+def test_a_name_that_is_no_file_is_refused(folder, name):
     name_in_manifest(folder, name)
     refusal(folder)
 
 
-def test_a_manifest_that_vouches_for_nothing_is_refused(folder: Path) -> None:
+def test_a_manifest_that_vouches_for_nothing_is_refused(folder):
     (folder / "manifest.json").write_bytes(b'{"files": {}, "format": 1}')
     assert "manifest.json does not name it" in refusal(folder)
     shutil.rmtree(folder / "tensors")
@@ -160,14 +153,14 @@ def test_a_manifest_that_vouches_for_nothing_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2**63 - 1, 2**64 - 1, 10**11, 99_000_000, 5])
-def test_a_shard_with_an_absurd_header_is_refused(folder: Path, length: int) -> None:
+def test_a_shard_with_an_absurd_header_is_refused(folder, length):
     (folder / "tensors" / "shard.safetensors").write_bytes(struct.pack("<Q", length) + b"{}" + bytes(100))
     vouched(folder)
     assert "shard.safetensors is not a safetensors file" in refusal(folder)
 
 
 @pytest.mark.parametrize("offsets", [(0, 10**12), (-4, 4), (4, 0), (0, 3), (2**64, 2**64 + 16)])
-def test_a_shard_whose_tensors_lie_elsewhere_is_refused(folder: Path, offsets: tuple[int, int]) -> None:
+def test_a_shard_whose_tensors_lie_elsewhere_is_refused(folder, offsets):
     header = b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [%d, %d]}}' % offsets
     (folder / "tensors" / "shard.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     vouched(folder)
@@ -192,24 +185,24 @@ def test_a_shard_whose_tensors_lie_elsewhere_is_refused(folder: Path, offsets: t
         (ControlState(ready=(of_versions((0, 10**15)),)), "the number of step_versions is 10"),
     ],
 )
-def test_a_state_that_no_run_can_have_is_refused(folder: Path, control: ControlState, why: str) -> None:
+def test_a_state_that_no_run_can_have_is_refused(folder, control, why):
     said = refusal(with_state(folder, control))
     assert "is of no run: " in said and why in said
 
 
-def test_a_counter_that_no_machine_counts_to_is_refused(folder: Path) -> None:
+def test_a_counter_that_no_machine_counts_to_is_refused(folder):
     assert "engine.optimizer_steps is a number of" in refusal(
         with_state(folder, ControlState(), optimizer_steps=10**100)
     )
 
 
-def test_a_deeply_nested_state_is_refused(folder: Path) -> None:
+def test_a_deeply_nested_state_is_refused(folder):
     (folder / "state.json").write_bytes(b'{"engine": ' + b"[" * 10**6)
     vouched(folder)
     assert "state.json cannot be read" in refusal(folder)
 
 
-def test_a_ready_group_without_trajectories_is_refused(folder: Path) -> None:
+def test_a_ready_group_without_trajectories_is_refused(folder):
     assert "000000007.safetensors is missing" in refusal(with_state(folder, ControlState(ready=(READY,))))
     write_group(folder, 7, [np.zeros(3, np.float32)])
     require_whole(with_state(folder, ControlState(ready=(READY,))))
@@ -218,7 +211,7 @@ def test_a_ready_group_without_trajectories_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     "names", [("0/a", "0/a/b"), ("-1/array",), ("x/array",), ("9/array",), ("array",), ("0/",), ("0/array", "0/b")]
 )
-def test_trajectories_of_odd_names_are_refused(folder: Path, names: tuple[str, ...]) -> None:
+def test_trajectories_of_odd_names_are_refused(folder, names):
     write_group(folder, 1, [np.zeros(3, np.float32)])
     save_file({name: np.zeros(2, np.float32) for name in names}, folder / "groups" / "000000001.safetensors")
     try:

@@ -1,7 +1,5 @@
 """A tiny checkpoint of every family, and the diffusers pipeline that its samples are compared with."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks the properties of a trajectory that hold for every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

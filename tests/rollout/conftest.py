@@ -1,7 +1,5 @@
 """Provides a tiny random Qwen-Image, requests for it, and published versions of its weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,11 +7,11 @@ import pytest
 import torch
 
 from omni_async.types import Prompt, SampleRequest, SdeWindow, WeightManifest
-from omni_async.weights.buckets import pack
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
 from tests.fakes import load_model
+from tests.packing import pack
 
 FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
 SPEC = {"height", "width", "true_cfg_scale", "negative_prompt"}

@@ -1,8 +1,5 @@
 """Tests which requests share conditioning, with a codec that sees the images of prompts."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,13 +19,13 @@ class SeeingCodec:
     """A codec whose conditioning is the mean of the prompt's images."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.asked: list[tuple[str, str | None]] = []
 
-    def to(self, device: Any) -> SeeingCodec:
+    def to(self, device: Any) -> Any:
         return self
 
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
-        self.calls += 1
+        self.asked.append((prompt.text, spec.negative_prompt if spec.guided else None))
         images = [torch.as_tensor(read_prompt_image(image).image).float() for image in prompt.images]
         return TensorDict({"means": torch.tensor([image.mean() for image in images])}, batch_size=[])
 
@@ -39,7 +36,7 @@ class SeeingCodec:
         raise NotImplementedError
 
 
-def test_the_same_text_with_other_images_is_another_prompt(tmp_path: Path) -> None:
+def test_the_same_text_with_other_images_is_another_prompt(tmp_path):
     lines = []
     for number, (name, grey) in enumerate((("a.png", 10), ("b.png", 200), ("copy.png", 10))):
         Image.new("RGB", (4, 4), (grey,) * 3).save(tmp_path / name)
@@ -52,4 +49,12 @@ def test_the_same_text_with_other_images_is_another_prompt(tmp_path: Path) -> No
         for prompt in load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 100)
     ]
     assert [cache.of(request)["means"].tolist() for request in requests * 2] == [[10.0], [200.0], [10.0]] * 2
-    assert codec.calls == 2  # the copy has the same bytes
+    assert len(codec.asked) == 2  # the copy has the same bytes
+
+
+def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides():
+    cache = ConditioningCache(codec := SeeingCodec())
+    unguided, guided = make_request(negative_prompt="blur"), make_request(negative_prompt="blur", true_cfg_scale=4.0)
+    for request in (unguided, guided, unguided, guided):
+        cache.of(request)
+    assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
@@ -42,7 +40,7 @@ async def together(engine: DiffusersEngine, requests: list[SampleRequest]) -> li
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_alone_or_in_a_batch_a_sample_is_the_same(policy: QwenImagePolicy, scale: float) -> None:
+def test_alone_or_in_a_batch_a_sample_is_the_same(policy, scale):
     requests = [make_request(i, true_cfg_scale=scale) for i in range(4)]
     batched = with_engine(policy, lambda e: together(e, requests))
     alone = with_engine(policy, lambda e: together(e, requests), max_batch=1)
@@ -50,7 +48,7 @@ def test_alone_or_in_a_batch_a_sample_is_the_same(policy: QwenImagePolicy, scale
         assert_same(one, other, 1e-5)
 
 
-def test_trajectories_agree_with_the_policy_contract(policy: QwenImagePolicy) -> None:
+def test_trajectories_agree_with_the_policy_contract(policy):
     requests = [make_request(i, sde_kind=kind) for i, kind in enumerate(("flow", "cps", "dance"))]
     requests.append(make_request(3, true_cfg_scale=3.0))
     made = with_engine(policy, lambda e: together(e, requests))
@@ -60,7 +58,7 @@ def test_trajectories_agree_with_the_policy_contract(policy: QwenImagePolicy) ->
         assert one.media.image.dtype == torch.uint8
 
 
-def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy: QwenImagePolicy, checkpoint: str) -> None:
+def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy, checkpoint):
     request = make_request(window=None, noise_level=0.0, true_cfg_scale=2.5, fields=("final", "latents", "log_probs"))
     [made] = with_engine(policy, lambda e: together(e, [request]))
     assert made.tensors["log_probs"].shape == (0,)
@@ -80,12 +78,12 @@ def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy: QwenImagePoli
     assert (made.media.image - expected).abs().max() <= 1
 
 
-def test_only_the_requested_fields_come_back(policy: QwenImagePolicy) -> None:
+def test_only_the_requested_fields_come_back(policy):
     [made] = with_engine(policy, lambda e: together(e, [make_request(fields=("final",))]))
     assert set(made.tensors.keys()) == {"final", "sigmas", "steps"}
 
 
-def test_batches_depend_on_call_order_alone(policy: QwenImagePolicy) -> None:
+def test_batches_depend_on_call_order_alone(policy):
     """Makes five calls in one tick: the first four that fit together, then the odd size, then the rest."""
     batches: list[list[int]] = []
 
@@ -118,7 +116,7 @@ class Pausing(QwenImagePolicy):
 
 
 @pytest.mark.parametrize("payload", ["full", "lora"])
-def test_swap_between_two_steps_of_samples_in_flight(policy: QwenImagePolicy, payload: str) -> None:
+def test_swap_between_two_steps_of_samples_in_flight(policy, payload):
     if payload == "full":
         weights = new_weights(policy, seed=1)
         published = publish(1, weights)
@@ -150,7 +148,7 @@ def test_swap_between_two_steps_of_samples_in_flight(policy: QwenImagePolicy, pa
         check_against_policy(policy, models, request, one)
 
 
-def test_in_request_batching_a_swap_waits_for_the_end_of_the_batch(policy: QwenImagePolicy) -> None:
+def test_in_request_batching_a_swap_waits_for_the_end_of_the_batch(policy):
     pausing = Pausing(policy.path)
     published = publish(1, new_weights(policy, seed=1))
     requests = [make_request(i) for i in range(6)]  # a batch of four, and one of two
@@ -169,7 +167,7 @@ def test_in_request_batching_a_swap_waits_for_the_end_of_the_batch(policy: QwenI
     assert [one.versions.spans for one in made] == [((0, 6),)] * 4 + [((1, 6),)] * 2
 
 
-def test_lora_versions_do_not_add_up(policy: QwenImagePolicy) -> None:
+def test_lora_versions_do_not_add_up(policy):
     request, about = make_request(), {"rank": 2, "alpha": 4.0}
     first, second = (publish(v, adapters(policy, seed=v), about) for v in (1, 2))
 
@@ -183,7 +181,7 @@ def test_lora_versions_do_not_add_up(policy: QwenImagePolicy) -> None:
     assert_same(both, with_engine(policy, lambda e: through(e, second)), 0.0)
 
 
-def test_weights_that_are_not_what_was_published_are_refused(policy: QwenImagePolicy) -> None:
+def test_weights_that_are_not_what_was_published_are_refused(policy):
     weights = new_weights(policy, seed=1)
     manifest, buckets = publish(1, weights)
     broken = [bucket.copy() for bucket in buckets]
@@ -205,7 +203,7 @@ def test_weights_that_are_not_what_was_published_are_refused(policy: QwenImagePo
     with_engine(policy, use)
 
 
-def test_a_prompt_that_cannot_be_encoded_fails_alone(policy: QwenImagePolicy) -> None:
+def test_a_prompt_that_cannot_be_encoded_fails_alone(policy):
     long = make_request(1, prompt=Prompt(index=1, text="x y " * 1100))
 
     async def use(engine: DiffusersEngine) -> list[Any]:
@@ -217,7 +215,7 @@ def test_a_prompt_that_cannot_be_encoded_fails_alone(policy: QwenImagePolicy) ->
     assert "at most 1024" in str(refused)
 
 
-def test_close_fails_what_is_in_flight_and_what_waits(policy: QwenImagePolicy) -> None:
+def test_close_fails_what_is_in_flight_and_what_waits(policy):
     pausing = Pausing(policy.path)
 
     async def use(engine: DiffusersEngine) -> list[Any]:
@@ -233,7 +231,7 @@ def test_close_fails_what_is_in_flight_and_what_waits(policy: QwenImagePolicy) -
     assert [type(r) for r in results] == [EngineError, EngineError]
 
 
-def test_cancelled_callers_do_not_disturb_the_others(policy: QwenImagePolicy) -> None:
+def test_cancelled_callers_do_not_disturb_the_others(policy):
     async def use(engine: DiffusersEngine) -> Trajectory:
         tasks = [asyncio.create_task(engine.generate(make_request(i))) for i in range(3)]
         await asyncio.sleep(0)
@@ -245,7 +243,7 @@ def test_cancelled_callers_do_not_disturb_the_others(policy: QwenImagePolicy) ->
 
 
 @pytest.mark.gpu
-def test_runs_in_bfloat16_on_an_accelerator(policy: QwenImagePolicy) -> None:
+def test_runs_in_bfloat16_on_an_accelerator(policy):
     requests = [make_request(i) for i in range(3)]
     made = with_engine(policy, lambda e: together(e, requests), dtype=torch.bfloat16, device=None)
     for request, one in zip(requests, made, strict=True):

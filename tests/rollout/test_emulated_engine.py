@@ -334,7 +334,7 @@ def test_a_wrong_request_fails_by_itself() -> None:
     assert [type(one) for one in play(work, engine=stepping)] == [ValueError, ValueError, Trajectory]
 
 
-def test_its_media_have_the_shapes_of_the_spec_and_a_level_of_the_seed() -> None:
+def test_its_media_have_the_shapes_of_the_spec_and_a_level_of_the_seed():
     class Film(SamplingSpec, frozen=True):
         def media(self) -> tuple[MediaShape, ...]:
             return MediaShape("video", (4, 3, 6, 8), 12), MediaShape("audio", (2, 100), 8000)

@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import asyncio
 import subprocess
 import sys
 
@@ -29,39 +26,36 @@ def config(engine: str, path: str, **rollout: str) -> Config:
 
 
 @pytest.mark.parametrize("name", ["emulated", "diffusers"])
-def test_engines_are_built_from_configuration_and_share_shapes_and_schedule(name: str, checkpoint: str) -> None:
-    async def main() -> None:
-        engine = build_engine(config(name, checkpoint), "e0", find_family("qwen_image"))
-        report = await engine.start()
-        made = await engine.generate(make_request())
-        await engine.close()
-        assert (engine.name, report.engine, report.version) == ("e0", "e0", 0)
-        assert made.tensors["latents"].shape == (4, 8, 64)
-
-    asyncio.run(main())
+async def test_engines_are_built_from_configuration_and_share_shapes_and_schedule(name, checkpoint):
+    engine = build_engine(config(name, checkpoint), "e0", find_family("qwen_image"))
+    report = await engine.start()
+    made = await engine.generate(make_request())
+    await engine.close()
+    assert (engine.name, report.engine, report.version) == ("e0", "e0", 0)
+    assert made.tensors["latents"].shape == (4, 8, 64)
 
 
 @pytest.mark.parametrize("engine", ["diffusers", "vllm_omni"])
-def test_engines_batch_as_the_configuration_says(engine: str, checkpoint: str) -> None:
+def test_engines_batch_as_the_configuration_says(engine, checkpoint):
     for batching in ("step", "request"):
         built = build_engine(config(engine, checkpoint, batching=batching), "e0", find_family("qwen_image"))
         assert built._stepwise == (batching == "step")  # type: ignore[attr-defined]
 
 
-def test_a_profile_is_replayed_whatever_engine_and_checkpoint_are_named() -> None:
+def test_a_profile_is_replayed_whatever_engine_and_checkpoint_are_named():
     profile = Profile(name="p", source="a test", generate=NOTHING, score=NOTHING, train=NOTHING)
     engine = build_engine(config("vllm_omni", "no/checkpoint"), "e0", find_family("qwen_image"), profile)
     assert isinstance(engine, EmulatedEngine) and engine.name == "e0"
     assert isinstance(engine._times, ReplayedTimes)
 
 
-def test_a_family_without_a_vllm_pipeline_is_refused(checkpoint: str) -> None:
+def test_a_family_without_a_vllm_pipeline_is_refused(checkpoint):
     family = msgspec.structs.replace(find_family("qwen_image"), vllm_pipeline=None)
     with pytest.raises(ValueError, match="use 'diffusers'"):
         build_engine(config("vllm_omni", checkpoint), "e0", family)
 
 
-def test_an_engine_that_is_not_asked_for_is_not_imported() -> None:
+def test_an_engine_that_is_not_asked_for_is_not_imported():
     code = (
         "import sys; from omni_async.rollout.factory import build_engine; "
         "print([m for m in ('torch', 'diffusers', 'vllm', 'vllm_omni') if m in sys.modules])"

@@ -1,8 +1,6 @@
 """Tests every family step by step on a real vLLM-Omni, against the policy contract and the trainer's arithmetic. Each
 family has one engine, in a child process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -57,7 +55,7 @@ def recompute(family: SimpleNamespace, request: SampleRequest, made: Trajectory,
         assert (nats * (value.double() - t["log_probs"][k].double())).abs().max() <= 1e-2
 
 
-def test_noise_free_samples_are_those_of_the_diffusers_denoiser(family: SimpleNamespace) -> None:
+def test_noise_free_samples_are_those_of_the_diffusers_denoiser(family):
     requests = [make_request(spec, i, window=None, noise_level=0.0) for spec in family.case.specs for i in range(2)]
     for request, made in zip(requests, family.engine("generate", requests), strict=True):
         noise = initial_noise(request.seed, family.policy.latent_shape(request.spec))[None]
@@ -66,9 +64,7 @@ def test_noise_free_samples_are_those_of_the_diffusers_denoiser(family: SimpleNa
         assert torch.equal(made.tensors["sigmas"], family.policy.sigmas(STEPS, request.spec))
 
 
-def test_samples_are_the_same_alone_and_in_a_batch_and_their_log_probs_are_the_trainers(
-    family: SimpleNamespace,
-) -> None:
+def test_samples_are_the_same_alone_and_in_a_batch_and_their_log_probs_are_the_trainers(family):
     """Mixes specs, windows, prompts, kinds and step counts."""
     plain, guided = family.case.specs
     requests = [make_request(spec, i) for i, spec in enumerate([plain, plain, guided, guided])]
@@ -84,7 +80,7 @@ def test_samples_are_the_same_alone_and_in_a_batch_and_their_log_probs_are_the_t
         recompute(family, request, one, {0: family.model})
 
 
-def test_weights_arrive_in_mid_trajectory_and_old_ones_come_back_bit_for_bit(family: SimpleNamespace) -> None:
+def test_weights_arrive_in_mid_trajectory_and_old_ones_come_back_bit_for_bit(family):
     spec = family.case.specs[1]
     [before] = family.engine("generate", [make_request(spec)])  # alone: batches may differ by their rounding
     weights = noised(family, 1)

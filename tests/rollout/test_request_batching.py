@@ -1,8 +1,6 @@
 """Tests request batching on a real vLLM-Omni against step-wise batching: the same samples, from the same requests. Each
 family has an engine of either kind, in child processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -51,7 +49,7 @@ def mixed(family: SimpleNamespace) -> list[SampleRequest]:
     ]
 
 
-def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_batch(family: SimpleNamespace) -> None:
+def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_batch(family):
     requests = mixed(family)
     family.engine("call", "forget_batches")
     together = family.engine("generate", requests)
@@ -62,7 +60,7 @@ def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_bat
         assert_same(one, alone, 1e-5)
 
 
-def test_a_request_alone_is_that_of_step_wise_batching_bit_for_bit(family: SimpleNamespace) -> None:
+def test_a_request_alone_is_that_of_step_wise_batching_bit_for_bit(family):
     for spec in family.case.specs:
         [one], [other] = (engine("generate", [make_request(spec)]) for engine in (family.engine, family.stepwise))
         assert all(
@@ -72,7 +70,7 @@ def test_a_request_alone_is_that_of_step_wise_batching_bit_for_bit(family: Simpl
         assert torch.equal(torch.as_tensor(getattr(one.media, part)), torch.as_tensor(getattr(other.media, part)))
 
 
-def test_weights_are_swapped_between_batches_and_never_inside_a_sample(family: SimpleNamespace) -> None:
+def test_weights_are_swapped_between_batches_and_never_inside_a_sample(family):
     spec = family.case.specs[0]
     new = {name: weight + 0.02 for name, weight in parameters(family.model).items()}
     manifest, buckets = publish(1, new)
@@ -92,7 +90,7 @@ def test_weights_are_swapped_between_batches_and_never_inside_a_sample(family: S
 
 
 @pytest.mark.parametrize("family", [FIRST], indirect=True, ids=[FIRST.label])
-def test_a_prompt_that_cannot_be_encoded_fails_alone(family: SimpleNamespace) -> None:
+def test_a_prompt_that_cannot_be_encoded_fails_alone(family):
     """Asks Qwen-Image, the only family that refuses a long prompt: others cut it."""
     spec = family.case.specs[0]
     fine, refused = (

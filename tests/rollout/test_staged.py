@@ -1,14 +1,12 @@
 """Tests what every engine does with a version that it has taken in."""
 
-from __future__ import annotations
-
 import pytest
 
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.staged import StagedVersion
 
 
-def test_a_version_is_taken_once_and_by_its_number() -> None:
+def test_a_version_is_taken_once_and_by_its_number():
     staged: StagedVersion[str] = StagedVersion("rollout-0")
     with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is None$"):
         staged.take(1)

@@ -1,8 +1,6 @@
 """Runs a vLLM-Omni engine in a process of its own, driven through a pipe: it initialises torch.distributed and would
 disturb other tests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing as mp

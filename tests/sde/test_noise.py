@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from tests.rollout.conftest import make_request
 SHAPE = (16, 64)
 
 
-def test_noise_depends_on_seed_purpose_and_step_alone() -> None:
+def test_noise_depends_on_seed_purpose_and_step_alone():
     torch.manual_seed(0)
     first = step_noise(7, 3, SHAPE)
     torch.randn(5)
@@ -24,14 +22,14 @@ def test_noise_depends_on_seed_purpose_and_step_alone() -> None:
     assert abs(first.std() - 1) < 0.1
 
 
-def test_shared_initial_noise_leaves_step_noise_apart() -> None:
+def test_shared_initial_noise_leaves_step_noise_apart():
     a, b = (InFlight(make_request(seed=seed, initial_seed=5), linear(6), SHAPE) for seed in (1, 2))
     assert torch.equal(a.latents, b.latents)
     take_steps([a, b], torch.zeros(2, *SHAPE), 0)
     assert not torch.equal(a.latents, b.latents)
 
 
-def test_samples_at_different_steps_of_different_kinds_move_as_if_alone() -> None:
+def test_samples_at_different_steps_of_different_kinds_move_as_if_alone():
     def samples() -> list[InFlight]:
         made = [
             InFlight(make_request(i, sde_kind=kind, window=window, num_inference_steps=steps), linear(steps), SHAPE)
@@ -71,6 +69,6 @@ def test_samples_at_different_steps_of_different_kinds_move_as_if_alone() -> Non
         ({"fields": ("velocities",)}, "velocities"),
     ],
 )
-def test_impossible_requests_are_refused_by_name(changes: dict[str, object], names: str) -> None:
+def test_impossible_requests_are_refused_by_name(changes, names):
     with pytest.raises(ValueError, match=names):
         check_request(make_request(**changes))

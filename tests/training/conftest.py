@@ -1,16 +1,10 @@
-"""Sets one CPU thread, and makes a configuration for the tiny policy that a test changes by keyword."""
-
-from __future__ import annotations
+"""Leaves no process group behind, and installs packages that bring entry points."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
-import msgspec
 import pytest
 import torch.distributed as dist
-
-from omni_async.config import with_spec
-from omni_async.config.schema import Config
 
 
 @pytest.fixture(autouse=True)
@@ -21,24 +15,15 @@ def no_process_group_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_config() -> Callable[..., Config]:
-    """Returns `make_config(**{"trainer.micro_batch_size": 3})`: dotted keys over small defaults."""
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Returns a function that installs a package with these entry points, and returns the folder that it is in."""
 
-    def make(**changes: Any) -> Config:
-        raw: dict[str, Any] = {
-            "model": {"pipeline": "qwen_image", "path": "0"},
-            "data": {"prompts": "prompts.txt"},
-            "rollout": {"group_size": 4, "sampling": {"height": 32, "width": 48}, "num_inference_steps": 5},
-            "reward": {"scorers": [{"name": "ocr"}]},
-            "algorithm": {"clip_range": 0.2, "correction": {"mode": "bypass"}},
-            "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
-        }
-        for key, value in changes.items():
-            *path, last = key.split(".")
-            section = raw
-            for part in path:
-                section = section.setdefault(part, {})
-            section[last] = value
-        return with_spec(msgspec.convert(raw, Config))
+    def package(entry_points: str) -> Path:
+        info = tmp_path / "outside-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        monkeypatch.syspath_prepend(tmp_path)
+        return tmp_path
 
-    return make
+    return package

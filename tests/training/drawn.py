@@ -1,9 +1,10 @@
-"""Draws groups of a family's tiny checkpoint as an engine would, and splits what ranks get of them."""
+"""Draws groups of a family's tiny checkpoint as an engine would, and random ones."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from omni_async.components import compute_velocity
 from omni_async.config import Config
@@ -34,3 +35,44 @@ def drawn(policy: Policy, config: Config, window: SdeWindow) -> GroupBatch:
     number = len(trajectories)
     advantages, seeds = [1.0, -0.5, 0.25, -0.75][:number], list(range(1, number + 1))
     return GroupBatch(0, spec, trajectories, advantages, seeds, [[0] * window.size] * number, size=number)
+
+
+def conditioning_of(policy: Policy, spec: Any, sample: int, generator: torch.Generator) -> TensorDict:
+    """Makes noise of the shapes of a prompt; of those that have a mask, as many tokens as the sample's number says."""
+    fields: dict[str, Tensor] = {}
+    for name, blank in sorted(policy.blank_conditioning(spec).items()):
+        length = 1 + 2 * (sample % 2) if name.startswith("negative") else 3 + 2 * sample
+        shape = blank.shape if "prompt_mask" not in policy.blank_conditioning(spec) else (length, *blank.shape[1:])
+        made = torch.randn(shape, generator=generator)
+        fields[name] = torch.ones(shape, dtype=torch.bool) if blank.dtype == torch.bool else made
+    return TensorDict(fields, [])
+
+
+def random_group(policy: Policy, config: Config) -> GroupBatch:
+    """Makes four samples of two steps, which need all of the policy's denoisers."""
+    spec, generator = config.rollout.sampling, torch.Generator().manual_seed(0)
+    shape, sigmas = policy.latent_shape(spec), policy.sigmas(config.rollout.num_inference_steps, spec)
+    needs = [policy.component_of(float(sigma)) for sigma in sigmas]
+    first = needs.index(policy.components[-1]) - 1 if len(policy.components) > 1 else 1
+    samples = []
+    for number in range(4):
+        x = torch.randn(1, *shape, generator=generator)
+        steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
+        tensors = {
+            "final": x[0],
+            "latents": torch.cat(steps),
+            "log_probs": torch.zeros(2),
+            "sigmas": sigmas,
+            "steps": torch.tensor([first, first + 1]),
+            "conditioning": conditioning_of(policy, spec, number, generator),
+        }
+        samples.append(TensorDict(tensors, []))
+    return GroupBatch(
+        group=0,
+        spec=spec,
+        trajectories=samples,
+        advantages=[1.0, -1.0, 0.5, -0.25],
+        seeds=range(4),
+        staleness=[[0, 0]] * 4,
+        size=4,
+    )

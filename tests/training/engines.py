@@ -1,17 +1,40 @@
-"""Makes engines of one rank for tests: started, moved away from the weights that made the samples, and inspected."""
+"""Makes configurations for the tiny policy, and engines of one rank: started, moved away from the weights that made the
+samples, and inspected."""
 
-from __future__ import annotations
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from omni_async.config import with_spec
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
+from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy
 
 CPU = torch.device("cpu")
+
+
+def make_config(**changes: Any) -> Config:
+    """Returns `make_config(**{"trainer.micro_batch_size": 3})`: dotted keys over small defaults."""
+    raw: dict[str, Any] = {
+        "model": {"pipeline": "qwen_image", "path": "0"},
+        "data": {"prompts": "prompts.txt"},
+        "rollout": {"group_size": 4, "sampling": {"height": 32, "width": 48}, "num_inference_steps": 5},
+        "reward": {"scorers": [{"name": "ocr"}]},
+        "algorithm": {"clip_range": 0.2, "correction": {"mode": "bypass"}},
+        "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
+    }
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = raw
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return with_spec(msgspec.convert(raw, Config))
 
 
 def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:
@@ -43,6 +66,24 @@ def weights(engine: TrainEngine) -> Tensor:
 def gradients(engine: TrainEngine) -> dict[str, Tensor]:
     """Returns gradients by diffusers name, of the parameters that have one."""
     return {name: p.grad.clone() for name, p in engine._model.trainable.items() if p.grad is not None}
+
+
+@torch.no_grad()
+def log_probs(engine: TrainEngine, group: GroupBatch) -> Tensor:
+    """Returns (samples, trained steps) of this rank's samples under the engine's weights; none that do not count."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for rows, counts in engine._loss.batches(group):  # padding is computed, too: other ranks join in its collectives
+        values = engine._loss._current(rows, group.spec)[1].cpu()
+        found |= dict(zip(rows.row_ids, values.unbind(), strict=True)) if counts else {}
+    if not found:
+        return torch.empty(0, 0)
+    return torch.stack([found[row_id] for row_id in sorted(found)]).reshape(len(group.trajectories), -1)
+
+
+def auxiliary_of(engine: TrainEngine, which: str) -> dict[str, Tensor]:
+    """Returns a further policy's tensors, whole, by the names of the parameters."""
+    found = engine._model.auxiliary.tensors().items()
+    return {name.removeprefix(f"{which}."): whole(t).clone() for name, t in found if name.startswith(f"{which}.")}
 
 
 def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, float], dict[str, Tensor]]:

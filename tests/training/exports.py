@@ -1,7 +1,5 @@
 """Exports a version from several ranks and puts it together on rank 0, as trainer and publisher do."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Defines, as another package would, a kind of rows and an objective on it: the final latents of a sample are one row,
 and no noise is drawn. A test installs them through entry points."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,8 +1,6 @@
 """Defines, as another package would, a backend: every rank holds the whole model, and gradients are summed over the
 ranks before a step. A test installs it through an entry point."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from omni_async.backends import Backend

@@ -1,8 +1,6 @@
 """Computes objectives and corrections by their definition, for comparison: one row at a time, all in one graph,
 float64, straight from the formulas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Saves and loads as the trainer's role does: values other than tensors lie beside the tensors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

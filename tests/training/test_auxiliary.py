@@ -1,10 +1,6 @@
 """Tests reference, old policy and moving average: what they compute, how they follow, what is published and kept of
 them, and that the policy in training does not change."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.micro_batches import Needs
-from omni_async.weights.buckets import digest_tensors, unpack, verify
+from omni_async.weights.buckets import digest_tensors, unpack
+from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.engines import started
+from tests.training.engines import auxiliary_of, log_probs, make_config, started
+from tests.training.exports import export
 from tests.training.saved import load, save
 
-MakeConfig = Callable[..., Config]
 LORA = {"rank": 2, "alpha": 4.0}
 NFT = {"algorithm.name": "diffusion_nft", "rollout.sde": None, "algorithm.clip_range": None}
 
@@ -37,13 +33,6 @@ def update(engine: TrainEngine, seed: int) -> dict[str, float]:
 
 def policy(engine: TrainEngine) -> dict[str, Tensor]:
     return {name: whole(p).clone() for name, p in engine._model.trainable.items()}
-
-
-def auxiliary(engine: TrainEngine, which: str) -> dict[str, Tensor]:
-    found = {
-        name: whole(t).clone() for name, t in engine._model.auxiliary.tensors().items() if name.startswith(f"{which}.")
-    }
-    return {name.removeprefix(f"{which}."): t for name, t in found.items()}
 
 
 def velocity(engine: TrainEngine, which: Any = None) -> Tensor:
@@ -72,20 +61,18 @@ def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[
 
 @backends
 @loras
-def test_the_reference_stays_the_model_as_loaded(
-    make_config: MakeConfig, backend: str, lora: dict[str, float] | None
-) -> None:
+def test_the_reference_stays_the_model_as_loaded(backend, lora):
     engine = started(make_config(**{"algorithm.kl_coef": 0.1, "trainer.backend": backend, "model.lora": lora}))
     loaded, before = policy(engine), velocity(engine)
     for seed in (0, 1):
         update(engine, seed)
     assert (velocity(engine) - before).abs().max() > 1e-2
     assert torch.equal(velocity(engine, "reference"), before)
-    assert_same(auxiliary(engine, "reference"), loaded if lora is None else {})
+    assert_same(auxiliary_of(engine, "reference"), loaded if lora is None else {})
 
 
 @backends
-def test_a_auxiliary_under_lora_holds_adapters_alone(make_config: MakeConfig, backend: str) -> None:
+def test_a_auxiliary_under_lora_holds_adapters_alone(backend):
     changes = {"trainer.backend": backend, "model.lora": LORA, "algorithm.kl_coef": 0.1, "trainer.ema": {"every": 1}}
     engine = started(make_config(**NFT, **changes))
     assert {name.split(".")[0] for name in engine._model.auxiliary.tensors()} == {"ema", "old"}
@@ -96,7 +83,7 @@ def test_a_auxiliary_under_lora_holds_adapters_alone(make_config: MakeConfig, ba
     assert torch.equal(velocity(engine, "reference"), before)
 
 
-def test_there_are_only_the_auxiliary_policies_that_the_settings_need(make_config: MakeConfig) -> None:
+def test_there_are_only_the_auxiliary_policies_that_the_settings_need():
     engine = started(make_config())
     assert engine._model.auxiliary.tensors() == {}
     with pytest.raises(TrainingError, match="there is no old policy: the objective did not ask for one"):
@@ -108,9 +95,7 @@ def test_there_are_only_the_auxiliary_policies_that_the_settings_need(make_confi
 
 @backends
 @loras
-def test_the_old_policy_follows_once_an_update_by_the_updates_number(
-    make_config: MakeConfig, backend: str, lora: dict[str, float] | None
-) -> None:
+def test_the_old_policy_follows_once_an_update_by_the_updates_number(backend, lora):
     changes = {
         "trainer.backend": backend,
         "model.lora": lora,
@@ -121,21 +106,21 @@ def test_the_old_policy_follows_once_an_update_by_the_updates_number(
     expected = policy(engine)
     for number in (1, 2, 3):
         update(engine, number)
-        assert_same(auxiliary(engine, "old"), expected, atol=1e-6)
+        assert_same(auxiliary_of(engine, "old"), expected, atol=1e-6)
         update(engine, number + 10)
         previous, expected = expected, mixed(0.001 * number, expected, policy(engine))
-        assert_same(auxiliary(engine, "old"), expected, atol=1e-6)
+        assert_same(auxiliary_of(engine, "old"), expected, atol=1e-6)
     # The decay of optimizer steps instead of updates would give other values.
     wrong = mixed(0.006, previous, policy(engine))
     assert max((wrong[name] - expected[name]).abs().max().item() for name in expected) > 1e-5
 
 
 @pytest.mark.parametrize(("decay", "exactly"), [("none", True), ("late", True), ("slow", False)])
-def test_the_other_schedules_start_as_the_policy_itself(make_config: MakeConfig, decay: str, exactly: bool) -> None:
+def test_the_other_schedules_start_as_the_policy_itself(decay, exactly):
     engine = started(make_config(**NFT, **{"algorithm.nft": {"decay": decay}}))
     for seed in (0, 1):
         update(engine, seed)
-    same = all(torch.equal(auxiliary(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
+    same = all(torch.equal(auxiliary_of(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
     assert same == exactly
     assert torch.equal(velocity(engine, "old"), velocity(engine)) == exactly
 
@@ -143,9 +128,7 @@ def test_the_other_schedules_start_as_the_policy_itself(make_config: MakeConfig,
 @pytest.mark.parametrize(
     ("warmup", "decays"), [("ratio", {2: 2 / 11, 4: 0.3, 6: 0.3}), ("linear", {2: 0.001, 4: 0.003, 6: 0.005})]
 )
-def test_the_moving_average_follows_every_so_many_steps(
-    make_config: MakeConfig, warmup: str, decays: dict[int, float]
-) -> None:
+def test_the_moving_average_follows_every_so_many_steps(warmup, decays):
     changes = {"trainer.ema": {"decay": 0.3, "warmup": warmup, "every": 2}, "trainer.optimizer.lr": 0.1}
     engine = started(make_config(**changes))
     expected = policy(engine)
@@ -153,7 +136,7 @@ def test_the_moving_average_follows_every_so_many_steps(
         update(engine, taken)
         if taken in decays:
             expected = mixed(decays[taken], expected, policy(engine))
-        assert_same(auxiliary(engine, "ema"), expected, atol=1e-6)
+        assert_same(auxiliary_of(engine, "ema"), expected, atol=1e-6)
 
 
 # ---- the policy does not notice --------------------------------------------------------------------------------------
@@ -161,9 +144,7 @@ def test_the_moving_average_follows_every_so_many_steps(
 
 @backends
 @loras
-def test_using_a_auxiliary_changes_neither_weights_nor_gradients(
-    make_config: MakeConfig, backend: str, lora: dict[str, float] | None
-) -> None:
+def test_using_a_auxiliary_changes_neither_weights_nor_gradients(backend, lora):
     config = make_config(**NFT, **{"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 3}})
     engine, quiet = started(config), started(config)
     groups = [tiny_group(TinyPolicy(), config, seed) for seed in (1, 2)]
@@ -173,7 +154,7 @@ def test_using_a_auxiliary_changes_neither_weights_nor_gradients(
     before, at = policy(engine), velocity(engine)
     for which in ("old", "ema"):
         assert not torch.equal(velocity(engine, which), at)
-    engine.export(1)
+    export(engine, 1)
     averaged = velocity(engine, "ema")
     with pytest.raises(RuntimeError, match="'old' cannot be used inside 'ema'"), engine._model.auxiliary.using("ema"):
         assert torch.equal(velocity(engine), averaged)
@@ -191,9 +172,7 @@ def test_using_a_auxiliary_changes_neither_weights_nor_gradients(
 
 
 @pytest.mark.parametrize("after", ["load", "step"])
-def test_sharded_parameters_are_gathered_anew_once_they_changed(
-    make_config: MakeConfig, tmp_path: Path, after: str
-) -> None:
+def test_sharded_parameters_are_gathered_anew_once_they_changed(tmp_path, after):
     config = make_config(**{"trainer.backend": "fsdp2"})
     group = tiny_group(TinyPolicy(), config)
     other, engine = started(config), started(config)
@@ -202,13 +181,13 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(
     save(other, tmp_path / "c")
     if after == "step":
         engine.accumulate(group, 1 / 8)
-    before = engine.log_probs(group)  # leaves parameters gathered
+    before = log_probs(engine, group)  # leaves parameters gathered
     if after == "step":
         engine.step()
     else:
         load(engine, tmp_path / "c")
-    assert torch.equal(engine.log_probs(group), other.log_probs(group))
-    assert not torch.equal(engine.log_probs(group), before)
+    assert torch.equal(log_probs(engine, group), log_probs(other, group))
+    assert not torch.equal(log_probs(engine, group), before)
 
 
 # ---- what is published and kept --------------------------------------------------------------------------------------
@@ -217,45 +196,43 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(
 @backends
 @pytest.mark.parametrize("decay", ["slow", "none"])
 @pytest.mark.parametrize("payload", ["full", "lora"])
-def test_the_old_policy_is_what_is_published(make_config: MakeConfig, backend: str, decay: str, payload: str) -> None:
+def test_the_old_policy_is_what_is_published(backend, decay, payload):
     changes = {
         "trainer.backend": backend,
         "weights.payload": payload,
         "model.lora": LORA if payload == "lora" else None,
     }
     engine = started(make_config(**NFT, **changes, **{"algorithm.nft": {"decay": decay}}))
-    at_start = engine.export(0)  # nothing was computed yet
+    at_start = export(engine, 0)  # nothing was computed yet
     assert at_start is not None
     assert at_start[0].digest == (engine.digest0 if payload == "full" else digest_tensors(policy(engine).items()))
     update(engine, 0)
-    exported = engine.export(1)
+    exported = export(engine, 1)
     assert exported is not None
     verify(*exported)
-    assert_same(dict(unpack(*exported)), auxiliary(engine, "old"))
+    assert_same(dict(unpack(*exported)), auxiliary_of(engine, "old"))
     assert (exported[0].digest == digest_tensors(policy(engine).items())) == (decay == "none")
     assert exported[0].digest != at_start[0].digest
 
 
 @backends
-def test_a_full_payload_has_the_old_policys_adapters_merged(make_config: MakeConfig, backend: str) -> None:
+def test_a_full_payload_has_the_old_policys_adapters_merged(backend):
     engine = started(make_config(**NFT, **{"trainer.backend": backend, "model.lora": LORA}))
     for seed in (0, 1):
         update(engine, seed)
     expected = dict(load_model(TinyPolicy()).named_parameters())
-    for name, down in auxiliary(engine, "old").items():
+    for name, down in auxiliary_of(engine, "old").items():
         if "lora_A" in name:
-            up = auxiliary(engine, "old")[name.replace("lora_A", "lora_B")]
+            up = auxiliary_of(engine, "old")[name.replace("lora_A", "lora_B")]
             expected[name.replace(".lora_A", "")] = expected[name.replace(".lora_A", "")] + 2.0 * up @ down
-    exported = engine.export(2)
+    exported = export(engine, 2)
     assert exported is not None
     assert_same(dict(unpack(*exported)), {name: p.detach() for name, p in expected.items()}, atol=1e-7)
 
 
 @backends
 @loras
-def test_resuming_continues_auxiliarys_bit_for_bit(
-    make_config: MakeConfig, tmp_path: Path, backend: str, lora: dict[str, float] | None
-) -> None:
+def test_resuming_continues_auxiliarys_bit_for_bit(tmp_path, backend, lora):
     changes = {"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 2}, "algorithm.kl_coef": 0.1}
     config = make_config(**NFT, **changes)
     engine = started(config)
@@ -272,16 +249,16 @@ def test_resuming_continues_auxiliarys_bit_for_bit(
     load(resumed, tmp_path / "c")
     assert [update(resumed, seed) for seed in (5, 6)] == expected
     for which in ("old", "ema", "reference"):
-        assert_same(auxiliary(resumed, which), auxiliary(engine, which))
+        assert_same(auxiliary_of(resumed, which), auxiliary_of(engine, which))
         if which != "ema":
             assert torch.equal(velocity(resumed, which), velocity(engine, which))
-    published = [e.export(5) for e in (resumed, engine)]
+    published = [export(e, 5) for e in (resumed, engine)]
     assert published[0] is not None
     assert published[1] is not None
     assert published[0][0].digest == published[1][0].digest
 
 
-def test_a_resumed_run_knows_how_far_it_is(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_knows_how_far_it_is(tmp_path):
     changes = {"algorithm.name": "awm", "rollout.sde": None, "trainer.updates": 4, "trainer.steps_per_update": 2}
     engine = started(make_config(**changes))
     seen = []
@@ -296,7 +273,7 @@ def test_a_resumed_run_knows_how_far_it_is(make_config: MakeConfig, tmp_path: Pa
     assert resumed._loss._progress == 0.75
 
 
-def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_loading_forgets_the_update_that_was_under_way(tmp_path):
     config = make_config(**{"algorithm.correction": {"mode": "decoupled"}, "trainer.steps_per_update": 2})
     engine, group = started(config), tiny_group(TinyPolicy(), config)
     save(engine, tmp_path / "c")
@@ -325,9 +302,7 @@ def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, 
         ({}, {"trainer.ema": {"every": 1}}, "auxiliary.ema."),
     ],
 )
-def test_a_checkpoint_with_other_auxiliarys_is_refused(
-    make_config: MakeConfig, tmp_path: Path, saved: dict[str, Any], opened: dict[str, Any], example: str
-) -> None:
+def test_a_checkpoint_with_other_auxiliarys_is_refused(tmp_path, saved, opened, example):
     save(started(make_config(**saved)), tmp_path / "c")
     engine = started(make_config(**opened))
     before = policy(engine)

@@ -1,56 +1,44 @@
 """Tests how a backend is chosen, that another package can bring one, and what is refused."""
 
-from __future__ import annotations
-
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from omni_async.backends import find_backend
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.training.compiling import compile_layers, repeated_layers
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.weights.buckets import unpack
 from tests.fakes import TinyPolicy, TinyTransformer, share, tiny_group
-from tests.training.engines import started, train
+from tests.training.engines import make_config, started, train
 from tests.training.exports import export
+from tests.training.ranks import on_ranks
 
-MakeConfig = Callable[..., Config]
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Installs a package whose entry points lead to `tests.training.outside_backend`; returns its folder."""
-    info = tmp_path / "outside_backend-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside_backend\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
+def package(install: Callable[[str], Path]) -> Path:
+    return install(
         "[omni_async.backends]\nsumming = tests.training.outside_backend:BACKEND\n"
         "broken = tests.training.outside_backend:nothing\nfsdp2 = tests.training.outside_backend:nothing\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
 
 
-def test_auto_is_plain_on_one_cpu_rank_alone() -> None:
+def test_auto_is_plain_on_one_cpu_rank_alone():
     def auto(workers: int, on_cpu: bool) -> str:
         return find_backend("auto", workers=workers, offload=False, on_cpu=on_cpu).name
 
     assert [auto(1, True), auto(2, True), auto(1, False)] == ["plain", "fsdp2", "fsdp2"]
 
 
-def test_what_a_backend_cannot_do_is_refused(package: Path) -> None:
+def test_what_a_backend_cannot_do_is_refused(package):
     for name, workers, offload, message in (
         ("plain", 2, False, r"^trainer\.backend: 'plain' is one rank, got trainer\.workers = 2; use"),
         ("auto", 1, True, r"^trainer\.offload: the backend 'plain', which 'auto' is on one CPU rank, leaves"),
@@ -63,18 +51,14 @@ def test_what_a_backend_cannot_do_is_refused(package: Path) -> None:
     assert find_backend("fsdp2", workers=2, offload=True, on_cpu=True).name == "fsdp2", "a built-in name stays"
 
 
-def worker(rank: int, folder: Path, config: Config) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, folder: Path, config: Config) -> tuple[str, list[dict[str, float]], dict[str, torch.Tensor]]:
     sys.path.insert(0, str(folder))
-    init_process_group(rank, 2, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
     engine = TrainEngine(config, TinyPolicy(), ParallelLayout(rank, 2), device=CPU)
     engine.setup()
     metrics = train_shares(engine)
     weights = export(engine, 1)
-    if weights is not None:
-        found = {name: tensor.clone() for name, tensor in unpack(*weights)}
-        (folder / "found").write_bytes(pickle.dumps((type(engine._model).__name__, metrics, found)))
-    dist.destroy_process_group()
+    found = {name: tensor.clone() for name, tensor in unpack(*weights)} if weights is not None else {}
+    return type(engine._model).__name__, metrics, found
 
 
 def train_shares(engine: TrainEngine) -> list[dict[str, float]]:
@@ -87,23 +71,20 @@ def train_shares(engine: TrainEngine) -> list[dict[str, float]]:
     return found
 
 
-def test_a_backend_of_another_package_trains_what_ours_train(make_config: MakeConfig, package: Path) -> None:
+def test_a_backend_of_another_package_trains_what_ours_train(package):
     changes = {"algorithm.kl_coef": 0.05, "trainer.ema": {"every": 1}, "trainer.optimizer.name": "sgd"}
     config = make_config(**changes, **{"trainer.backend": "summing", "trainer.workers": 2})
-    mp.spawn(worker, (package, config), nprocs=2, join=True)
-    backend, metrics, weights = pickle.loads((package / "found").read_bytes())
+    backend, metrics, weights = on_ranks(2, package, work, package, config)[0]
     assert backend == "Summing"
     for ours in ("plain", "fsdp2"):
         engine = started(make_config(**changes, **{"trainer.backend": ours}))
         for got, expected in zip(metrics, train_shares(engine), strict=True):
             assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        for name, tensor in unpack(*engine.export(1)):
+        for name, tensor in unpack(*export(engine, 1)):
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=3e-6)
 
 
-def test_layers_are_compiled_with_a_cache_of_each_rank(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_layers_are_compiled_with_a_cache_of_each_rank(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plain, config = started(make_config()), make_config(**{"trainer.compile": True})
     with torch.compiler.set_stance("force_eager"):  # what is compiled is torch's own affair, and takes a minute
@@ -117,7 +98,7 @@ def test_layers_are_compiled_with_a_cache_of_each_rank(
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f"rank_{rank}")
 
 
-def test_a_model_without_repeated_layers_is_not_compiled(make_config: MakeConfig) -> None:
+def test_a_model_without_repeated_layers_is_not_compiled():
     class Flat(TinyPolicy):
         def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
             return {"transformer": nn.Linear(2, 2)}

@@ -1,30 +1,18 @@
 """Tests that a resumed engine is the engine that was saved, to the bit; nothing of a checkpoint is a pickle."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from omni_async.config.schema import Config
-from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from tests.fakes import TinyPolicy, tiny_group
+from tests.training.engines import make_config, started
+from tests.training.exports import export
 from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
-MakeConfig = Callable[..., Config]
-
-
-def started(config: Config) -> TrainEngine:
-    engine = TrainEngine(config, TinyPolicy(), ParallelLayout(), device=CPU)
-    engine.setup()
-    return engine
 
 
 def update(engine: TrainEngine, seed: int) -> dict[str, float]:
@@ -36,9 +24,7 @@ def update(engine: TrainEngine, seed: int) -> dict[str, float]:
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("before", [0, 2])
-def test_resuming_continues_bit_for_bit(
-    make_config: MakeConfig, tmp_path: Path, backend: str, lora: dict[str, float] | None, optimizer: str, before: int
-) -> None:
+def test_resuming_continues_bit_for_bit(tmp_path, backend, lora, optimizer, before):
     config = make_config(
         **{
             "trainer.backend": backend,
@@ -60,40 +46,38 @@ def test_resuming_continues_bit_for_bit(
     load(resumed, tmp_path / "v2")
     assert resumed.optimizer_steps == before
     assert [update(resumed, seed) for seed in (5, 6)] == expected
-    assert resumed.export(4)[0].digest == engine.export(4)[0].digest
+    assert export(resumed, 4)[0].digest == export(engine, 4)[0].digest
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_what_is_trained_while_it_is_written_is_not_in_it(
-    make_config: MakeConfig, tmp_path: Path, backend: str
-) -> None:
+def test_what_is_trained_while_it_is_written_is_not_in_it(tmp_path, backend):
     engine = started(make_config(**{"trainer.backend": backend}))
     update(engine, 0)
-    digest = engine.export(1)[0].digest
+    digest = export(engine, 1)[0].digest
     writing, state = engine.begin_save(tmp_path)
     for seed in range(1, 6):
         update(engine, seed)
     writing.result()
     resumed = started(engine.config)
     resumed.load(tmp_path, state)
-    assert resumed.export(1)[0].digest == digest != engine.export(1)[0].digest
+    assert export(resumed, 1)[0].digest == digest != export(engine, 1)[0].digest
 
 
-def test_a_lora_checkpoint_holds_adapters_only(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_lora_checkpoint_holds_adapters_only(tmp_path):
     save(started(make_config(**{"model.lora": LORA})), tmp_path / "c")
     stored = HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")).read_metadata().state_dict_metadata
     assert stored
     assert all(".lora_" in name for name in stored)
 
 
-def test_every_file_is_safetensors(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_every_file_is_safetensors(tmp_path):
     engine = started(make_config())
     update(engine, 0)
     save(engine, tmp_path / "c")
     assert {path.suffix for path in (tmp_path / "c" / "tensors").iterdir()} == {".safetensors"}
 
 
-def test_a_checkpoint_of_something_else_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     save(started(make_config()), tmp_path / "full")
     with pytest.raises(TrainingError, match="is of another model, LoRA setting"):
         load(started(make_config(**{"model.lora": LORA})), tmp_path / "full")
@@ -101,7 +85,7 @@ def test_a_checkpoint_of_something_else_is_refused(make_config: MakeConfig, tmp_
         started(make_config()).load(tmp_path, {})
 
 
-def test_files_that_are_none_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_files_that_are_none_are_refused(tmp_path):
     save(started(make_config()), tmp_path / "c")
     for file in (tmp_path / "c" / "tensors").iterdir():
         file.write_bytes(b"not safetensors")

@@ -1,9 +1,6 @@
 """Tests policies of several components: rows meet the component they need, and ranks call the same ones."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 
 from omni_async.components import compute_velocity
 from omni_async.config import load
-from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.micro_batches import MicroBatch, Needs, micro_batches
@@ -22,9 +18,8 @@ from omni_async.training.proximal import sample_drifts
 from pipelines.stable_diffusion_3 import tiny
 from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
-from tests.training.engines import started, train
+from tests.training.engines import make_config, started, train
 
-MakeConfig = Callable[..., Config]
 HIGH, LOW = TwoExperts.components
 
 
@@ -36,7 +31,7 @@ def batch(config: Any, rows: int) -> tuple[Any, ...]:
     return latents, torch.tensor([0.9, 0.2, 0.8, 0.1][:rows]), TwoExperts().stack_conditioning(samples), spec
 
 
-def test_every_row_is_computed_by_its_component(make_config: MakeConfig) -> None:
+def test_every_row_is_computed_by_its_component():
     policy, model = TwoExperts(), load_model(TwoExperts())
     latents, sigma, conditioning, spec = batch(make_config(), 4)
     needs = [policy.component_of(s) for s in sigma.tolist()]
@@ -47,7 +42,7 @@ def test_every_row_is_computed_by_its_component(make_config: MakeConfig) -> None
         torch.testing.assert_close(found[i : i + 1], alone, rtol=0, atol=1e-6)
 
 
-def test_a_component_without_rows_is_called_and_gets_a_gradient_of_zeros(make_config: MakeConfig) -> None:
+def test_a_component_without_rows_is_called_and_gets_a_gradient_of_zeros():
     policy, model = TwoExperts(), load_model(TwoExperts())
     latents, _, conditioning, spec = batch(make_config(), 2)
     arguments = (policy, dict(model.items()), latents, torch.tensor([0.9, 0.8]), conditioning, spec, [HIGH, HIGH])
@@ -62,9 +57,7 @@ def test_a_component_without_rows_is_called_and_gets_a_gradient_of_zeros(make_co
 
 
 @pytest.mark.parametrize(("window", "trained"), [(range(1, 2), HIGH), (range(2, 3), LOW)])
-def test_the_optimizer_leaves_a_component_without_rows_as_it_is(
-    make_config: MakeConfig, window: range, trained: str
-) -> None:
+def test_the_optimizer_leaves_a_component_without_rows_as_it_is(window, trained):
     """With AdamW: weight decay and moments move parameters whose gradient is zero, and none without one."""
     config = make_config(**{"trainer.optimizer.weight_decay": 0.1, "rollout.sde.window": {"size": 1, "range": [0, 3]}})
     engine = started(config, TwoExperts())
@@ -97,7 +90,7 @@ def plans(needs: list[list[str]], size: int, unit: int, components: tuple[str, .
 
 
 @given(st.data())
-def test_all_ranks_call_the_same_components_and_every_row_counts_once(data: st.DataObject) -> None:
+def test_all_ranks_call_the_same_components_and_every_row_counts_once(data):
     components = data.draw(st.sampled_from([("a",), ("a", "b"), ("a", "b", "c")]))
     unit, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     rows = st.integers(1, 4).flatmap(
@@ -116,7 +109,7 @@ def test_all_ranks_call_the_same_components_and_every_row_counts_once(data: st.D
                 assert len(one.calls) == 1
 
 
-def test_a_policy_of_one_component_needs_no_exchange() -> None:
+def test_a_policy_of_one_component_needs_no_exchange():
     def never(values: list[int]) -> list[int]:
         raise AssertionError("ranks need not talk")
 
@@ -124,7 +117,7 @@ def test_a_policy_of_one_component_needs_no_exchange() -> None:
     assert [(list(one.rows), one.counts) for one in found] == [([0, 1], True), ([2, 3], True), ([4], True)]
 
 
-def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_path: Path) -> None:
+def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_path):
     """In bfloat16, which FSDP2 would cast it to, 938.3 is 940."""
     recipe = Path(__file__).parents[2] / "recipes" / "tiny" / "sd35.yaml"
     settings = [f"model.path={tiny.build(tmp_path)}", "model.dtype=bfloat16", "trainer.backend=fsdp2"]
@@ -144,6 +137,6 @@ def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_pa
     assert seen and all(torch.equal(time, sigma * 1000) and time.dtype == torch.float32 for time in seen)
 
 
-def test_drifts_are_those_of_their_samples_whatever_the_order_of_rows() -> None:
+def test_drifts_are_those_of_their_samples_whatever_the_order_of_rows():
     found = sample_drifts([(1, 0), (0, 0), (1, 1), (0, 1)], torch.tensor([1.0, 2.0, 3.0, 4.0]), None, 4)
     assert [drift.log_ratio for drift in found] == [(2.0, 4.0), (1.0, 3.0)]

@@ -1,8 +1,6 @@
 """Tests off-policy correction in the engine: which policy the ratio is taken to, weights, masks and their normaliser.
 The gradient that the optimizer gets is compared with the definition."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,18 +12,16 @@ import torch
 from torch import Tensor
 
 from omni_async.config.algorithm import automatic_correction
-from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.engines import assert_gradients, gradients, nudge, started, stepped, weights
+from tests.training.engines import assert_gradients, gradients, make_config, nudge, started, stepped, weights
 from tests.training.plain import Step, gradients_of, guided, model_of, steps_of, surrogate
 
-MakeConfig = Callable[..., Config]
 ROWS = 16  # 2 groups x 4 samples x 2 steps
 
 
-def moved(make_config: MakeConfig, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
+def moved(**changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
     """Returns an engine, and stale samples of other weights than its own."""
     engine = started(make_config(**changes))
     groups = [tiny_group(TinyPolicy(), engine.config, seed, staleness=1) for seed in (0, 1)]
@@ -52,8 +48,8 @@ def mean(values: list[Tensor]) -> Tensor:
 # ---- the policy that the ratio is taken to ---------------------------------------------------------------------------
 
 
-def test_bypass_takes_the_ratio_to_the_recorded_log_probs(make_config: MakeConfig) -> None:
-    engine, groups = moved(make_config, **{"algorithm.clip_range": 0.02, "trainer.micro_batch_size": 3})
+def test_bypass_takes_the_ratio_to_the_recorded_log_probs():
+    engine, groups = moved(**{"algorithm.clip_range": 0.02, "trainer.micro_batch_size": 3})
     for t in groups[0].trajectories:  # an engine whose log-probs are not even those of any weights
         t["log_probs"] = t["log_probs"] + 0.01
     expected = plain(
@@ -67,18 +63,18 @@ def test_bypass_takes_the_ratio_to_the_recorded_log_probs(make_config: MakeConfi
 
 
 @pytest.mark.parametrize("max_updates", [0, 2, 8])
-def test_auto_is_what_the_staleness_budget_says(make_config: MakeConfig, max_updates: int) -> None:
+def test_auto_is_what_the_staleness_budget_says(max_updates):
     budget = {"staleness.max_updates": max_updates}
     chosen = msgspec.to_builtins(automatic_correction(max_updates))
     named, automatic = ({**budget, "algorithm.correction": c} for c in (chosen, {"mode": "auto"}))
-    got, expected = (trained(*moved(make_config, **changes)) for changes in (automatic, named))
+    got, expected = (trained(*moved(**changes)) for changes in (automatic, named))
     assert got[0] == expected[0]
     assert_gradients(got[1], expected[1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["none", "decoupled"])
-def test_without_a_step_between_the_ratio_to_the_proximal_policy_is_one(make_config: MakeConfig, mode: str) -> None:
-    engine, groups = moved(make_config, **{"algorithm.correction": {"mode": mode}, "trainer.micro_batch_size": 3})
+def test_without_a_step_between_the_ratio_to_the_proximal_policy_is_one(mode):
+    engine, groups = moved(**{"algorithm.correction": {"mode": mode}, "trainer.micro_batch_size": 3})
     expected = plain(engine, groups, lambda steps: mean([-s.advantage * s.log_prob for s in steps]))
     metrics, got = trained(engine, groups)
     assert metrics["ratio_deviation"] == 0
@@ -88,11 +84,9 @@ def test_without_a_step_between_the_ratio_to_the_proximal_policy_is_one(make_con
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(
-    make_config: MakeConfig, weighted: bool
-) -> None:
+def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(weighted):
     correction = {"mode": "decoupled", "weights": "importance", "cap": 1.1} if weighted else {"mode": "none"}
-    engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.steps_per_update": 2})
+    engine, groups = moved(**{"algorithm.correction": correction, "trainer.steps_per_update": 2})
     start = model_of(engine)
     for group in groups:
         drifts = engine.recompute_proximal(group)
@@ -126,10 +120,8 @@ def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(
     assert engine.step()["ratio_deviation"] == 0
 
 
-def test_interpolation_estimates_the_proximal_policy_from_staleness(make_config: MakeConfig) -> None:
-    engine, groups = moved(
-        make_config, **{"algorithm.correction": {"mode": "interpolated", "weights": "importance", "cap": None}}
-    )
+def test_interpolation_estimates_the_proximal_policy_from_staleness():
+    engine, groups = moved(**{"algorithm.correction": {"mode": "interpolated", "weights": "importance", "cap": None}})
     groups = [replace(g, staleness=[[0, 1], [1, 3], [0, 0], [2, 2]]) for g in groups]
 
     def row(s: Step) -> Tensor:
@@ -141,14 +133,14 @@ def test_interpolation_estimates_the_proximal_policy_from_staleness(make_config:
 
 
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
-def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make_config: MakeConfig, mode: str) -> None:
+def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(mode):
     """Checks GRPO-Guard, rho = exp((Delta + <(mean - old mean)^2> / (2 S^2)) S), on the second step of an update."""
     changes = {
         "algorithm.name": "grpo_guard",
         "algorithm.guard": {"scale": "sample"},
         "algorithm.correction": {"mode": mode},
     }
-    engine, groups = moved(make_config, **changes, **{"trainer.steps_per_update": 2})
+    engine, groups = moved(**changes, **{"trainer.steps_per_update": 2})
     start = model_of(engine)
     if mode == "decoupled":
         for group in groups:
@@ -182,11 +174,9 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
         *(("flow_dppo", mode) for mode in ("none", "decoupled")),
     ],
 )
-def test_recorded_means_that_are_not_asked_for_change_no_bit_of_the_weights(
-    make_config: MakeConfig, name: str, mode: str
-) -> None:
+def test_recorded_means_that_are_not_asked_for_change_no_bit_of_the_weights(name, mode):
     changes = {"algorithm.name": name, "algorithm.clip_range": None, "algorithm.correction": {"mode": mode}}
-    (with_means, groups), (without, stripped) = moved(make_config, **changes), moved(make_config, **changes)
+    (with_means, groups), (without, stripped) = moved(**changes), moved(**changes)
     for group in stripped:
         for trajectory in group.trajectories:
             del trajectory["means"]
@@ -203,10 +193,8 @@ def test_recorded_means_that_are_not_asked_for_change_no_bit_of_the_weights(
         {"algorithm.correction": {"mode": "decoupled", "kappa_nats": 1.0}},
     ],
 )
-def test_samples_without_means_are_refused_where_a_gradient_reads_them(
-    make_config: MakeConfig, changes: dict[str, Any]
-) -> None:
-    engine, groups = moved(make_config, **changes)
+def test_samples_without_means_are_refused_where_a_gradient_reads_them(changes):
+    engine, groups = moved(**changes)
     for trajectory in groups[0].trajectories:
         del trajectory["means"]
     with pytest.raises(ValueError, match=r"the fields \['means'\] are missing"):
@@ -215,9 +203,7 @@ def test_samples_without_means_are_refused_where_a_gradient_reads_them(
 
 @pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
-def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
-    make_config: MakeConfig, kind: str, name: str
-) -> None:
+def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(kind, name):
     """Computes L = sum over elements of ((x' - recorded mean)^2 - (x' - mean)^2) / (2 S^2), of each step or, for gspo,
     averaged over a sample's."""
     clip, noise = (0.5 if kind == "dance" else 0.15), 0.8
@@ -228,7 +214,7 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
         "algorithm.clip_range": None,
         "algorithm.clip_range_nats": clip,
     }
-    engine, groups = moved(make_config, **changes, **{"trainer.micro_batch_size": 4})
+    engine, groups = moved(**changes, **{"trainer.micro_batch_size": 4})
     model = model_of(engine)
     nats: list[float] = []
     for t in (t for group in groups for t in group.trajectories):
@@ -263,11 +249,9 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
     ("level", "log_ratio"),
     [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")],
 )
-def test_importance_weights_multiply_the_gradient(
-    make_config: MakeConfig, cap: float | None, level: str, log_ratio: str
-) -> None:
+def test_importance_weights_multiply_the_gradient(cap, level, log_ratio):
     correction = {"mode": "decoupled", "weights": "importance", "cap": cap, "level": level, "log_ratio": log_ratio}
-    engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
+    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
 
     def loss(steps: list[Step]) -> Tensor:
         losses = []
@@ -286,9 +270,7 @@ def test_importance_weights_multiply_the_gradient(
 
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])
-def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_denominator_counts(
-    make_config: MakeConfig, denominator: str
-) -> None:
+def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_denominator_counts(denominator):
     correction = {
         "mode": "decoupled",
         "weights": "importance",
@@ -297,7 +279,7 @@ def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_den
         "kappa_nats": 0.25,
         "denominator": denominator,
     }
-    engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
+    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
 
     def loss(steps: list[Step]) -> Tensor:
         inside = [(math.exp(s.nats), s) for s in steps if 0.7 <= math.exp(s.nats) <= 1.6]
@@ -314,10 +296,10 @@ def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_den
     )
 
 
-def test_weights_given_by_the_update_replace_those_of_the_rows(make_config: MakeConfig) -> None:
+def test_weights_given_by_the_update_replace_those_of_the_rows():
     correction = {"mode": "decoupled", "weights": "importance", "kappa_nats": 0.2}
     changes = {"algorithm.correction": correction, "algorithm.kl_coef": 0.3, "trainer.micro_batch_size": 3}
-    engine, groups = moved(make_config, **changes)
+    engine, groups = moved(**changes)
     given = [[[0.5, 2.0], [0.0, 1.0], [0.25, 0.0], [3.0, 1.5]], [[1.0, 0.1], [0.2, 0.3], [0.0, 0.0], [0.7, 0.8]]]
     groups = [replace(g, weights=w) for g, w in zip(groups, given, strict=True)]
     reference = [s for g in groups for s in steps_of(load_model(TinyPolicy(), torch.float64), engine.config, g)]
@@ -342,7 +324,7 @@ def test_weights_given_by_the_update_replace_those_of_the_rows(make_config: Make
 
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])
-def test_steps_that_drifted_too_far_are_masked(make_config: MakeConfig, denominator: str) -> None:
+def test_steps_that_drifted_too_far_are_masked(denominator):
     correction = {
         "mode": "decoupled",
         "weights": "importance",
@@ -350,7 +332,7 @@ def test_steps_that_drifted_too_far_are_masked(make_config: MakeConfig, denomina
         "kappa_nats": 0.2,
         "denominator": denominator,
     }
-    engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
+    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
     kept = 0
 
     def loss(steps: list[Step]) -> Tensor:
@@ -369,9 +351,9 @@ def test_steps_that_drifted_too_far_are_masked(make_config: MakeConfig, denomina
 
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_rejection_of_samples_sees_whole_samples(make_config: MakeConfig, mode: str, size: int) -> None:
+def test_rejection_of_samples_sees_whole_samples(mode, size):
     correction = {"mode": mode, "k1": (math.exp(-0.25), math.exp(0.1)), "reject_level": "sum"}
-    engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": size})
+    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": size})
     for rows, counts in engine._loss.batches(groups[0]):
         assert counts
         assert rows.row_ids == [(sample, n) for sample in sorted({i for i, _ in rows.row_ids}) for n in (0, 1)]
@@ -395,10 +377,10 @@ def test_rejection_of_samples_sees_whole_samples(make_config: MakeConfig, mode: 
     assert metrics["masked/k1"] == 1 - len(kept) / 8
 
 
-def test_nothing_left_is_no_gradient_and_no_loss(make_config: MakeConfig) -> None:
+def test_nothing_left_is_no_gradient_and_no_loss():
     correction = {"mode": "decoupled", "kappa_nats": 1e-6}
     changes = {"trainer.optimizer.name": "sgd", "trainer.optimizer.weight_decay": 0.0}
-    engine, groups = moved(make_config, **{"algorithm.correction": correction}, **changes)
+    engine, groups = moved(**{"algorithm.correction": correction}, **changes)
     before = weights(engine)
     metrics, _ = trained(engine, groups)
     assert torch.equal(weights(engine), before)
@@ -415,23 +397,21 @@ def test_nothing_left_is_no_gradient_and_no_loss(make_config: MakeConfig) -> Non
         {"weights": "importance", "level": "trajectory", "k3": 0.05, "reject_level": "max"},
     ],
 )
-def test_the_normaliser_is_the_updates_however_rows_are_cut(
-    make_config: MakeConfig, correction: dict[str, Any]
-) -> None:
+def test_the_normaliser_is_the_updates_however_rows_are_cut(correction):
     results = []
     for size in (1, 3, 100):
         changes = {"algorithm.correction": {"mode": "decoupled", **correction}, "trainer.micro_batch_size": size}
-        results.append(trained(*moved(make_config, **changes)))
+        results.append(trained(*moved(**changes)))
     assert 0 < results[0][0]["masked"] < 1
     for metrics, grads in results[1:]:
         assert_gradients(grads, results[0][1])
         assert metrics == pytest.approx(results[0][0], rel=1e-4, abs=1e-6)
 
 
-def test_the_normaliser_of_an_abandoned_update_is_forgotten(make_config: MakeConfig) -> None:
+def test_the_normaliser_of_an_abandoned_update_is_forgotten():
     correction = {"mode": "decoupled", "kappa_nats": 0.2}
-    engine, groups = moved(make_config, **{"algorithm.correction": correction})
-    other, _ = moved(make_config, **{"algorithm.correction": correction})
+    engine, groups = moved(**{"algorithm.correction": correction})
+    other, _ = moved(**{"algorithm.correction": correction})
     engine.accumulate(groups[1], 1.0)
     engine.discard()
     assert_gradients(trained(engine, groups[:1])[1], trained(other, groups[:1])[1], rtol=0, atol=1e-12)

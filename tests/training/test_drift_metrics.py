@@ -1,27 +1,22 @@
 """Tests the logged metrics of drift, weights and masks of every update, against the definitions; and the alarm for
 engines that compute something else."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
 
-from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import nudge, started
+from tests.training.engines import make_config, nudge, started
 from tests.training.plain import Step, model_of, steps_of
 
-MakeConfig = Callable[..., Config]
 
-
-def drifted(make_config: MakeConfig, **changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[Step]]:
+def drifted(**changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[Step]]:
     """Returns an engine, stale groups of two windows, and their steps under the engine's weights."""
     engine = started(make_config(**{"trainer.micro_batch_size": 3, **changes}))
     groups = [tiny_group(TinyPolicy(), engine.config, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
@@ -50,8 +45,8 @@ def by_step(steps: list[Step]) -> dict[int, list[Step]]:
 
 
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled"])
-def test_drift_of_all_rows_and_of_each_denoising_step(make_config: MakeConfig, mode: str) -> None:
-    engine, groups, steps = drifted(make_config, **{"algorithm.correction": {"mode": mode}})
+def test_drift_of_all_rows_and_of_each_denoising_step(mode):
+    engine, groups, steps = drifted(**{"algorithm.correction": {"mode": mode}})
     metrics = update(engine, groups)
     nats = [s.nats for s in steps]
     expected = {
@@ -74,9 +69,9 @@ def test_drift_of_all_rows_and_of_each_denoising_step(make_config: MakeConfig, m
     assert not {name for name in metrics if name.startswith(("weight", "masked"))}
 
 
-def test_weights_and_masks_of_all_rows_and_of_each_denoising_step(make_config: MakeConfig) -> None:
+def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
     correction = {"mode": "decoupled", "weights": "importance", "cap": 1.2, "kappa_nats": 0.25, "k1": (0.8, 1.5)}
-    engine, groups, steps = drifted(make_config, **{"algorithm.correction": correction})
+    engine, groups, steps = drifted(**{"algorithm.correction": correction})
     metrics = update(engine, groups)
 
     def weight(s: Step) -> float:
@@ -99,14 +94,14 @@ def test_weights_and_masks_of_all_rows_and_of_each_denoising_step(make_config: M
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_without_means_there_is_no_kappa(make_config: MakeConfig) -> None:
-    engine, groups, _ = drifted(make_config)
+def test_without_means_there_is_no_kappa():
+    engine, groups, _ = drifted()
     for t in groups[0].trajectories:
         del t["means"]
     assert not {name for name in update(engine, groups[:1]) if name.startswith("kappa")}
 
 
-def test_log_ratios_of_unnormalised_kinds_are_in_nats_too(make_config: MakeConfig) -> None:
+def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
     """Uses cps, whose log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their
     difference."""
     engine = started(make_config(**{"rollout.sde": {"kind": "cps", "noise_level": 0.8}}))
@@ -123,9 +118,7 @@ def test_log_ratios_of_unnormalised_kinds_are_in_nats_too(make_config: MakeConfi
 
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(
-    make_config: MakeConfig, mode: str, recomputed: bool
-) -> None:
+def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(mode, recomputed):
     engine = started(make_config(**{"algorithm.correction": {"mode": mode}, "trainer.micro_batch_size": 3}))
     group = tiny_group(TinyPolicy(), engine.config)
     if recomputed:
@@ -143,7 +136,7 @@ def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(
     assert engine.step()["engine_mismatch_nats"] == pytest.approx(2.4, rel=1e-3)
 
 
-def test_a_stale_step_is_no_mismatch(make_config: MakeConfig) -> None:
+def test_a_stale_step_is_no_mismatch():
     engine = started(make_config())
     group = tiny_group(TinyPolicy(), engine.config)
     group.trajectories[2]["log_probs"][1] -= 0.1
@@ -154,7 +147,7 @@ def test_a_stale_step_is_no_mismatch(make_config: MakeConfig) -> None:
     assert (metrics["fresh_fraction"], metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (7 / 8, 1 / 8, 1)
 
 
-def test_only_the_first_step_of_an_update_can_tell_a_mismatch(make_config: MakeConfig) -> None:
+def test_only_the_first_step_of_an_update_can_tell_a_mismatch():
     engine = started(make_config(**{"trainer.steps_per_update": 2}))
     alarms = []
     for seed in range(4):

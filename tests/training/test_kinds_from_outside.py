@@ -1,8 +1,6 @@
 """Tests that another package can bring a kind of rows and an objective on it, which are trained by the engine as
 built-in ones are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,35 +17,30 @@ from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import assert_gradients, started, stepped
+from tests.training.engines import assert_gradients, make_config, started, stepped
+from tests.training.exports import export
 from tests.training.outside import KIND, OBJECTIVE, EnergySettings
 from tests.training.plain import gradients_of, model_of
 
-MakeConfig = Callable[..., Config]
 OURS = {"algorithm.name": "weighted_energy", "rollout.sde": None, "algorithm.clip_range": None}
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installs a package whose entry points lead to `tests.training.outside`."""
-    package = tmp_path / "outside-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
+def installed(install: Callable[[str], Path]) -> None:
+    install(
         "[omni_async.kinds]\nends = tests.training.outside:KIND\n"
         "[omni_async.objectives]\nweighted_energy = tests.training.outside:OBJECTIVE\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
 
 
-def ours(make_config: MakeConfig, **changes: Any) -> Config:
+def ours(**changes: Any) -> Config:
     settings = {"algorithm.correction": {}, "algorithm.settings": {"scale": 2.0}}
     return with_settings(make_config(**{**OURS, **settings, **changes}))
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_kind_of_another_package_is_trained(make_config: MakeConfig) -> None:
-    config = ours(make_config, **{"trainer.micro_batch_size": 3, "algorithm.settings": {"scale": 2.0, "power": 3}})
+def test_a_kind_of_another_package_is_trained():
+    config = ours(**{"trainer.micro_batch_size": 3, "algorithm.settings": {"scale": 2.0, "power": 3}})
     engine, group = started(config), tiny_group(TinyPolicy(), config)
     model = model_of(engine)
     losses = []
@@ -59,18 +52,18 @@ def test_a_kind_of_another_package_is_trained(make_config: MakeConfig) -> None:
         )
         losses.append(2.0 * advantage * velocity.abs().pow(3).mean())
     expected = gradients_of(torch.stack(losses).mean(), model)
-    before = engine.export(0)
+    before = export(engine, 0)
     engine.accumulate(group, 1 / 4)
     metrics, found = stepped(engine)
     assert_gradients(found, expected)
     assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    after = engine.export(1)
+    after = export(engine, 1)
     assert before is not None and after is not None and before[0].digest != after[0].digest
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_it_needs_of_a_run_is_read_off_it(make_config: MakeConfig) -> None:
-    config = ours(make_config)
+def test_what_it_needs_of_a_run_is_read_off_it():
+    config = ours()
     assert find_kind("ends") is KIND and find_objective("weighted_energy") is OBJECTIVE
     assert "weighted_energy" in objectives()
     assert trajectory_fields(OBJECTIVE, config) == ("final", "conditioning")
@@ -89,8 +82,8 @@ def test_what_it_needs_of_a_run_is_read_off_it(make_config: MakeConfig) -> None:
         ({"rollout.group_size": 1}, "rollout.group_size: weighted_energy compares the samples"),
     ],
 )
-def test_what_its_kind_cannot_use_is_refused(make_config: MakeConfig, changes: dict[str, Any], said: str) -> None:
-    [problem] = problems(ours(make_config, **changes))
+def test_what_its_kind_cannot_use_is_refused(changes, said):
+    [problem] = problems(ours(**changes))
     assert said in problem
 
 
@@ -104,7 +97,7 @@ algorithm: {name: weighted_energy, settings: {scale: 2.0}}
 
 
 @pytest.mark.usefixtures("installed")
-def test_its_settings_are_a_section_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_settings_are_a_section_of_the_recipe(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     config = load(recipe, ["algorithm.settings.power=4"])
@@ -127,7 +120,7 @@ def test_its_settings_are_a_section_of_the_recipe(tmp_path: Path, capsys: pytest
         ("algorithm.name=awm", "algorithm.settings: these are settings of an objective of another package, and 'awm'"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_its_key(tmp_path: Path, override: str, said: str) -> None:
+def test_a_wrong_setting_is_refused_by_its_key(tmp_path, override, said):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     with pytest.raises(ConfigError) as caught:
@@ -135,6 +128,6 @@ def test_a_wrong_setting_is_refused_by_its_key(tmp_path: Path, override: str, sa
     assert said in str(caught.value)
 
 
-def test_a_kind_that_is_not_installed_is_refused_with_the_known_ones() -> None:
+def test_a_kind_that_is_not_installed_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"expected one of \['forward', 'preference', 'transition'\], got 'ends'"):
         find_kind("ends")

@@ -1,17 +1,12 @@
 """Tests that four gloo ranks train what one plain rank trains, however they hold the weights, for every family, and
 that a checkpoint of one layout goes on in another."""
 
-from __future__ import annotations
-
-import pickle
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +16,6 @@ from omni_async.families import find_family
 from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
 from omni_async.training.backends.plain import PlainBackend
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SdeWindow
@@ -31,6 +25,7 @@ from tests.fakes import share
 from tests.pipelines.families import FAMILIES, STEPS
 from tests.training.drawn import drawn
 from tests.training.exports import export
+from tests.training.ranks import on_ranks
 from tests.training.saved import load, save
 
 CPU, WORLD = torch.device("cpu"), 4
@@ -99,9 +94,8 @@ def exported(engine: TrainEngine) -> dict[str, Any]:
     return {"weights": {n: t.clone() for n, t in unpack(*found)}, "digest": found[0].digest, "auxiliary": auxiliary}
 
 
-def worker(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch, Path]]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, WORLD, f"file://{folder}/rendezvous", timeout=120.0, device=CPU)
+def work(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch, Path]]) -> dict[str, Any]:
+    results = {}
     for name, (config, group, checkpoint) in jobs.items():
         engine = start(config, rank)
         parameter = next(iter(engine._model.trainable.values()))
@@ -109,8 +103,8 @@ def worker(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch, Pa
         result = train(engine, group, folder / name)
         load(engine, checkpoint)
         result["resumed"] = exported(engine)
-        (folder / f"{name} {rank}").write_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
+        results[name] = result
+    return results
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
@@ -127,7 +121,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
 
 
 @pytest.mark.timeout(900)
-def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path: Path) -> None:
+def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path):
     jobs: dict[str, tuple[Config, GroupBatch, Path]] = {}
     alone: dict[str, tuple[TrainEngine, dict[str, Any]]] = {}
     for family in FAMILIES[:3]:
@@ -141,9 +135,9 @@ def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path: Path) -> Non
             alone[name] = engine, train(engine, group, tmp_path / f"{name} alone")
             config = with_lora(make_config(family, path, workers=WORLD, **trainer), layout)
             jobs[name] = config, group, tmp_path / f"{name} alone"
-    mp.spawn(worker, (tmp_path, jobs), nprocs=WORLD, join=True)
+    results = on_ranks(WORLD, tmp_path, work, tmp_path, jobs)
     for name, (engine, expected) in alone.items():
-        ranks = [pickle.loads((tmp_path / f"{name} {rank}").read_bytes()) for rank in range(WORLD)]
+        ranks = [found[name] for found in results]
         for found in ranks:
             assert max(grad.abs().max().item() for grad in expected["gradients"].values()) > 3e-4
             assert_close(found["gradients"], expected["gradients"], name)

@@ -1,8 +1,6 @@
 """Tests that a model built empty and read from files is the model that the policy loads whole, bit for bit, and that
 what does not fit is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from omni_async.config.schema import Lora
 from omni_async.policy import BuildsEmpty
 from omni_async.training.adapters import add_adapters
 from omni_async.training.loading import ShardedModel, WholeModel
-from tests.pipelines.families import FAMILIES, Family
+from tests.pipelines.families import FAMILIES
 
 CPU = torch.device("cpu")
 LORA = Lora(rank=4, alpha=8.0, target_modules=("to_q", "to_v"))
@@ -34,7 +32,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
-def test_files_give_the_bits_of_the_whole_load(family: Family, tmp_path: Path) -> None:
+def test_files_give_the_bits_of_the_whole_load(family, tmp_path):
     policy = family.policy(family.build(tmp_path))
     assert isinstance(policy, BuildsEmpty)
     for dtype in (torch.float32, torch.bfloat16):
@@ -124,7 +122,7 @@ def checkpoint(tmp_path: Path) -> Path:
         everything_on_meta(computed=lambda: torch.arange(3.0), angles=lambda: [torch.arange(2.0)]),
     ],
 )
-def test_one_file_or_several_are_read_and_cast(checkpoint: Path, build: Callable[[], nn.Module]) -> None:
+def test_one_file_or_several_are_read_and_cast(checkpoint, build):
     model = ShardedModel(Files(checkpoint, build), torch.float32)
     model.fill(CPU)
     for number, component in enumerate(model.components.values()):
@@ -142,9 +140,7 @@ def test_one_file_or_several_are_read_and_cast(checkpoint: Path, build: Callable
         ({"computed": lambda: torch.arange(3.0)}, "transformer.angles"),
     ],
 )
-def test_a_tensor_without_value_is_refused_by_name(
-    checkpoint: Path, made_again: dict[str, Callable[[], object]], named: str
-) -> None:
+def test_a_tensor_without_value_is_refused_by_name(checkpoint, made_again, named):
     with pytest.raises(ValueError, match=rf"^model\.path: {named} is on the meta device and in no file"):
         ShardedModel(Files(checkpoint, everything_on_meta(**made_again)), torch.float32)
 
@@ -157,9 +153,7 @@ def test_a_tensor_without_value_is_refused_by_name(
         (lambda state: state.update(table=torch.ones(5)), r"table has the shape \(5,\) in the files, and \(4,\) in"),
     ],
 )
-def test_files_of_another_model_are_refused_by_name(
-    checkpoint: Path, change: Callable[[dict[str, Tensor]], None], message: str
-) -> None:
+def test_files_of_another_model_are_refused_by_name(checkpoint, change, message):
     file = checkpoint / "transformer_2" / "model.safetensors"
     state = load_file(file)
     change(state)
@@ -168,7 +162,7 @@ def test_files_of_another_model_are_refused_by_name(
         ShardedModel(Files(checkpoint, parameters_on_meta), torch.float32)
 
 
-def test_missing_and_broken_files_are_one_line(checkpoint: Path) -> None:
+def test_missing_and_broken_files_are_one_line(checkpoint):
     file = checkpoint / "transformer_2" / "model.safetensors"
     for content, message in ((b"{}", "cannot be read"), (None, r"has no diffusion_pytorch_model\.safetensors")):
         file.unlink() if content is None else file.write_bytes(content)

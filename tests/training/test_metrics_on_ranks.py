@@ -1,18 +1,12 @@
 """Tests that ranks reduce their metrics to those of one rank, however rows are dealt. Four processes over gloo."""
 
-from __future__ import annotations
-
-import pickle
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from omni_async.layout import ParallelLayout
-from omni_async.training.device import init_process_group, sum_of_rows
+from omni_async.training.device import sum_of_rows
 from omni_async.training.metrics import Metrics
+from tests.training.ranks import on_ranks
 
 WORLD, STEPS = 4, 3
 ROWS = (1, 3, 9)  # ranks without any, and ranks with more than others
@@ -21,7 +15,7 @@ SEQUENCES = (1, 2, 4)
 
 def reduced(layout: ParallelLayout, number: int) -> dict[str, float]:
     """Reduces `number` rows, of which every rank records those that it is dealt."""
-    values = 50 * torch.randn(number, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    values = 500 * torch.randn(number, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
     mine = list(layout.dealt(number))
     metrics = Metrics(layout)
     if mine:
@@ -35,22 +29,17 @@ def reduced(layout: ParallelLayout, number: int) -> dict[str, float]:
     return metrics.reduce(STEPS)
 
 
-def worker(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, WORLD, f"file://{folder}/rendezvous", timeout=60.0, device=torch.device("cpu"))
+def work(rank: int) -> tuple[dict[tuple[int, int], dict[str, float]], dict[int, list[float]]]:
     layouts = {sequence: ParallelLayout(rank, WORLD, sequence) for sequence in SEQUENCES}
     found = {(sequence, rows): reduced(layout, rows) for sequence, layout in layouts.items() for rows in ROWS}
     own = torch.tensor([1.0, 2.0], dtype=torch.float64)
     sums = {sequence: sum_of_rows(layout, own).tolist() for sequence, layout in layouts.items()}
     assert own.tolist() == [1.0, 2.0]
-    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps((found, sums)))
-    dist.destroy_process_group()
+    return found, sums
 
 
-def test_rows_count_once_however_they_are_dealt(tmp_path: Path) -> None:
-    mp.spawn(worker, (tmp_path,), nprocs=WORLD, join=True)
-    for rank in range(WORLD):
-        found, sums = pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes())
+def test_rows_count_once_however_they_are_dealt(tmp_path):
+    for found, sums in on_ranks(WORLD, tmp_path, work):
         for (sequence, rows), metrics in found.items():
             expected = reduced(ParallelLayout(), rows)
             assert {"mean", "variance", "ess", "first", "mean/step_00"} <= expected.keys()

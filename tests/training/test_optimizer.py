@@ -1,16 +1,10 @@
 """Tests learning-rate numbers and clipping."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from omni_async.config.schema import Config
 from omni_async.training.optimizer import build_optimizer, clip_factor, gradient_norm, learning_rate
-
-MakeConfig = Callable[..., Config]
+from tests.training.engines import make_config
 
 
 @pytest.mark.parametrize(
@@ -21,9 +15,7 @@ MakeConfig = Callable[..., Config]
         ("cosine", [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627, 0.0]),
     ],
 )
-def test_warm_up_then_the_schedule_over_all_optimizer_steps(
-    make_config: MakeConfig, schedule: str, rates: list[float]
-) -> None:
+def test_warm_up_then_the_schedule_over_all_optimizer_steps(schedule, rates):
     config = make_config(
         **{
             "trainer.updates": 3,
@@ -34,7 +26,7 @@ def test_warm_up_then_the_schedule_over_all_optimizer_steps(
     assert [learning_rate(config.trainer, i) for i in range(len(rates))] == pytest.approx(rates)
 
 
-def test_configured_values_reach_the_optimizer(make_config: MakeConfig) -> None:
+def test_configured_values_reach_the_optimizer():
     weight = torch.nn.Parameter(torch.ones(2))
     adamw = make_config(
         **{"trainer.optimizer": {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-9, "weight_decay": 0.3}}
@@ -52,7 +44,7 @@ def test_configured_values_reach_the_optimizer(make_config: MakeConfig) -> None:
     assert (built.defaults["momentum"], built.defaults["weight_decay"]) == (0.7, 0.2)
 
 
-def test_clipping_is_torchs() -> None:
+def test_clipping_is_torchs():
     grads = [torch.tensor([3.0]), torch.tensor([4.0])]
     assert gradient_norm(grads) == 5.0
     assert clip_factor(5.0, None) == clip_factor(5.0, 10.0) == 1.0

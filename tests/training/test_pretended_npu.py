@@ -1,8 +1,6 @@
 """Tests what a machine with Ascend NPUs would meet before its first operator: device, groups, mesh, carrier. They are
 pretended, each rank in a process of its own; an Ascend has never run any of it."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -51,7 +49,7 @@ def work(rank: int, folder: Path, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_on_npus_find_their_device_their_group_and_their_carrier(tmp_path: Path) -> None:
+def test_ranks_on_npus_find_their_device_their_group_and_their_carrier(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,5 +70,5 @@ def test_ranks_on_npus_find_their_device_their_group_and_their_carrier(tmp_path:
         }
 
 
-def test_pretending_stays_in_its_process() -> None:
+def test_pretending_stays_in_its_process():
     assert torch.accelerator.current_accelerator() is None or torch.accelerator.current_accelerator().type != "npu"

@@ -1,34 +1,28 @@
 """Tests that several ranks are one rank: same gradients, metrics and weights, whatever the split. Real processes over
 gloo."""
 
-from __future__ import annotations
-
 import math
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from omni_async.training.metrics import Metrics
-from omni_async.weights.buckets import unpack, verify
+from omni_async.weights.buckets import unpack
+from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
+from tests.training.engines import log_probs, make_config
 from tests.training.exports import export
+from tests.training.ranks import on_ranks
 from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
-MakeConfig = Callable[..., Config]
 EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach
 
 # A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
@@ -92,10 +86,8 @@ def other_weights(policy: TinyPolicy) -> nn.ModuleDict:
 
 def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
     """Returns this rank's part of an update's groups, one per optimizer step."""
-    config, seeds = (
-        engine.config,
-        range(number * engine.config.trainer.steps_per_update, (number + 1) * engine.config.trainer.steps_per_update),
-    )
+    config, steps = engine.config, engine.config.trainer.steps_per_update
+    seeds = range(number * steps, (number + 1) * steps)
     if config.algorithm.name == "diffusion_dpo":
         return [tiny_pair(engine.policy, config, seed) for seed in seeds]
     made_by = other_weights(engine.policy)
@@ -108,7 +100,7 @@ def update(engine: TrainEngine, number: int) -> dict[str, Any]:
     groups = groups_of(engine, number)
     seen: dict[str, list[list[Any]]] = {}
     if engine.config.rollout.sde is not None:
-        seen["log_probs"] = [engine.log_probs(group).tolist() for group in groups]
+        seen["log_probs"] = [log_probs(engine, group).tolist() for group in groups]
     if engine.config.trainer.steps_per_update > 1:
         seen["drift"] = [
             [(*d.log_ratio, *(d.kappa or ())) for d in engine.recompute_proximal(group)] for group in groups
@@ -130,31 +122,16 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     assert (out is None) == (engine.layout.rank > 0)
     if out is not None:
         verify(*out)
-    auxiliary = {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t
-        for name, t in engine._model.auxiliary.tensors().items()
-    }
+    auxiliary = {name: whole(t) for name, t in engine._model.auxiliary.tensors().items()}
     return {"updates": [first, second], "export": out, "auxiliary": auxiliary, "digest0": engine.digest0}
 
 
-def far_apart(layout: ParallelLayout) -> dict[str, float]:
-    """Returns what two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only
-    the second has rows of."""
-    values = torch.tensor([[-400.0, -800.0], [-400.0 + math.log(3.0), -900.0]][layout.rank], dtype=torch.float64)
-    metrics = Metrics(layout)
-    metrics.record("ess", values, "ess")
-    metrics.record_by_step("ess", values, [0, layout.rank], "ess")
-    return metrics.reduce(2)
-
-
-def worker(rank: int, world: int, folder: Path, configs: dict[str, Config]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
-    for name, config in configs.items():
-        result = run(TrainEngine(config, policy_of(name), ParallelLayout(rank, world), device=CPU), folder / name)
-        (folder / name / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
-    (folder / f"ess{rank}.pkl").write_bytes(pickle.dumps(far_apart(ParallelLayout(rank, world))))
-    dist.destroy_process_group()
+def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, Any]:
+    layout = ParallelLayout(rank, 2)
+    return {
+        name: run(TrainEngine(config, policy_of(name), layout, device=CPU), folder / name)
+        for name, config in configs.items()
+    }
 
 
 def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -163,16 +140,13 @@ def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-6)
 
 
-def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_trains(tmp_path):
     two = {name: make_config(**{**BASE, **change, "trainer.workers": 2}) for name, change in VARIANTS.items()}
-    mp.spawn(worker, (2, tmp_path, two), nprocs=2, join=True)
-    for rank in (0, 1):
-        found = pickle.loads((tmp_path / f"ess{rank}.pkl").read_bytes())
-        assert found == pytest.approx({"ess": 16 / 40, "ess/step_00": 16 / 30, "ess/step_01": 1.0})
+    found = on_ranks(2, tmp_path, run_all, tmp_path, two)
     for name, change in VARIANTS.items():
         alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), ParallelLayout(), device=CPU)
         alone = run(alone_engine, tmp_path / f"{name}-alone")
-        ranks = [pickle.loads((tmp_path / name / f"rank{rank}.pkl").read_bytes()) for rank in (0, 1)]
+        ranks = [results[name] for results in found]
 
         for number, expected in enumerate(alone["updates"]):
             got = [rank["updates"][number] for rank in ranks]
@@ -195,7 +169,7 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
         # A checkpoint of two ranks continues on one.
         load(alone_engine, tmp_path / name / "checkpoint")
         update(alone_engine, 1)
-        assert_same_tensors(dict(unpack(*alone_engine.export(2))), expected_weights)
+        assert_same_tensors(dict(unpack(*export(alone_engine, 2))), expected_weights)
 
 
 # ---- shares of every size --------------------------------------------------------------------------------------------
@@ -217,14 +191,8 @@ def two_groups(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, float]
     if config.algorithm.name == "diffusion_dpo":
         groups = [tiny_pair(engine.policy, config, seed) for seed in range(2)]
     else:
-        groups = [
-            share(
-                tiny_group(engine.policy, config, seed, staleness=1, model=made_by),
-                engine.layout,
-                start=seed * config.rollout.group_size,
-            )
-            for seed in range(2)
-        ]
+        whole_groups = [tiny_group(engine.policy, config, seed, staleness=1, model=made_by) for seed in range(2)]
+        groups = [share(group, engine.layout, start=i * group.size) for i, group in enumerate(whole_groups)]
     if config.trainer.steps_per_update > 1:
         drifts = [engine.recompute_proximal(group) for group in groups]
         assert [len(found) for found in drifts] == [len(group.seeds) * group.counts for group in groups]
@@ -234,21 +202,16 @@ def two_groups(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, float]
     return gradients, engine.step()
 
 
-def dealing_worker(rank: int, world: int, folder: Path, configs: dict[tuple[str, int], Config]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
+def deal_all(rank: int, world: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Any]:
     layout = ParallelLayout(rank, world)
-    found = {key: two_groups(TrainEngine(config, policy_of(key[0]), layout, CPU)) for key, config in configs.items()}
-    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return {key: two_groups(TrainEngine(config, policy_of(key[0]), layout, CPU)) for key, config in configs.items()}
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_shares_of_any_size_have_the_gradients_of_one_rank(make_config: MakeConfig, tmp_path: Path, world: int) -> None:
+def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
     dealt = {key: make_config(**{**change, "trainer.workers": world}) for key, change in jobs.items()}
-    mp.spawn(dealing_worker, (world, tmp_path, dealt), nprocs=world, join=True)
-    ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+    ranks = on_ranks(world, tmp_path, deal_all, world, dealt)
     for key, change in jobs.items():
         alone = TrainEngine(make_config(**change), policy_of(key[0]), ParallelLayout(), CPU)
         expected, metrics = two_groups(alone)

@@ -1,13 +1,9 @@
 """Tests the engine on a real architecture: a tiny random Qwen-Image, on the CPU and, where there is one, a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
@@ -15,14 +11,14 @@ from omni_async.training.device import rank_device
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import digest_tensors
-from omni_async.weights.shards import whole
 from tests.fakes import load_model
+from tests.training.drawn import random_group
+from tests.training.engines import auxiliary_of, log_probs, make_config
+from tests.training.exports import export
 from tests.training.saved import load, save
 
 tiny = pytest.importorskip("pipelines.qwen_image.tiny")
 qwen = pytest.importorskip("pipelines.qwen_image.policy")
-
-MakeConfig = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")
@@ -30,54 +26,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build(tmp_path_factory.mktemp("qwen"), layers=2)
 
 
-def random_group(engine: TrainEngine) -> GroupBatch:
-    """Makes samples of prompts of different lengths, whose log-probs are then the engine's own."""
-    generator = torch.Generator().manual_seed(0)
-    shape = engine.policy.latent_shape(engine.config.rollout.sampling)
-    samples = []
-    for i in range(4):
-        length = 3 + i % 2
-        x = torch.randn(1, *shape, generator=generator)
-        steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
-        conditioning = TensorDict(
-            {
-                "prompt_embeds": torch.randn(length, 64, generator=generator),
-                "prompt_mask": torch.ones(length, dtype=torch.bool),
-            },
-            [],
-        )
-        if engine.config.rollout.sampling.guided:
-            conditioning["negative_prompt_embeds"] = torch.randn(2, 64, generator=generator)
-            conditioning["negative_prompt_mask"] = torch.ones(2, dtype=torch.bool)
-        tensors = {
-            "final": x[0],
-            "latents": torch.cat(steps),
-            "log_probs": torch.zeros(2),
-            "sigmas": engine.policy.sigmas(5, engine.config.rollout.sampling),
-            "steps": torch.tensor([1, 2]),
-            "conditioning": conditioning,
-        }
-        samples.append(TensorDict(tensors, []))
-    group = GroupBatch(
-        group=0,
-        spec=engine.config.rollout.sampling,
-        trajectories=samples,
-        advantages=[1.0, -1.0, 0.5, -0.5],
-        seeds=range(4),
-        staleness=[[0, 0]] * 4,
-        size=4,
-    )
-    if engine.config.rollout.sde is None:
-        return group
-    for sample, log_probs in zip(samples, engine.log_probs(group), strict=True):
-        sample["log_probs"] = log_probs
+def recorded_group(engine: TrainEngine) -> GroupBatch:
+    """Makes samples of prompts of different lengths, whose log-probs are the engine's own."""
+    group = random_group(engine.policy, engine.config)
+    if engine.config.rollout.sde is not None:
+        for sample, recorded in zip(group.trajectories, log_probs(engine, group), strict=True):
+            sample["log_probs"] = recorded
     return group
 
 
 def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> tuple[TrainEngine, dict[str, float]]:
     engine = TrainEngine(config, qwen.QwenImagePolicy(str(checkpoint)), ParallelLayout(), device=device)
     engine.setup()
-    group = random_group(engine)
+    group = recorded_group(engine)
     for _ in range(2):
         engine.accumulate(group, 1 / 8)
         metrics = engine.step()
@@ -86,9 +47,7 @@ def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> t
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_qwen_image_trains_and_exports_diffusers_names(
-    make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str
-) -> None:
+def test_qwen_image_trains_and_exports_diffusers_names(checkpoint, lora, backend):
     options = {
         "model.lora": lora,
         "trainer.backend": backend,
@@ -99,7 +58,7 @@ def test_qwen_image_trains_and_exports_diffusers_names(
     )
     engine, metrics = train_two_steps(config, checkpoint, torch.device("cpu"))
     assert metrics["ratio_deviation"] > 0
-    names = {spec.name for spec in engine.export(1)[0].tensors}
+    names = {spec.name for spec in export(engine, 1)[0].tensors}
     if lora is None:
         assert names == set(dict(load_model(qwen.QwenImagePolicy(str(checkpoint))).named_parameters()))
     else:
@@ -108,9 +67,7 @@ def test_qwen_image_trains_and_exports_diffusers_names(
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_qwen_image_trains_on_final_latents_beside_two_other_policies(
-    make_config: MakeConfig, checkpoint: Path, backend: str
-) -> None:
+def test_qwen_image_trains_on_final_latents_beside_two_other_policies(checkpoint, backend):
     options = {
         "trainer.backend": backend,
         "rollout.sampling": {"height": 32, "width": 32, "true_cfg_scale": 3.0},
@@ -121,23 +78,15 @@ def test_qwen_image_trains_on_final_latents_beside_two_other_policies(
         make_config(**options, **nft, **{"trainer.gradient_checkpointing": True}), checkpoint, torch.device("cpu")
     )
     assert metrics["kl_ref"] > 1.5 * metrics["old_deviation"] > 0  # the old policy follows, the reference does not
-    digests = {which: digest_tensors(auxiliary_tensors(engine, which)) for which in ("old", "reference")}
+    digests = {which: digest_tensors(auxiliary_of(engine, which).items()) for which in ("old", "reference")}
     assert digests["reference"] == engine.digest0
-    assert digests["old"] == engine.export(2)[0].digest != engine.digest0
-
-
-def auxiliary_tensors(engine: TrainEngine, which: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in engine._model.auxiliary.tensors().items():
-        if name.startswith(f"{which}."):
-            yield name.removeprefix(f"{which}."), whole(tensor)
+    assert digests["old"] == export(engine, 2)[0].digest != engine.digest0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 @pytest.mark.parametrize("backend", ["plain", "auto"])
-def test_qwen_image_trains_in_bfloat16_on_an_accelerator(
-    make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str, tmp_path: Path
-) -> None:
+def test_qwen_image_trains_in_bfloat16_on_an_accelerator(checkpoint, lora, backend, tmp_path):
     options = {"model.dtype": "bfloat16", "model.lora": lora, "trainer.backend": backend, "algorithm.kl_coef": 0.1}
     config = make_config(
         **options,
@@ -146,8 +95,8 @@ def test_qwen_image_trains_in_bfloat16_on_an_accelerator(
     engine, metrics = train_two_steps(config, checkpoint, rank_device(0))
     assert metrics["ratio_deviation"] > 0
     assert metrics["kl_ref"] > 0
-    manifest, _ = engine.export(2)
+    manifest, _ = export(engine, 2)
     assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
     save(engine, tmp_path / "c")
     load(engine, tmp_path / "c")
-    assert engine.export(2)[0].digest == manifest.digest
+    assert export(engine, 2)[0].digest == manifest.digest

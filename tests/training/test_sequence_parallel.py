@@ -1,10 +1,6 @@
 """Tests that ranks which share the tokens of a row train what one rank trains: real architectures over gloo, alone and
 beside data parallelism, with guidance, masks, LoRA, recomputed activations and several denoisers."""
 
-from __future__ import annotations
-
-import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -12,26 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from msgspec.structs import replace
-from tensordict import TensorDict
-from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_async.config.schema import Config
 from omni_async.families import find_family
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy, SequencePlan, load_policy
-from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.shards import whole
 from tests.fakes import share
+from tests.training.drawn import random_group
+from tests.training.engines import log_probs, make_config
+from tests.training.ranks import on_ranks
 
 CPU = torch.device("cpu")
-MakeConfig = Callable[..., Config]
 LORA = {"model.lora": {"rank": 2, "alpha": 4.0}}
 CHECKPOINTING = {"trainer.gradient_checkpointing": True}
 
@@ -78,46 +71,6 @@ def policy_of(config: Config) -> Policy:
     return load_policy(find_family(config.model.pipeline), config.model.path)
 
 
-def conditioning_of(policy: Policy, spec: Any, sample: int, generator: torch.Generator) -> TensorDict:
-    """Makes noise of the shapes of a prompt; of those that have a mask, as many tokens as the sample's number says."""
-    fields: dict[str, Tensor] = {}
-    for name, blank in sorted(policy.blank_conditioning(spec).items()):
-        length = 1 + 2 * (sample % 2) if name.startswith("negative") else 3 + 2 * sample
-        shape = blank.shape if "prompt_mask" not in policy.blank_conditioning(spec) else (length, *blank.shape[1:])
-        made = torch.randn(shape, generator=generator)
-        fields[name] = torch.ones(shape, dtype=torch.bool) if blank.dtype == torch.bool else made
-    return TensorDict(fields, [])
-
-
-def random_group(policy: Policy, config: Config) -> GroupBatch:
-    """Makes four samples of two steps, which need all of the policy's denoisers."""
-    spec, generator = config.rollout.sampling, torch.Generator().manual_seed(0)
-    shape, sigmas = policy.latent_shape(spec), policy.sigmas(config.rollout.num_inference_steps, spec)
-    needs = [policy.component_of(float(sigma)) for sigma in sigmas]
-    first = needs.index(policy.components[-1]) - 1 if len(policy.components) > 1 else 1
-    samples = []
-    for number in range(4):
-        x = torch.randn(1, *shape, generator=generator)
-        steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
-        tensors = {
-            "latents": torch.cat(steps),
-            "log_probs": torch.zeros(2),
-            "sigmas": sigmas,
-            "steps": torch.tensor([first, first + 1]),
-            "conditioning": conditioning_of(policy, spec, number, generator),
-        }
-        samples.append(TensorDict(tensors, []))
-    return GroupBatch(
-        group=0,
-        spec=spec,
-        trajectories=samples,
-        advantages=[1.0, -1.0, 0.5, -0.25],
-        seeds=range(4),
-        staleness=[[0, 0]] * 4,
-        size=4,
-    )
-
-
 @torch.no_grad()
 def fill_adapters(engine: TrainEngine) -> None:
     """Draws adapters, of which one half is zero and would leave the other half without gradient."""
@@ -138,13 +91,13 @@ def train(config: Config, group: GroupBatch | None, rank: int) -> dict[str, Any]
     fill_adapters(engine)
     made = group if group is not None else random_group(engine.policy, config)
     mine = share(made, layout)
-    log_probs = engine.log_probs(mine)
+    recomputed = log_probs(engine, mine)
     if group is None:
-        for sample, recorded in zip(made.trajectories, log_probs, strict=True):
+        for sample, recorded in zip(made.trajectories, recomputed, strict=True):
             sample["log_probs"] = recorded
     engine.accumulate(mine, 1 / 8)
     gradients = {name: whole(p.grad) for name, p in engine._model.trainable.items() if p.grad is not None}
-    return {"log_probs": log_probs, "gradients": gradients, "group": made}
+    return {"log_probs": recomputed, "gradients": gradients, "group": made}
 
 
 def refusals(config: Config, rank: int) -> list[str]:
@@ -168,22 +121,15 @@ def refusals(config: Config, rank: int) -> list[str]:
         engine = TrainEngine(config, policy, ParallelLayout.of(config.trainer, rank), device=CPU)
         with pytest.raises((ValueError, TrainingError)) as refused:
             engine.setup()
-            engine.log_probs(random_group(policy, config))
+            log_probs(engine, random_group(policy, config))
         said.append(str(refused.value))
     SD3Transformer2DModel._cp_plan = None
     return said
 
 
-def worker(rank: int, folder: Path, world: int, jobs: dict[str, tuple[Config, GroupBatch]]) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous{world}", timeout=60.0, device=CPU)
-    if REFUSED in jobs:
-        config, _ = jobs.pop(REFUSED)
-        (folder / f"{REFUSED} {rank}").write_bytes(pickle.dumps(refusals(config, rank)))
-    for name, (config, group) in jobs.items():
-        found = train(config, group, rank)
-        (folder / f"{name} {rank}").write_bytes(pickle.dumps({**found, "group": None}))
-    dist.destroy_process_group()
+def work(rank: int, jobs: dict[str, tuple[Config, GroupBatch]]) -> dict[str, Any]:
+    found: dict[str, Any] = {REFUSED: refusals(jobs.pop(REFUSED)[0], rank)} if REFUSED in jobs else {}
+    return found | {name: {**train(config, group, rank), "group": None} for name, (config, group) in jobs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +148,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def config_of(case: Case, checkpoints: dict[str, str], make_config: MakeConfig, alone: bool) -> Config:
+def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
     ranks = {} if alone else {"trainer.workers": case.workers, "trainer.sequence_parallel": case.sequence}
     changes = {
         "model.pipeline": case.family,
@@ -221,22 +167,16 @@ class Trained:
 
     jobs: dict[str, tuple[Config, GroupBatch]]
     alone: dict[str, dict[str, Any]]
-    folder: Path
-
-    def by(self, name: str, rank: int) -> Any:
-        return pickle.loads((self.folder / f"{name} {rank}").read_bytes())
+    ranks: list[dict[str, Any]]
 
 
-def trained(make_config: MakeConfig, checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
+def trained(checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
     cases = {name: case for name, case in CASES.items() if case.workers == world}
-    configs = {name: config_of(case, checkpoints, make_config, alone=False) for name, case in cases.items()}
-    alone = {
-        name: train(config_of(case, checkpoints, make_config, alone=True), None, 0) for name, case in cases.items()
-    }
+    configs = {name: config_of(case, checkpoints, alone=False) for name, case in cases.items()}
+    alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
     jobs = {name: (config, alone[name]["group"]) for name, config in configs.items()}
     asked = {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs
-    mp.spawn(worker, (folder, world, asked), nprocs=world, join=True)
-    return Trained(jobs, alone, folder)
+    return Trained(jobs, alone, on_ranks(world, folder, work, asked))
 
 
 def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
@@ -244,8 +184,8 @@ def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
         wanted, log_probs = ranks.alone[name]["gradients"], ranks.alone[name]["log_probs"]
         largest = max(gradient.abs().max() for gradient in wanted.values())
         assert {weight.partition(".")[0] for weight in wanted} == set(policy_of(config).components)
-        for rank in range(config.trainer.workers):
-            found, layout = ranks.by(name, rank), ParallelLayout.of(config.trainer, rank)
+        for rank, results in enumerate(ranks.ranks):
+            found, layout = results[name], ParallelLayout.of(config.trainer, rank)
             its = log_probs[layout.data_rank :: layout.data_size]
             torch.testing.assert_close(found["log_probs"], its, rtol=0, atol=1e-5, msg=name)
             assert found["gradients"].keys() == wanted.keys()
@@ -253,13 +193,11 @@ def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
                 assert (found["gradients"][weight] - gradient).abs().max() < 3e-6 * largest, f"{name}: {weight}"
 
 
-def test_two_ranks_that_share_tokens_train_what_one_trains(
-    make_config: MakeConfig, checkpoints: dict[str, str], tmp_path: Path
-) -> None:
-    ranks = trained(make_config, checkpoints, tmp_path, 2)
+def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
+    ranks = trained(checkpoints, tmp_path, 2)
     assert_ranks_train_what_one_trains(ranks)
-    for rank in (0, 1):
-        without, ignored = ranks.by(REFUSED, rank)
+    for found in ranks.ranks:
+        without, ignored = found[REFUSED]
         key = "trainer.sequence_parallel: "
         assert without == f"{key}SD3Transformer2DModel has no plan of how ranks share its tokens, got 2; use 1"
         assert ignored.startswith(
@@ -267,7 +205,5 @@ def test_two_ranks_that_share_tokens_train_what_one_trains(
         )
 
 
-def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(
-    make_config: MakeConfig, checkpoints: dict[str, str], tmp_path: Path
-) -> None:
-    assert_ranks_train_what_one_trains(trained(make_config, checkpoints, tmp_path, 4))
+def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
+    assert_ranks_train_what_one_trains(trained(checkpoints, tmp_path, 4))

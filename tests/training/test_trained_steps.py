@@ -1,9 +1,6 @@
 """Tests which of a window's steps are trained: a share of them, drawn by the sample's seed alone."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_async.algorithms.timesteps import num_trained
-from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.transition_rows import trained_steps
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import assert_gradients, nudge, started, stepped
+from tests.training.engines import assert_gradients, log_probs, make_config, nudge, started, stepped
 from tests.training.plain import gradients_of, model_of, steps_of, surrogate
 
-MakeConfig = Callable[..., Config]
 WINDOW = range(0, 4)
 
 
@@ -28,14 +23,12 @@ WINDOW = range(0, 4)
     ("window", "fraction", "count"),
     [(4, 1.0, 4), (4, 0.5, 2), (4, 0.74, 2), (4, 0.01, 1), (10, 0.3, 3), (50, 0.58, 29), (3, 1 / 3, 1)],
 )
-def test_a_share_is_rounded_down_but_at_least_one(window: int, fraction: float, count: int) -> None:
+def test_a_share_is_rounded_down_but_at_least_one(window, fraction, count):
     assert num_trained(window, fraction) == count
 
 
 @given(seed=st.integers(0, 2**63 - 1), window=st.integers(1, 12), data=st.data())
-def test_a_draw_is_without_replacement_in_order_and_the_seeds_alone(
-    seed: int, window: int, data: st.DataObject
-) -> None:
+def test_a_draw_is_without_replacement_in_order_and_the_seeds_alone(seed, window, data):
     fraction = data.draw(st.floats(0.01, 1.0))
     chosen = trained_steps(seed, window, fraction)
     assert chosen == sorted(set(chosen))
@@ -45,15 +38,13 @@ def test_a_draw_is_without_replacement_in_order_and_the_seeds_alone(
     assert trained_steps(seed, window, 1.0) == list(range(window))
 
 
-def test_every_step_is_drawn_as_often_as_every_other() -> None:
+def test_every_step_is_drawn_as_often_as_every_other():
     drawn = Counter(k for seed in range(3000) for k in trained_steps(seed, 4, 0.5))
     assert drawn.keys() == {0, 1, 2, 3}
     assert all(abs(count - 1500) < 5 * (3000 * 0.25) ** 0.5 for count in drawn.values())
 
 
-def fractional(
-    make_config: MakeConfig, size: int = 3, **changes: object
-) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
+def fractional(size: int = 3, **changes: object) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
     """Returns an engine that trains half of 4 steps, a group with a staleness of its own for every step, and the
     positions that are trained."""
     engine = started(make_config(**{"algorithm.timestep_fraction": 0.5, "trainer.micro_batch_size": size, **changes}))
@@ -66,8 +57,8 @@ def fractional(
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_rows_are_the_chosen_steps_of_every_sample(make_config: MakeConfig, size: int) -> None:
-    engine, group, chosen = fractional(make_config, size)
+def test_rows_are_the_chosen_steps_of_every_sample(size):
+    engine, group, chosen = fractional(size)
     batches = [rows for rows, _ in engine._loss.batches(group)]
     expected = [(i, k) for i in range(4) for k in chosen[i]]
     assert [step for rows in batches for step in rows.steps] == [k for _, k in expected]
@@ -79,21 +70,8 @@ def test_rows_are_the_chosen_steps_of_every_sample(make_config: MakeConfig, size
         assert torch.equal(following[row], group.trajectories[i]["latents"][k + 1])
 
 
-def test_a_samples_steps_do_not_depend_on_its_neighbours(make_config: MakeConfig) -> None:
-    engine, group, chosen = fractional(make_config)
-    alone = replace(
-        group,
-        trajectories=group.trajectories[3:],
-        advantages=[1.0],
-        seeds=group.seeds[3:],
-        staleness=group.staleness[3:],
-        size=1,
-    )
-    assert [step for rows, _ in engine._loss.batches(alone) for step in rows.steps] == chosen[3]
-
-
-def test_the_gradient_is_that_of_the_mean_over_chosen_rows(make_config: MakeConfig) -> None:
-    engine, group, chosen = fractional(make_config)
+def test_the_gradient_is_that_of_the_mean_over_chosen_rows():
+    engine, group, chosen = fractional()
     model = model_of(engine)
     losses = [
         surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.2)
@@ -105,13 +83,13 @@ def test_the_gradient_is_that_of_the_mean_over_chosen_rows(make_config: MakeConf
     assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-6)
 
 
-def test_weights_and_drift_are_of_the_chosen_rows_in_order(make_config: MakeConfig) -> None:
-    engine, group, chosen = fractional(make_config, **{"algorithm.correction": {"mode": "decoupled"}})
+def test_weights_and_drift_are_of_the_chosen_rows_in_order():
+    engine, group, chosen = fractional(**{"algorithm.correction": {"mode": "decoupled"}})
     model = model_of(engine)
     steps = list(steps_of(model, engine.config, group, chosen))
     drifts = engine.recompute_proximal(group)
     assert [x for d in drifts for x in d.log_ratio] == pytest.approx([s.nats for s in steps], abs=2e-5)
-    values = engine.log_probs(group)
+    values = log_probs(engine, group)
     assert values.shape == (4, 2)
     torch.testing.assert_close(
         values.flatten().double(), torch.stack([s.log_prob for s in steps]).detach(), rtol=0, atol=1e-6

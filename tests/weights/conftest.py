@@ -1,13 +1,11 @@
 """Makes small weights of several kinds, packed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import pack
 from omni_async.weights.digest import Bucket
+from tests.packing import pack
 
 Packed = tuple[WeightManifest, list[Bucket]]
 

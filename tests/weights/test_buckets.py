@@ -1,7 +1,5 @@
 """Tests that weights survive packing to the bit, and nothing damaged passes for whole."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Iterator
@@ -15,20 +13,10 @@ from hypothesis import strategies as st
 
 from omni_async.types import WeightManifest
 from omni_async.weights import buckets
-from omni_async.weights.buckets import (
-    ALIGNMENT,
-    BucketSet,
-    WeightError,
-    digest,
-    digest_tensors,
-    dtype_name,
-    dtype_of,
-    pack,
-    unpack,
-    verify,
-)
-from omni_async.weights.digest import item_bytes
+from omni_async.weights.buckets import ALIGNMENT, BucketSet, digest_tensors, dtype_name, dtype_of, unpack
+from omni_async.weights.digest import WeightError, digest, item_bytes, verify
 from omni_async.weights.snapshot import Snapshot
+from tests.packing import pack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -61,7 +49,7 @@ def tensor_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=60, deadline=None)
 @given(tensors=tensor_dicts(), bucket_bytes=st.integers(1, 400))
-def test_packing_and_reading_back_changes_nothing(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+def test_packing_and_reading_back_changes_nothing(tensors, bucket_bytes):
     manifest, buckets = packed(tensors, bucket_bytes)
     verify(manifest, buckets)
     read = dict(unpack(manifest, buckets))
@@ -74,20 +62,20 @@ def test_packing_and_reading_back_changes_nothing(tensors: dict[str, torch.Tenso
     assert manifest.digest == digest_tensors(tensors.items())
 
 
-def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own() -> None:
+def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own():
     manifest, buckets = packed(example())
     [large] = next(spec.pieces for spec in manifest.tensors if spec.name == "big")
     assert [len(b) <= 256 or i == large.bucket for i, b in enumerate(buckets)] == [True] * len(buckets)
     assert (large.offset, large.nbytes) == (0, len(buckets[large.bucket]))
 
 
-def test_the_digest_depends_on_neither_order_nor_bucket_size() -> None:
+def test_the_digest_depends_on_neither_order_nor_bucket_size():
     forward, _ = packed(example(), 256)
     backward, _ = packed(dict(reversed(example().items())), 4096)
     assert forward.digest == backward.digest
 
 
-def test_strided_tensors_are_packed_by_value() -> None:
+def test_strided_tensors_are_packed_by_value():
     tensor = torch.arange(12.0).view(3, 4).t()
     manifest, buckets = packed({"t": tensor})
     assert torch.equal(dict(unpack(manifest, buckets))["t"], tensor)
@@ -95,7 +83,7 @@ def test_strided_tensors_are_packed_by_value() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_reading_is_without_copy_even_from_read_only_memory() -> None:
+def test_reading_is_without_copy_even_from_read_only_memory():
     manifest, buckets = packed(example())
     frozen = [np.frombuffer(bucket.tobytes(), np.uint8) for bucket in buckets]
     assert not frozen[0].flags.writeable
@@ -108,7 +96,7 @@ def test_reading_is_without_copy_even_from_read_only_memory() -> None:
     assert torch.equal(read["big"], example()["big"])
 
 
-def test_a_flipped_byte_is_found() -> None:
+def test_a_flipped_byte_is_found():
     manifest, buckets = packed(example())
     buckets[0][3] ^= 1
     with pytest.raises(
@@ -119,7 +107,7 @@ def test_a_flipped_byte_is_found() -> None:
 
 
 @pytest.mark.parametrize("change", [{"name": "other"}, {"shape": (5, 8)}])
-def test_a_changed_table_of_contents_is_found(change: dict[str, object]) -> None:
+def test_a_changed_table_of_contents_is_found(change):
     manifest, buckets = packed(example())
     first, *rest = manifest.tensors
     forged = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, **change), *rest))
@@ -127,7 +115,7 @@ def test_a_changed_table_of_contents_is_found(change: dict[str, object]) -> None
         verify(forged, buckets)
 
 
-def test_a_wrong_dtype_is_found() -> None:
+def test_a_wrong_dtype_is_found():
     manifest, buckets = packed({"t": torch.ones(4)})
     (spec,) = manifest.tensors
     with pytest.raises(WeightError, match="got"):
@@ -136,7 +124,7 @@ def test_a_wrong_dtype_is_found() -> None:
         verify(msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(spec, dtype="bfloat16"),)), buckets)
 
 
-def test_a_truncated_or_missing_bucket_is_found() -> None:
+def test_a_truncated_or_missing_bucket_is_found():
     manifest, buckets = packed(example())
     with pytest.raises(
         WeightError, match="version 3: tensor 'big' ends at byte 1200 of bucket 2, which has 1192 bytes"
@@ -146,16 +134,9 @@ def test_a_truncated_or_missing_bucket_is_found() -> None:
         list(unpack(manifest, buckets[:1]))
 
 
-def test_a_name_may_appear_once_only() -> None:
+def test_a_name_may_appear_once_only():
     with pytest.raises(ValueError, match="'a' appears twice"):
         pack([("a", torch.ones(1)), ("a", torch.ones(1))], version=0, payload="full", bucket_bytes=64)
-
-
-def test_a_manifest_survives_messagepack() -> None:
-    manifest, buckets = packed(example())
-    received = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest)
-    verify(received, buckets)
-    assert received == manifest
 
 
 # ---- memory that is used again ---------------------------------------------------------------------------------------
@@ -169,7 +150,7 @@ def filled(
     return {name: tensor.clone() for name, tensor in unpack(snapshot.manifest(), snapshot.buckets)}
 
 
-def test_the_next_version_is_copied_over_the_last_one() -> None:
+def test_the_next_version_is_copied_over_the_last_one():
     packed, later = BucketSet(256), {name: tensor + 1 for name, tensor in example().items()}
     assert all(torch.equal(got, example()[name]) for name, got in filled(packed, example()).items())
     before = packed.buckets
@@ -177,14 +158,7 @@ def test_the_next_version_is_copied_over_the_last_one() -> None:
     assert [bucket.ctypes.data for bucket in packed.buckets] == [bucket.ctypes.data for bucket in before]
 
 
-def test_a_version_has_the_digest_of_its_tensors_whatever_lay_there_before() -> None:
-    packed = BucketSet(256)
-    packed.fill((name, tensor + 1) for name, tensor in example().items())
-    packed.fill(example().items())
-    assert Snapshot(1, "full", packed.specs, packed.buckets).manifest().digest == digest_tensors(example().items())
-
-
-def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch):
     monkeypatch.setattr(buckets, "_BATCH_BYTES", 1000)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
@@ -205,12 +179,12 @@ def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch: pytest.MonkeyPa
     assert [tensor.unique().tolist() for _, tensor in contents] == [[float(number)] for number in range(20)]
 
 
-def test_the_copy_converts() -> None:
+def test_the_copy_converts():
     converted = filled(BucketSet(256), example(), torch.bfloat16)
     assert all(torch.equal(got, example()[name].to(torch.bfloat16)) for name, got in converted.items())
 
 
-def test_bucket_memory_comes_from_whom_it_should() -> None:
+def test_bucket_memory_comes_from_whom_it_should():
     asked: list[int] = []
 
     def allocate(nbytes: int) -> np.ndarray:
@@ -232,14 +206,14 @@ def test_bucket_memory_comes_from_whom_it_should() -> None:
         ({"b": torch.ones(2, 2), "c": torch.ones(1)}, "tensor 2 of the weights was 'absent' (0,), and is 'c' (1,)"),
     ],
 )
-def test_versions_are_of_the_same_tensors(change: dict[str, torch.Tensor], message: str) -> None:
+def test_versions_are_of_the_same_tensors(change, message):
     packed, first = BucketSet(64), {"a": torch.ones(3)}
     packed.fill({**first, "b": torch.ones(2, 2)}.items())
     with pytest.raises(ValueError, match=re.escape(message)):
         packed.fill({**first, **change}.items())
 
 
-def test_a_bucket_holds_at_least_a_byte() -> None:
+def test_a_bucket_holds_at_least_a_byte():
     with pytest.raises(ValueError, match="bucket_bytes: expected >= 1, got 0"):
         BucketSet(0)
 
@@ -248,11 +222,11 @@ def test_a_bucket_holds_at_least_a_byte() -> None:
     "dtype",
     [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
 )
-def test_every_dtype_has_its_item_size(dtype: torch.dtype) -> None:
+def test_every_dtype_has_its_item_size(dtype):
     assert item_bytes(dtype_name(dtype)) == dtype.itemsize
     assert dtype_of(dtype_name(dtype)) is dtype
 
 
-def test_an_unknown_dtype_is_an_error() -> None:
+def test_an_unknown_dtype_is_an_error():
     with pytest.raises(WeightError, match="unknown tensor dtype 'float7'"):
         item_bytes("float7")

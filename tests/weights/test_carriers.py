@@ -1,8 +1,6 @@
 """Tests carriers of a broadcast: that of a device with the CPU as the device, whose collectives are gloo's; and with
 accelerators where there are some."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable
@@ -34,7 +32,7 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_device_carries_rank_0s_bytes_into_buckets_of_any_size(size: int) -> None:
+def test_a_device_carries_rank_0s_bytes_into_buckets_of_any_size(size):
     store = dist.HashStore()
 
     def take_part(rank: int) -> list[list[int]]:
@@ -49,7 +47,7 @@ def test_a_device_carries_rank_0s_bytes_into_buckets_of_any_size(size: int) -> N
     assert on_ranks(size, take_part) == [[[1] * 5, [2] * 9, [], [4] * 2]] * size
 
 
-def test_what_rank_0_sends_need_not_be_writable() -> None:
+def test_what_rank_0_sends_need_not_be_writable():
     store, sent = dist.HashStore(), np.frombuffer(b"abc", np.uint8)
 
     def take_part(rank: int) -> bytes:
@@ -60,7 +58,7 @@ def test_what_rank_0_sends_need_not_be_writable() -> None:
     assert on_ranks(2, take_part) == [b"abc"] * 2
 
 
-def test_a_rank_that_does_not_come_ends_the_broadcast_within_the_timeout() -> None:
+def test_a_rank_that_does_not_come_ends_the_broadcast_within_the_timeout():
     store, over = dist.HashStore(), threading.Event()
 
     def take_part(rank: int) -> None:
@@ -78,7 +76,7 @@ def test_a_rank_that_does_not_come_ends_the_broadcast_within_the_timeout() -> No
     on_ranks(2, take_part)
 
 
-def test_the_group_is_of_the_backend_that_torch_has_registered_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_is_of_the_backend_that_torch_has_registered_for_the_device(monkeypatch):
     made: list[tuple[Any, ...]] = []
 
     class Options:
@@ -95,26 +93,20 @@ def test_the_group_is_of_the_backend_that_torch_has_registered_for_the_device(mo
     assert made == [(1, 3, timedelta(seconds=7))]
 
 
-def test_engines_get_what_was_sent_by_way_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_get_what_was_sent_by_way_of_the_device(monkeypatch):
     monkeypatch.setattr(collective, "current_device", lambda: CPU)
-
-    async def main() -> None:
-        sender = CollectiveSender("127.0.0.1", "device", LONG_S)
-        receivers = [CollectiveReceiver(f"rollout-{i}", LONG_S) for i in range(2)]
-        await sender.init({str(i): receiver.init for i, receiver in enumerate(receivers)})
-        for version in (3, 4):
-            packed = make_packed(version, seed=version)
-            async with sending(sender, *packed) as parcel:
-                arrived = await asyncio.gather(*(receive(r, packed[0], parcel) for r in receivers))
-            for manifest, buckets in arrived:
-                verify(manifest, buckets)
-
-    asyncio.run(main())
+    sender = CollectiveSender("127.0.0.1", "device", LONG_S)
+    receivers = [CollectiveReceiver(f"rollout-{i}", LONG_S) for i in range(2)]
+    await sender.init({str(i): receiver.init for i, receiver in enumerate(receivers)})
+    for version in (3, 4):
+        packed = make_packed(version, seed=version)
+        async with sending(sender, *packed) as parcel:
+            arrived = await asyncio.gather(*(receive(r, packed[0], parcel) for r in receivers))
+        for manifest, buckets in arrived:
+            verify(manifest, buckets)
 
 
-def test_an_engine_that_does_not_come_ends_the_wait_before_the_device_is_entered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_does_not_come_ends_the_wait_before_the_device_is_entered(monkeypatch):
     monkeypatch.setattr(collective, "current_device", lambda: CPU)
     entered: list[Any] = []
     monkeypatch.setattr(DeviceCarrier, "broadcast", lambda self, bucket, timeout_s: entered.append(bucket))
@@ -131,7 +123,7 @@ def test_an_engine_that_does_not_come_ends_the_wait_before_the_device_is_entered
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
-def test_a_device_that_is_not_there_is_an_error() -> None:
+def test_a_device_that_is_not_there_is_an_error():
     with pytest.raises(RuntimeError, match="this process has no accelerator"):
         current_device()
 
@@ -158,10 +150,10 @@ def through_devices(ranks: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_root_carries_buckets_by_way_of_an_accelerators_memory() -> None:
+def test_the_root_carries_buckets_by_way_of_an_accelerators_memory():
     through_devices(1)
 
 
 @pytest.mark.gpu(devices=2)
-def test_accelerators_carry_buckets_from_one_to_the_other() -> None:
+def test_accelerators_carry_buckets_from_one_to_the_other():
     through_devices(2)

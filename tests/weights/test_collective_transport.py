@@ -1,8 +1,6 @@
 """Tests weights by broadcast, every rank in a thread of this process: what arrives, and what happens when a rank does
 not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +30,7 @@ class World:
         self.sender = CollectiveSender("127.0.0.1", "cpu", timeout_s)
         self.receivers = [CollectiveReceiver(f"rollout-{i}", timeout_s) for i in range(engines)]
 
-    async def connect(self) -> World:
+    async def connect(self):
         await self.sender.init({str(i): receiver.init for i, receiver in enumerate(self.receivers)})
         return self
 
@@ -42,41 +40,32 @@ class World:
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
-def test_every_engine_gets_what_was_sent(engines: int) -> None:
-    async def main() -> None:
-        world = await World(engines).connect()
-        for version in (1, 2):
-            sent = make_packed(version, seed=version)
-            arrived = await world.carry(sent)
-            assert len(arrived) == engines
-            for manifest, buckets in arrived:
-                verify(manifest, buckets)
-                assert manifest == sent[0]
-                assert all(
-                    torch.equal(a, b) for (_, a), (_, b) in zip(unpack(*sent), unpack(manifest, buckets), strict=True)
-                )
-
-    asyncio.run(main())
+async def test_every_engine_gets_what_was_sent(engines):
+    world = await World(engines).connect()
+    for version in (1, 2):
+        sent = make_packed(version, seed=version)
+        arrived = await world.carry(sent)
+        assert len(arrived) == engines
+        for manifest, buckets in arrived:
+            verify(manifest, buckets)
+            assert manifest == sent[0]
+            assert all(
+                torch.equal(a, b) for (_, a), (_, b) in zip(unpack(*sent), unpack(manifest, buckets), strict=True)
+            )
 
 
-def test_a_version_is_received_into_the_memory_of_the_one_before() -> None:
-    async def main() -> None:
-        world = await World(1).connect()
-        [(_, first)], [(_, second)] = await world.carry(make_packed(1)), await world.carry(make_packed(2, seed=1))
-        assert all(np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
-
-    asyncio.run(main())
+async def test_a_version_is_received_into_the_memory_of_the_one_before():
+    world = await World(1).connect()
+    [(_, first)], [(_, second)] = await world.carry(make_packed(1)), await world.carry(make_packed(2, seed=1))
+    assert all(np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_larger_version_gets_larger_memory() -> None:
-    async def main() -> None:
-        world = await World(1).connect()
-        manifest = WeightManifest(1, "full", "", ())
-        for sizes in ([3], [9], [2, 5], [4]):
-            [(_, received)] = await world.carry((manifest, [np.full(size, size, np.uint8) for size in sizes]))
-            assert [bucket.tolist() for bucket in received] == [[size] * size for size in sizes]
-
-    asyncio.run(main())
+async def test_a_larger_version_gets_larger_memory():
+    world = await World(1).connect()
+    manifest = WeightManifest(1, "full", "", ())
+    for sizes in ([3], [9], [2, 5], [4]):
+        [(_, received)] = await world.carry((manifest, [np.full(size, size, np.uint8) for size in sizes]))
+        assert [bucket.tolist() for bucket in received] == [[size] * size for size in sizes]
 
 
 @pytest.fixture
@@ -86,7 +75,7 @@ def default_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_the_trainers_own_group_is_left_alone(default_group: None) -> None:
+def test_the_trainers_own_group_is_left_alone(default_group):
     async def main() -> None:
         [(manifest, buckets)] = await (await World(1).connect()).carry(make_packed())
         verify(manifest, buckets)
@@ -98,7 +87,7 @@ def test_the_trainers_own_group_is_left_alone(default_group: None) -> None:
     assert total.item() == 1.0
 
 
-def test_no_default_group_is_made() -> None:
+def test_no_default_group_is_made():
     async def main() -> None:
         await (await World(1).connect()).carry(make_packed())
 
@@ -106,83 +95,63 @@ def test_no_default_group_is_made() -> None:
     assert not dist.is_initialized()
 
 
-def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() -> None:
-    async def main() -> None:
+async def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout():
+    world = World(1, SHORT_S)
+
+    async def absent(invitation: Any) -> None:
+        """Never joins the group."""
+
+    with pytest.raises(
+        TransportError,
+        match=r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5",
+    ):
+        await world.sender.init({"0": world.receivers[0].init, "1": absent})
+
+
+async def test_the_refusal_of_an_engine_is_reported_and_not_the_others_waiting_that_follows_from_it():
+    async def dead(invitation: Any) -> None:
+        raise ConnectionError("the actor died")
+
+    with pytest.raises(ConnectionError, match="the actor died"):
         world = World(1, SHORT_S)
-
-        async def absent(invitation: Any) -> None:
-            """Never joins the group."""
-
-        with pytest.raises(
-            TransportError,
-            match=r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5",
-        ):
-            await world.sender.init({"0": world.receivers[0].init, "1": absent})
-
-    asyncio.run(asyncio.wait_for(main(), LONG_S))
+        await world.sender.init({"0": world.receivers[0].init, "1": dead})
 
 
-def test_the_refusal_of_an_engine_is_reported_and_not_the_others_waiting_that_follows_from_it() -> None:
-    async def main() -> None:
-        async def dead(invitation: Any) -> None:
-            raise ConnectionError("the actor died")
-
-        with pytest.raises(ConnectionError, match="the actor died"):
-            world = World(1, SHORT_S)
-            await world.sender.init({"0": world.receivers[0].init, "1": dead})
-
-    asyncio.run(asyncio.wait_for(main(), LONG_S))
-
-
-def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout() -> None:
-    async def main() -> None:
-        world = await World(2, SHORT_S).connect()
-        packed = make_packed()
-        outcomes: list[BaseException] = []
-        with pytest.raises(
-            TransportError,
-            match=r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within",
-        ):
-            async with sending(world.sender, *packed) as parcel:
-                outcomes += await asyncio.gather(receive(world.receivers[1], packed[0], parcel), return_exceptions=True)
-        assert len(outcomes) == 1  # the tree of the broadcast decides whether this one had its bytes before
-
-    asyncio.run(asyncio.wait_for(main(), LONG_S))
+async def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout():
+    world = await World(2, SHORT_S).connect()
+    packed = make_packed()
+    outcomes: list[BaseException] = []
+    with pytest.raises(
+        TransportError,
+        match=r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within",
+    ):
+        async with sending(world.sender, *packed) as parcel:
+            outcomes += await asyncio.gather(receive(world.receivers[1], packed[0], parcel), return_exceptions=True)
+    assert len(outcomes) == 1  # the tree of the broadcast decides whether this one had its bytes before
 
 
-def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout() -> None:
-    async def main() -> None:
-        world = await World(1, SHORT_S).connect()
-        with pytest.raises(
-            TransportError, match=r"the broadcast of version 3 failed on rank 1.*weights\.timeout_s = 0\.5"
-        ):
-            await receive(world.receivers[0], make_packed()[0], Parcel(None, [4, 4]))
-
-    asyncio.run(asyncio.wait_for(main(), LONG_S))
+async def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout():
+    world = await World(1, SHORT_S).connect()
+    with pytest.raises(TransportError, match=r"the broadcast of version 3 failed on rank 1.*weights\.timeout_s = 0\.5"):
+        await receive(world.receivers[0], make_packed()[0], Parcel(None, [4, 4]))
 
 
-def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follows_from_it() -> None:
-    async def main() -> None:
-        world = await World(1, SHORT_S).connect()
-        with pytest.raises(LookupError, match="an engine died"):
-            async with sending(world.sender, *make_packed()):
-                raise LookupError("an engine died")
-
-    asyncio.run(asyncio.wait_for(main(), LONG_S))
+async def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follows_from_it():
+    world = await World(1, SHORT_S).connect()
+    with pytest.raises(LookupError, match="an engine died"):
+        async with sending(world.sender, *make_packed()):
+            raise LookupError("an engine died")
 
 
-def test_nothing_is_carried_before_the_engines_have_joined() -> None:
-    async def main() -> None:
-        world, packed = World(1), make_packed()
-        with pytest.raises(TransportError, match="version 3 cannot be sent before the engines have joined"):
-            await world.carry(packed)
-        with pytest.raises(TransportError, match="rollout-0 has not joined the trainer"):
-            await receive(world.receivers[0], packed[0], Parcel(None, [1]))
-
-    asyncio.run(main())
+async def test_nothing_is_carried_before_the_engines_have_joined():
+    world, packed = World(1), make_packed()
+    with pytest.raises(TransportError, match="version 3 cannot be sent before the engines have joined"):
+        await world.carry(packed)
+    with pytest.raises(TransportError, match="rollout-0 has not joined the trainer"):
+        await receive(world.receivers[0], packed[0], Parcel(None, [1]))
 
 
-def test_a_run_without_engines_needs_no_group() -> None:
+def test_a_run_without_engines_needs_no_group():
     asyncio.run(World(0).sender.init({}))
 
 
@@ -190,12 +159,12 @@ def test_a_run_without_engines_needs_no_group() -> None:
     ("trainer", "rollout", "carrier"),
     [(0, 0, "cpu"), (1, 0, "cpu"), (0, 1, "cpu"), (0.5, 0.5, "cpu"), (1, 1, "device"), (2, 1, "device")],
 )
-def test_the_device_carries_where_every_rank_has_an_accelerator(trainer: float, rollout: float, carrier: str) -> None:
+def test_the_device_carries_where_every_rank_has_an_accelerator(trainer, rollout, carrier):
     config = make_config(**{"placement": {"trainer": {"gpus": trainer}, "rollout": {"gpus": rollout}}})
     assert carrier_of(config) == carrier
 
 
-def test_accelerators_that_are_shared_or_emulated_carry_nothing() -> None:
+def test_accelerators_that_are_shared_or_emulated_carry_nothing():
     one_each = {"placement": {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}}
     config = make_config(**one_each)
     assert carrier_of(config) == "device"
@@ -206,17 +175,14 @@ def test_accelerators_that_are_shared_or_emulated_carry_nothing() -> None:
     assert carrier_of(msgspec.structs.replace(config, emulation=Emulation(profile="qwen_image_lora_h800"))) == "cpu"
 
 
-def test_the_store_of_the_group_listens_on_its_own_address_alone() -> None:
-    async def main() -> None:
-        world = World(1)
-        await world.connect()
-        listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        assert listening and {address.ip for address in listening} == {"127.0.0.1"}
-
-    asyncio.run(main())
+async def test_the_store_of_the_group_listens_on_its_own_address_alone():
+    world = World(1)
+    await world.connect()
+    listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert listening and {address.ip for address in listening} == {"127.0.0.1"}
 
 
-def test_one_process_is_refused_by_the_configuration() -> None:
+def test_one_process_is_refused_by_the_configuration():
     config = make_config(**{"weights.transport": "collective"})
     local = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, runtime="inprocess"))
     assert check(local) == "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"

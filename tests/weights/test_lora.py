@@ -1,7 +1,5 @@
 """Tests adapter names and merging."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,12 +18,12 @@ from omni_async.weights.lora import diffusers_name, is_injected_adapter, merged_
         ("proj_out.weight", "proj_out.weight"),
     ],
 )
-def test_injected_names_become_diffusers_names(injected: str, diffusers: str) -> None:
+def test_injected_names_become_diffusers_names(injected, diffusers):
     assert diffusers_name(injected) == diffusers
     assert is_injected_adapter(injected) == ("lora_" in injected)
 
 
-def test_merging_adds_the_scaled_product_in_float32_and_leaves_the_rest() -> None:
+def test_merging_adds_the_scaled_product_in_float32_and_leaves_the_rest():
     base = {"q.weight": torch.randn(6, 4).bfloat16(), "q.bias": torch.randn(6), "k.weight": torch.randn(6, 4)}
     adapters = {"q.lora_A.weight": torch.randn(2, 4), "q.lora_B.weight": torch.randn(6, 2)}
     merged = dict(merged_weights(base, adapters, scale=0.5))
@@ -35,7 +33,7 @@ def test_merging_adds_the_scaled_product_in_float32_and_leaves_the_rest() -> Non
     assert torch.equal(merged["k.weight"], base["k.weight"])
 
 
-def test_an_adapter_that_fits_nothing_is_an_error() -> None:
+def test_an_adapter_that_fits_nothing_is_an_error():
     half = {"q.lora_A.weight": torch.ones(1, 1)}
     whole = {**half, "q.lora_B.weight": torch.ones(1, 1)}
     with pytest.raises(ValueError, match=r"lacks 'q\.lora_B\.weight'"):

@@ -1,8 +1,5 @@
 """Tests weights through the run's store: by reference in one process, and gone when they have arrived."""
 
-from __future__ import annotations
-
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -12,31 +9,24 @@ from omni_async.store import LocalStore
 from omni_async.weights.digest import verify
 from omni_async.weights.transport.base import receive, sending
 from omni_async.weights.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
-from tests.weights.conftest import Packed
 
 
-def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed: Packed) -> None:
-    async def main() -> None:
-        store = LocalStore()
-        sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
-        await sender.init({"rollout-0": receiver.init})
-        async with sending(sender, *packed) as parcel:
-            manifest, buckets = await receive(receiver, packed[0], parcel)
-        verify(manifest, buckets)
-        assert manifest == packed[0]
-        assert all(np.shares_memory(a, b) for a, b in zip(buckets, packed[1], strict=True))
-
-    asyncio.run(main())
+async def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed):
+    store = LocalStore()
+    sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
+    await sender.init({"rollout-0": receiver.init})
+    async with sending(sender, *packed) as parcel:
+        manifest, buckets = await receive(receiver, packed[0], parcel)
+    verify(manifest, buckets)
+    assert manifest == packed[0]
+    assert all(np.shares_memory(a, b) for a, b in zip(buckets, packed[1], strict=True))
 
 
-def test_a_bucket_that_is_gone_is_an_error(packed: Packed) -> None:
+async def test_a_bucket_that_is_gone_is_an_error(packed):
     class Forgetful(LocalStore):
         async def get(self, reference: Any) -> Any:
             raise LookupError("object is gone")
 
-    async def main() -> None:
-        async with sending(ObjectStoreSender(LocalStore()), *packed) as parcel:
-            with pytest.raises(LookupError, match="object is gone"):
-                await receive(ObjectStoreReceiver(Forgetful()), packed[0], parcel)
-
-    asyncio.run(main())
+    async with sending(ObjectStoreSender(LocalStore()), *packed) as parcel:
+        with pytest.raises(LookupError, match="object is gone"):
+            await receive(ObjectStoreReceiver(Forgetful()), packed[0], parcel)

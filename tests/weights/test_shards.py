@@ -1,19 +1,11 @@
 """Tests that rows which ranks copy out apart are the whole tensors when joined, to the bit: bytes, digest, adapters."""
 
-from __future__ import annotations
-
 import asyncio
-import pickle
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,15 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from omni_async.store import LocalStore
-from omni_async.training.device import init_process_group
 from omni_async.training.export import copy_out
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import BucketSet, digest_tensors, unpack, verify
-from omni_async.weights.digest import WeightError
+from omni_async.weights.buckets import BucketSet, digest_tensors, unpack
+from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.lora import merged_weights
 from omni_async.weights.shards import own_rows, whole
-from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
+from omni_async.weights.snapshot import SharedRows, Snapshot
+from tests.training.exports import join
+from tests.training.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -52,14 +44,7 @@ def copied(
 
 
 def joined(found: Sequence[SharedRows]) -> Snapshot:
-    async def sharing(rows: SharedRows) -> SharedRows:
-        return rows
-
-    async def main() -> Snapshot:
-        first = Snapshot(3, "full", found[0].tensors, found[0].references)
-        return await replace(first, others=partial(fetch, LocalStore(), [sharing(rows) for rows in found[1:]])).whole()
-
-    return asyncio.run(main())
+    return asyncio.run(join(Snapshot(3, "full", found[0].tensors, found[0].references), found[1:]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,9 +54,7 @@ def joined(found: Sequence[SharedRows]) -> Snapshot:
     bucket_bytes=st.integers(1, 300),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8]),
 )
-def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(
-    shapes: list[list[int]], ranks: int, bucket_bytes: int, dtype: torch.dtype
-) -> None:
+def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(shapes, ranks, bucket_bytes, dtype):
     generator = torch.Generator().manual_seed(len(shapes))
     tensors = {f"t{i}": (torch.randn(shape, generator=generator) * 9).to(dtype) for i, shape in enumerate(shapes)}
     snapshot = joined(copied(tensors, ranks, bucket_bytes))
@@ -88,7 +71,7 @@ def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(
         assert torch.equal(received[name], tensor)
 
 
-def test_rows_in_another_order_or_missing_are_found() -> None:
+def test_rows_in_another_order_or_missing_are_found():
     tensors = {"a": torch.arange(12.0).view(6, 2), "b": torch.arange(5.0)}
     first, second, third = copied(tensors, 3, 64)
     digest = joined([first, second, third]).manifest().digest
@@ -97,14 +80,14 @@ def test_rows_in_another_order_or_missing_are_found() -> None:
         joined([first, second]).manifest()
 
 
-def test_ranks_that_copied_other_tensors_out_are_told_apart() -> None:
+def test_ranks_that_copied_other_tensors_out_are_told_apart():
     first, _ = copied({"a": torch.ones(4)}, 2, 64)
     _, second = copied({"b": torch.ones(4)}, 2, 64)
     with pytest.raises(WeightError, match="version 3: rank 1 copied other tensors out than rank 0"):
         joined([first, second])
 
 
-def test_a_bucket_of_another_rank_is_known_by_its_reference_and_rank_0s_is_not() -> None:
+def test_a_bucket_of_another_rank_is_known_by_its_reference_and_rank_0s_is_not():
     first, second = copied({"a": torch.ones(40, 2)}, 2, 64)
     snapshot = joined([first, second])
     assert len(snapshot.buckets) == len(first.references) + len(second.references)
@@ -143,9 +126,7 @@ def parts(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {f"m.{name}": tensor for name, tensor in named.items()}, adapters
 
 
-def work(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
+def work(rank: int, world: int) -> dict[str, list[SharedRows]]:
     found: dict[str, list[SharedRows]] = {}
     for name, shape in (("sharded", (world,)), ("replicated", (2, world // 2))):
         module = Adapted()
@@ -165,14 +146,12 @@ def work(rank: int, world: int, folder: Path) -> None:
     by_columns = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (world,)), [Shard(1)])
     with pytest.raises(ValueError, match="only rows"):
         own_rows(by_columns, rank)
-    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
-def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path: Path) -> None:
+def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path):
     world = 4
-    mp.spawn(work, (world, tmp_path), nprocs=world, join=True)
-    ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+    ranks = on_ranks(world, tmp_path, work, world)
     base, adapters = parts(Adapted())
     with torch.no_grad():
         merged = dict(merged_weights(base, adapters, SCALE))
@@ -189,7 +168,7 @@ def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path: Path) 
         assert snapshot.manifest().digest == digest_tensors(adapters.items())
 
 
-def test_what_is_on_one_rank_is_whole_and_shares_its_memory() -> None:
+def test_what_is_on_one_rank_is_whole_and_shares_its_memory():
     tensor = torch.arange(6.0).view(3, 2)
     assert own_rows(tensor, 0).data_ptr() == whole(tensor).data_ptr() == tensor.data_ptr()
     assert own_rows(tensor, 1).shape == (0, 2)

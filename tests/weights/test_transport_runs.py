@@ -1,10 +1,7 @@
 """Tests whole runs: versions as files and what is left of them, how one that can't be written ends the run, every
 transport between Ray actors."""
 
-from __future__ import annotations
-
 import errno
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from safetensors.torch import load_file
 from omni_async.weights.digest import Bucket
 from omni_async.weights.transport.disk import VersionFile
 from pipelines.qwen_image.tiny import build
-from tests.e2e.runs import run, write_recipe
+from tests.e2e.runs import Run, run, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +19,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build(tmp_path_factory.mktemp("transport") / "tiny", layers=1))
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_the_last_version_stays_as_a_file_and_is_what_was_trained(
-    tmp_path: Path, checkpoint: str, staleness: int
-) -> None:
-    finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
-    assert finished.summary.status == "done"
+def assert_file_is_what_was_trained(finished: Run) -> None:
     [file] = (finished.path / "weights").iterdir()
     assert file.name == "version-000003.safetensors"
     published, trained = load_file(file), finished.weights()
@@ -35,9 +27,20 @@ def test_the_last_version_stays_as_a_file_and_is_what_was_trained(
     assert all(torch.equal(published[name], trained[name]) for name in trained)
 
 
-def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(
-    tmp_path: Path, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_both_engines_swapped(finished: Run) -> None:
+    assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
+    held = {(e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"}
+    assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path, checkpoint, staleness):
+    finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
+    assert finished.summary.status == "done"
+    assert_file_is_what_was_trained(finished)
+
+
+def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(tmp_path, checkpoint, monkeypatch):
     write = VersionFile.write
 
     def fails_at_2(file: VersionFile, bucket: Bucket) -> None:
@@ -73,7 +76,7 @@ _EMULATED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
+def test_runs_on_ray_publish_by_every_transport(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.weights_measure import ray_session
 
@@ -83,11 +86,7 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
     with ray_session(0):
         for transport in ("object_store", "disk", "collective"):
             finished = run(recipe, f"weights.transport={transport}")
-            assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
-            held = {
-                (e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"
-            }
-            assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+            assert_both_engines_swapped(finished)
             left[transport] = [path.name for path in (finished.path / "weights").glob("*")]
     assert left == {"object_store": [], "disk": ["version-000003.safetensors"], "collective": []}
 
@@ -95,9 +94,7 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("transport", ["object_store", "disk", "collective"])
-def test_two_ranks_on_ray_publish_their_own_rows_and_engines_draw_with_what_was_trained(
-    tmp_path: Path, checkpoint: str, transport: str
-) -> None:
+def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trained(tmp_path, checkpoint, transport):
     pytest.importorskip("ray")
     from benchmarks.weights_measure import ray_session
 
@@ -112,11 +109,6 @@ def test_two_ranks_on_ray_publish_their_own_rows_and_engines_draw_with_what_was_
             "weights.bucket_mb=1",
             f"weights.transport={transport}",
         )
-    assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
-    held = {(e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"}
-    assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+    assert_both_engines_swapped(finished)
     if transport == "disk":
-        [file] = (finished.path / "weights").iterdir()
-        published, trained = load_file(file), finished.weights()
-        assert published.keys() == trained.keys()
-        assert all(torch.equal(published[name], trained[name]) for name in trained)
+        assert_file_is_what_was_trained(finished)

@@ -1,5 +1,6 @@
-"""Derives from drift what the loss needs: a weight per row, the rows that are left, and how the loss is averaged over
-them."""
+"""Derives from drift what the loss needs.
+
+A weight per row, the rows that are left, and how the loss is averaged over them."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from omni_async.config.algorithm import Correction
 
 @dataclass(frozen=True)
 class Corrected:
-    """The correction of N samples x W trained steps. `weight` (N, W) float64, 0 where masked; `unmasked` (N, W) the
-    same before masks, 0 outside `band` alone. `kept` (N, W) bool. `masked`: rule (the name of its setting) to (N, W)
-    bool, True where that rule alone masks, for every rule that is on. `gamma`: the tempering exponent, 1 without
-    tempering."""
+    """The correction of N samples x W trained steps.
+
+    `weight` (N, W) float64, 0 where masked; `unmasked` (N, W) the same before masks, 0 outside `band` alone. `kept` (N,
+    W) bool. `masked`: rule (the name of its setting) to (N, W) bool, True where that rule alone masks, for every rule
+    that is on. `gamma`: the tempering exponent, 1 without tempering."""
 
     weight: Tensor
     unmasked: Tensor
@@ -30,8 +32,9 @@ class Corrected:
 
 
 def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
-    """Returns the settings' weights and masks of these rows, which must be a whole update where `settings.needs_update`
-    says so. Corrects nothing in mode `none`.
+    """Return the settings' weights and masks of these rows; nothing is corrected in mode `none`.
+
+    The rows must be a whole update where `settings.needs_update` says so.
 
     Rules do not see each other: each judges all rows, and a row stays if every rule keeps it. Weights that `band` sets
     to 0 are masked. Tempering comes after the rules: rows that they leave out do not affect its exponent. k1, k2, k3
@@ -69,8 +72,9 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
 
 
 def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:
-    """Returns (numerator, denominator): the mean over all rows of weight x loss is to be multiplied by numerator /
-    denominator (`loss_factor`).
+    """Return (numerator, denominator).
+
+    The mean over all rows of weight x loss is to be multiplied by numerator / denominator (`loss_factor`).
 
     Both are sums over rows, so those of micro-batches add up to those of the update. The numerator is the number of
     rows. The denominator counts the rows that are left (`kept`) or all of them (`all`), each as 1, or as its weight
@@ -85,6 +89,7 @@ def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float
 
 
 def loss_factor(numerator: float, denominator: float) -> float:
-    """Returns numerator / denominator, and 0 where the denominator is 0: with every row masked there is nothing to
-    learn from, and no gradient."""
+    """Return numerator / denominator, and 0 where the denominator is 0.
+
+    With every row masked there is nothing to learn from, and no gradient."""
     return numerator / denominator if denominator > 0 else 0.0

@@ -1,5 +1,4 @@
-"""Measures how far the proximal policy is from the one that made the samples, row by row, and computes the statistics
-of this drift that every run logs.
+"""Measures how far the proximal policy is from the one that made the samples, row by row.
 
 N samples x W trained steps; b is the behaviour policy (the engine's weights and kernels when the step was taken), p the
 proximal one (the trainer's weights at the start of the update). Each step is a Gaussian given its input, so a step's
@@ -17,9 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Drift:
-    """The drift of N samples x W trained steps. `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the
-    whole sample in nats (`nats_per_log_prob` of `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D
-    kappa, the exact Gaussian KL of the step in nats, where the behaviour means are known.
+    """The drift of N samples x W trained steps.
+
+    `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
+    `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the step in
+    nats, where the behaviour means are known.
 
     Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
     `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or
@@ -52,8 +53,9 @@ class Drift:
 
 
 def effective_sample_size(log_weights: Tensor) -> Tensor:
-    """Returns (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), a fraction of N
-    in (0, 1].
+    """Return (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights).
+
+    (N, ...) to (...), a fraction of N in (0, 1].
 
     The result is exact, and computed relative to the largest weight, so that weights may be beyond the range of exp.
     -inf is a weight of 0; all of them 0 give 0.
@@ -64,39 +66,3 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
     return torch.where(
         top == -math.inf, 0.0, (weights.mean(dim=0).square() / weights.square().mean(dim=0)).clamp(max=1.0)
     )
-
-
-def drift_statistics(drift: Drift) -> dict[str, Tensor]:
-    """Returns the statistics that are logged whatever the settings, float64. Shape (W,), for the j-th trained step of
-    every sample: `ess_step` of exact weights exp(L), `log_ratio_variance_step`. Shape (): `ess_trajectory` and
-    `log_ratio_variance_trajectory` of L summed over a sample's steps, `log_ratio_max` the largest |L| of a row and,
-    where known, `kappa_nats` the mean D kappa.
-
-    Variances have ddof 0. For small drift Var(L) estimates 2 D kappa, and the effective sample size is exp(-Var(L)).
-    """
-    trajectory = drift.log_ratio.sum(dim=1)
-    statistics = {
-        "ess_step": effective_sample_size(drift.log_ratio),
-        "ess_trajectory": effective_sample_size(trajectory),
-        "log_ratio_variance_step": drift.log_ratio.var(dim=0, correction=0),
-        "log_ratio_variance_trajectory": trajectory.var(correction=0),
-        "log_ratio_max": drift.log_ratio.abs().max(),
-    }
-    if drift.kappa is not None:
-        statistics["kappa_nats"] = drift.kappa.mean()
-    return statistics
-
-
-def engine_mismatch(drift: Drift, staleness: Tensor) -> tuple[float, float] | None:
-    """Returns (largest, mean) |L| over the rows with `staleness` (N, W) integers equal to 0; None where there are none.
-
-    Such rows were made by the very weights that are trained, so L is the difference between engine and trainer. Above 1
-    nat the two do not run the same model.
-    """
-    if staleness.shape != drift.log_ratio.shape or staleness.is_floating_point() or staleness.dtype == torch.bool:
-        raise ValueError(
-            f"staleness must be integers of shape {tuple(drift.log_ratio.shape)}, got {staleness.dtype} of shape"
-            f" {tuple(staleness.shape)}"
-        )
-    own = drift.log_ratio[staleness == 0].abs()
-    return (own.max().item(), own.mean().item()) if own.numel() else None

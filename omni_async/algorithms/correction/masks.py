@@ -1,5 +1,6 @@
-"""Defines rules that leave rows out of the loss. Each takes (N, W) float64 and returns (N, W) bool, True where the row
-is kept.
+"""Defines rules that leave rows out of the loss.
+
+Each takes (N, W) float64 and returns (N, W) bool, True where the row is kept.
 
 k1, k2, k3 are three estimators of KL(b || p) from one sample of b (Schulman, "Approximating KL divergence"), -L, L^2 /
 2 and exp(L) - 1 - L, used as rejection statistics by VeRL. kappa is the KL itself, known in closed form for Gaussians;
@@ -19,8 +20,9 @@ Level = Literal["step", "sum", "mean", "max"]
 
 
 def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tensor:
-    """Keeps rows where the ratio exp(L) lies in band = [lo, hi], both ends included; a symmetric bound t is (1 / t, t).
-    (VeRL bounds b / p instead, so its lo_hi is (1 / hi, 1 / lo) here.)
+    """Keep rows where the ratio exp(L) lies in band = [lo, hi], both ends included.
+
+    A symmetric bound t is (1 / t, t). (VeRL bounds b / p instead, so its lo_hi is (1 / hi, 1 / lo) here.)
 
     `sum` and `mean`: the ratio of the sample and its geometric mean over steps. `max`: all steps must lie in the band;
     the maximum of a signed quantity would test one side alone.
@@ -34,23 +36,24 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tenso
 
 
 def k2_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
-    """Keeps rows where L^2 / 2 <= bound, per step or aggregated over a sample's steps."""
+    """Keep rows where L^2 / 2 <= bound, per step or aggregated over a sample's steps."""
     return (_over_steps(log_ratio.square() / 2, level) <= bound).expand_as(log_ratio)
 
 
 def k3_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
-    """Keeps rows where exp(L) - 1 - L <= bound, per step or aggregated over a sample's steps."""
+    """Keep rows where exp(L) - 1 - L <= bound, per step or aggregated over a sample's steps."""
     return (_over_steps(log_ratio.expm1() - log_ratio, level) <= bound).expand_as(log_ratio)
 
 
 def kappa_mask(kappa: Tensor, bound: float) -> Tensor:
-    """Keeps rows where D kappa <= bound, in nats."""
+    """Keep rows where D kappa <= bound, in nats."""
     return kappa <= bound
 
 
 def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
-    """Leaves out the largest L^2, one by one, until the mean of the others is < bound: the most rows that can be kept
-    under it.
+    """Leave out the largest L^2, one by one, until the mean of the others is < bound.
+
+    The most rows that can be kept under it.
 
     The mean is a batch statistic over all N W rows. Among equal L^2 the rows that come first (sample-major) stay. If
     even the smallest L^2 is >= bound nothing is kept.
@@ -66,7 +69,7 @@ def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
 
 
 def _over_steps(statistic: Tensor, level: Level) -> Tensor:
-    """Returns (N, W) for `step`, else (N, 1)."""
+    """Return (N, W) for `step`, else (N, 1)."""
     if level == "step":
         return statistic
     if level == "sum":

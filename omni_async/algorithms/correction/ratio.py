@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor) -> Tensor:
-    """Interpolates log p = log b + alpha (log theta - log b), as if log-probs moved linearly with versions (AReaL's
-    approximation of the decoupled loss): with v the version being made and v_b the one that took the step, alpha = (v -
-    1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
+    """Interpolate log p = log b + alpha (log theta - log b), as if log-probs moved linearly with versions.
+
+    This is AReaL's approximation of the decoupled loss: with v the version being made and v_b the one that took the
+    step, alpha = (v - 1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
 
     The result has shape and dtype of `behaviour` and is detached from both. `behaviour` are recorded log-probs,
     `current` those of the policy in training, of the same shape and unit; `staleness` integers >= 0 of that shape, a

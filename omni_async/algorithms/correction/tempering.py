@@ -1,5 +1,6 @@
-"""Tempers importance weights exp(gamma L): finds the exponent gamma in (0, 1] that leaves a wanted effective sample
-size.
+"""Tempers importance weights exp(gamma L).
+
+Finds the exponent gamma in (0, 1] that leaves a wanted effective sample size.
 
 gamma = 1 is the exact weight, whose effective sample size exp(-2 D kappa) vanishes after a few updates; gamma -> 0 is
 no correction. Between them the bias goes to 0 with the drift (gamma -> 1) while the variance stays bounded.
@@ -11,8 +12,6 @@ separates enough from too little.
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from omni_async.algorithms.correction.drift import effective_sample_size
@@ -21,12 +20,14 @@ _RELATIVE_TOLERANCE = 1e-9
 
 
 def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
-    """Returns the largest gamma in (0, 1], to a relative 1e-9 and from below, with ESS(exp(gamma L)) >= ess_target on
-    exactly these L.
+    """Return the largest gamma in (0, 1] with ESS(exp(gamma L)) >= ess_target on exactly these L.
+
+    It is found to a relative 1e-9, from below.
 
     `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1.
     """
-    _check_target(ess_target)
+    if not 0 < ess_target < 1:
+        raise ValueError(f"ess_target must lie in (0, 1), got {ess_target}")
     values = log_ratio.flatten()
 
     def enough(gamma: float) -> bool:
@@ -39,22 +40,3 @@ def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if enough(middle) else (low, middle)
     return low
-
-
-def gaussian_tempering_exponent(variance: float, ess_target: float) -> float:
-    """Returns gamma = min(1, sqrt(ln(1 / ess_target) / variance)): the same for Gaussian L of this variance, where ESS
-    = exp(-gamma^2 variance).
-
-    `tempering_exponent` tends to it for many samples and small drift; L of real batches has heavier tails once the
-    drift is large.
-    """
-    _check_target(ess_target)
-    if not variance >= 0:
-        raise ValueError(f"variance must be >= 0, got {variance}")
-    wanted = -math.log(ess_target)
-    return 1.0 if variance <= wanted else math.sqrt(wanted / variance)
-
-
-def _check_target(ess_target: float) -> None:
-    if not 0 < ess_target < 1:
-        raise ValueError(f"ess_target must lie in (0, 1), got {ess_target}")

@@ -10,7 +10,7 @@ _KS = ("k1", "k2", "k3")
 
 
 def problems(settings: Correction) -> Iterator[str]:
-    """Yields one message per combination that cannot work: the key, the reason, and what to use instead."""
+    """Yield one message per combination that cannot work: the key, the reason, and what to use instead."""
     yield from _of_mode(settings)
     if settings.mode == "auto":
         return

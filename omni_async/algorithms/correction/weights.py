@@ -18,7 +18,7 @@ MAX_EXPONENT = 20.0
 def importance_weights(
     log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """Returns (weights (N, W) float64, gamma) of L = `log_ratio` (N, W) in nats; w = exp(clamp(gamma e, +-20)).
+    """Return (weights (N, W) float64, gamma) of L = `log_ratio` (N, W) in nats; w = exp(clamp(gamma e, +-20)).
 
     The exponent e is by row (`exponents`). gamma is 1 unless weights are `tempered`: then it is the
     `tempering_exponent` of the rows that reach the loss, those where `kept` (N, W) bool is True (all without it), so
@@ -45,8 +45,9 @@ def importance_weights(
 
 
 def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
-    """Returns (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps as `level` says; its steps
-    share the result.
+    """Return (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps as `level` says.
+
+    Its steps share the result.
 
     `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D. `sequence`: the
     sum over steps of either; VeRL-Omni's level of that name is the one of L / D.
@@ -60,7 +61,7 @@ def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Ten
 
 
 def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
-    """Returns L itself for log_ratio `sum`, L / D for `mean`."""
+    """Return L itself for log_ratio `sum`, L / D for `mean`."""
     if num_elements < 1:
         raise ValueError(f"num_elements must be >= 1, got {num_elements}")
     return log_ratio / num_elements if settings.log_ratio == "mean" else log_ratio

@@ -1,2 +1,3 @@
-"""Contains the objectives: one pure function per file, on the inputs of `base`. `omni_async.algorithms.catalogue` lists
-them."""
+"""Contains the objectives: one pure function per file, on the inputs of `base`.
+
+`omni_async.algorithms.catalogue` lists them."""

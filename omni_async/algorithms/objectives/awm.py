@@ -1,5 +1,6 @@
-"""Implements AWM, advantage weighted matching (arXiv 2509.25050): PPO with the flow-matching error instead of the
-log-likelihood.
+"""Implements AWM, advantage weighted matching (arXiv 2509.25050).
+
+PPO with the flow-matching error instead of the log-likelihood.
 
 AWM needs final latents alone. Unlike the log-ratio of a denoising step this one is of order 1, so the clip range is
 too.
@@ -19,8 +20,9 @@ _HUBER_EPS = 1e-10
 
 
 def awm(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row max(-A rho, -A clip(rho, 1 - c, 1 + c)) + kl_coef K(v, v_ref) + ema K(v, v_ema), with rho =
-    exp(p - p_old), c = awm.clip_range.
+    """Compute per row max(-A rho, -A clip(rho, 1 - c, 1 + c)) + kl_coef K(v, v_ref) + ema K(v, v_ema).
+
+    rho = exp(p - p_old), c = awm.clip_range.
 
     p is `log_likelihood` of <(v - (noise - final))^2>; p_old the same of old_velocity, at the same noise and sigma, or
     without old_velocity p itself without gradient: then rho is 1 and the gradient that of -A p. awm.ratio `exp_first`
@@ -80,7 +82,7 @@ def awm(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
 
 
 def log_likelihood(error: Tensor, sigma: Tensor, settings: Awm) -> Tensor:
-    """Returns p (R,), at most 0, of the flow-matching error m (R,) at sigma (R,), both float64.
+    """Return p (R,), at most 0, of the flow-matching error m (R,) at sigma (R,), both float64.
 
     weighting `uniform` -m; `sigma` -m sigma; `sigma_squared` -m sigma^2; `huber` -(sqrt(m + e) - sqrt(e)) sigma;
     `ghuber` -((m + e)^p - e^p) sigma / p with p = `power`; e = 1e-10 keeps the gradient finite at m = 0.

@@ -1,5 +1,6 @@
-"""Defines the inputs and outputs of objectives: pure data, so that objectives are pure functions (inputs, `Algorithm`
-settings) -> `ObjectiveOutput`."""
+"""Defines the inputs and outputs of objectives.
+
+Pure data, so that objectives are pure functions (inputs, `Algorithm` settings) -> `ObjectiveOutput`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TransitionInputs:
-    """R rows, a row being one trained step of one sample; rows are sample-major, `steps_per_sample` of them for each
-    sample. Log-probs are means over D = `num_elements` latent elements.
+    """R rows, a row being one trained step of one sample.
+
+    Rows are sample-major, `steps_per_sample` of them for each sample. Log-probs are means over D = `num_elements`
+    latent elements.
 
     log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. `old_*`
     belong to the policy the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale,
@@ -57,6 +60,7 @@ class TransitionInputs:
 @dataclass(frozen=True)
 class ForwardInputs:
     """R rows, a row being one noise draw of one sample's final latents; rows are sample-major, `draws` for each sample.
+
     For pairs, rows alternate (winner, loser) with the same draw, and `draws` counts pairs of rows.
 
     velocity (R, ...) is the current policy's at x_sigma = (1 - sigma) final + sigma noise, and carries the gradient;
@@ -93,9 +97,11 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """The losses and metrics of R rows. `loss` (R,) per row, with gradient, not averaged: the caller averages. Where a
-    loss belongs to a sample or a pair, each of its rows carries the same, so that the mean over rows is the mean over
-    samples. `metrics`: names to (R,), detached."""
+    """The losses and metrics of R rows.
+
+    `loss` (R,) per row, with gradient, not averaged: the caller averages. Where a loss belongs to a sample or a pair,
+    each of its rows carries the same, so that the mean over rows is the mean over samples. `metrics`: names to (R,),
+    detached."""
 
     loss: Tensor
     metrics: dict[str, Tensor]

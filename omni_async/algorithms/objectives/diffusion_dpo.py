@@ -1,5 +1,6 @@
-"""Implements Diffusion-DPO (arXiv 2311.12908) for flow matching: of a pair, the winner's error shall fall below the
-reference's by more than the loser's does."""
+"""Implements Diffusion-DPO (arXiv 2311.12908) for flow matching.
+
+Of a pair, the winner's error shall fall below the reference's by more than the loser's does."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from omni_async.config.algorithm import Algorithm
 
 
 def diffusion_dpo(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes the loss of pairs: rows alternate winner, loser; both rows of a pair have the same noise and sigma, and
-    carry the pair's loss.
+    """Compute the loss of pairs: rows alternate winner, loser.
+
+    Both rows of a pair have the same noise and sigma, and carry the pair's loss.
 
     With e = <(v - (noise - final))^2>, e_ref the same of ref_velocity, d = (e - e_ref) of the winner minus (e - e_ref)
     of the loser and b = dpo.beta / 2 (dpo.beta if not dpo.halved): `sigmoid` -log sigmoid(-b d); `hinge` max(1 + b d,
@@ -54,7 +56,7 @@ def diffusion_dpo(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
 
 
 def _both(per_pair: Tensor) -> Tensor:
-    """Repeats (R / 2,) per pair to (R,)."""
+    """Repeat (R / 2,) per pair to (R,)."""
     return per_pair.repeat_interleave(2)
 
 

@@ -1,5 +1,6 @@
-"""Implements DiffusionNFT (arXiv 2509.16117): regression of two implicit policies, one towards good samples and one
-away from bad ones.
+"""Implements DiffusionNFT (arXiv 2509.16117).
+
+Regression of two implicit policies, one towards good samples and one away from bad ones.
 
 DiffusionNFT needs final latents alone: no trajectory, no log-probs, any solver. The samples are meant to come from the
 old policy, a slow copy of the current one; see `omni_async.algorithms.decay.nft_decay`.
@@ -22,7 +23,7 @@ AdvMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 
 def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row a [r <(x+ - x0)^2> / w+ + (1 - r) <(x- - x0)^2> / w-] / beta + kl_coef <(v - v_ref)^2>.
+    """Compute per row a [r <(x+ - x0)^2> / w+ + (1 - r) <(x- - x0)^2> / w-] / beta + kl_coef <(v - v_ref)^2>.
 
     x+ and x- are the final latents that v+ = beta v + (1 - beta) v_old and v- = (1 + beta) v_old - beta v predict, a is
     advantage.clip_max, r = `preference`. w+ = max(<|x+ - x0|>, 1e-5), likewise w-, without gradient: it makes rows of
@@ -61,7 +62,7 @@ def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
 
 
 def preference(advantage: Tensor, clip_max: float, adv_mode: AdvMode) -> Tensor:
-    """Returns (R,) float64 in [0, 1], without gradient: r = 1/2 + A' / (2 clip_max) of advantages (R,), A' being
+    """Return (R,) float64 in [0, 1], without gradient: r = 1/2 + A' / (2 clip_max) of advantages (R,), A' being
 
     `all` A clamped to +-clip_max; `positive_only` and `negative_only` that part of it, the other one 0; `one_only` 1
     where A > 0, else 0; `binary` the sign of A. The last two are not scaled by clip_max, as in the published code: r is
@@ -81,7 +82,8 @@ def preference(advantage: Tensor, clip_max: float, adv_mode: AdvMode) -> Tensor:
 
 
 def _weighted_error(velocity: Tensor, aim: Tensor, sigma: Tensor) -> Tensor:
-    """Returns (R,): <(x - x0)^2> / max(<|x - x0|>, 1e-5), where x = x_sigma - sigma v and hence x - x0 = sigma (aim -
-    v)."""
+    """Return (R,): <(x - x0)^2> / max(<|x - x0|>, 1e-5).
+
+    x = x_sigma - sigma v and hence x - x0 = sigma (aim - v)."""
     weight = sigma * (velocity.detach() - aim).abs().flatten(1).mean(dim=1)
     return sigma.square() * mean_square(velocity, aim) / weight.clamp(min=_SMALLEST_WEIGHT)

@@ -1,5 +1,6 @@
-"""Implements Flow-DPPO (arXiv 2606.11025): no ratio is clipped; a row is dropped where its Gaussian has drifted too far
-and would drift on.
+"""Implements Flow-DPPO (arXiv 2606.11025): no ratio is clipped.
+
+A row is dropped where its Gaussian has drifted too far and would drift on.
 
 The drift is the KL between the two Gaussians, which has no sampling noise, while a ratio is also large or small by luck
 of the noise.
@@ -15,8 +16,9 @@ from omni_async.config.algorithm import Algorithm
 
 
 def flow_dppo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row -w A r + kl_coef KL, with r = exp(log_prob - old_log_prob); in a dropped row the first term is
-    0, and the row still counts.
+    """Compute per row -w A r + kl_coef KL, with r = exp(log_prob - old_log_prob).
+
+    In a dropped row the first term is 0, and the row still counts.
 
     A row is dropped where kappa >= kappa_max and (A > 0 and r > 1, or A < 0 and r < 1). kappa = <(mean - old_mean)^2> /
     (2 s^2) is per latent element, with s = scale (dppo.width "transition", the exact KL of any kind) or s = 1 ("unit");

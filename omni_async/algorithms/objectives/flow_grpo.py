@@ -1,5 +1,6 @@
-"""Implements Flow-GRPO (arXiv 2505.05470): PPO's clipped surrogate per denoising step, and a KL to the reference
-policy."""
+"""Implements Flow-GRPO (arXiv 2505.05470).
+
+PPO's clipped surrogate per denoising step, and a KL to the reference policy."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from omni_async.config.algorithm import Algorithm
 
 
 def flow_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_coef KL, with r = exp(log_prob - old_log_prob), the
-    ratio per latent element.
+    """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_coef KL.
+
+    r = exp(log_prob - old_log_prob) is the ratio per latent element.
 
     c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). w is the weight, 1
     without one. KL: `surrogate.reference_kl`. ValueError where kl_coef > 0 and there is no ref_mean.

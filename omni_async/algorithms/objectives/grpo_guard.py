@@ -1,5 +1,6 @@
-"""Implements GRPO-Guard (arXiv 2510.22319): log-ratios centred and brought to one width at every step, so that the clip
-binds on both sides alike.
+"""Implements GRPO-Guard (arXiv 2510.22319).
+
+Log-ratios centred and brought to one width at every step, so that the clip binds on both sides alike.
 
 With x' = old mean + S eps and drift d = (mean - old_mean) / S, the log-ratio per element is <d eps> - <d^2> / 2. The
 bias adds the second term back, which leaves an expectation of zero under the old policy; the factor S removes the 1 / S
@@ -21,8 +22,9 @@ from omni_async.config.algorithm import Algorithm
 
 
 def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row w max(-A r, -A clip(r, 1 - c, 1 + c)) / h + kl_coef KL, with r = exp((log_prob - old_log_prob +
-    bias) S).
+    """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) / h + kl_coef KL.
+
+    r = exp((log_prob - old_log_prob + bias) S).
 
     bias = <(mean - old_mean)^2> / (2 S^2), each row's own, carries the gradient. sqrt(h) = scale / std. guard.scale
     "sample": S = scale and h are the row's own (Flow-Factory). "batch": S = mean(sqrt(h)) mean(std) and h =

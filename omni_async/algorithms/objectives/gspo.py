@@ -1,5 +1,6 @@
-"""Implements GSPO (arXiv 2507.18071), its sequence being the denoising steps of a sample: one ratio per sample, the
-geometric mean over its steps."""
+"""Implements GSPO (arXiv 2507.18071), its sequence being the denoising steps of a sample.
+
+One ratio per sample, the geometric mean over its steps."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from omni_async.config.algorithm import Algorithm
 
 
 def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row w max(-A s, -A clip(s, 1 - c, 1 + c)) + kl_coef KL, with s = exp(mean of log_prob - old_log_prob
-    over the sample's steps).
+    """Compute per row w max(-A s, -A clip(s, 1 - c, 1 + c)) + kl_coef KL.
+
+    s = exp(mean of log_prob - old_log_prob over the sample's steps).
 
     A sample is `steps_per_sample` consecutive rows. They share s, through which every one of them has its gradient, and
     each carries the whole sample's surrogate: the mean over rows is the mean over samples, in value and gradient. A
@@ -33,5 +35,5 @@ def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
 
 
 def _mean_over_steps(inputs: TransitionInputs, rows: Tensor) -> Tensor:
-    """Gives every row (R,) the mean over its sample's rows."""
+    """Give every row (R,) the mean over its sample's rows."""
     return rows.unflatten(0, (-1, inputs.steps_per_sample)).mean(dim=1).repeat_interleave(inputs.steps_per_sample)

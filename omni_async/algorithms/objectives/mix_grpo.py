@@ -1,5 +1,6 @@
-"""Implements MixGRPO (arXiv 2507.21802): PPO's clipped surrogate on the steps of a sliding window; the sampler moves
-the window."""
+"""Implements MixGRPO (arXiv 2507.21802): PPO's clipped surrogate on the steps of a sliding window.
+
+The sampler moves the window."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from omni_async.config.algorithm import Algorithm
 
 
 def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Computes per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + mix.log_ratio_coef (log r)^2 / 2 + kl_coef KL, with r,
-    c, w, KL as in `flow_grpo`.
+    """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + mix.log_ratio_coef (log r)^2 / 2 + kl_coef KL.
+
+    r, c, w, KL are as in `flow_grpo`.
 
     MixGRPO's public code calls the middle term its KL: a pull to the policy of old_log_prob, from the sampled log-ratio
     alone. w does not multiply it. ValueError and metrics as `flow_grpo`; approx_kl is the middle term without its

@@ -1,5 +1,6 @@
-"""Provides the parts that policy-gradient objectives share: log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq.
-7), the KL to the reference, and the metrics of both.
+"""Provides the parts that policy-gradient objectives share.
+
+Log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq. 7), the KL to the reference, and the metrics of both.
 
 Everything per row is float64: clip ranges are often 1e-5 or less, where float32 next to 1 has only about a hundred
 values left.
@@ -19,7 +20,7 @@ _PUBLISHED_CLIP_RANGE = 1e-4  # flow_grpo, VeRL-Omni
 
 
 def log_ratios(inputs: TransitionInputs) -> Tensor:
-    """Returns (R,) float64 with gradient: log_prob - old_log_prob, the log-ratio per latent element.
+    """Return (R,) float64 with gradient: log_prob - old_log_prob, the log-ratio per latent element.
 
     Its exponential is the D-th root of the ratio of densities, as in the public code of flow_grpo, VeRL-Omni and
     DanceGRPO; hence clip ranges of order 1 / D. For kind "cps" it is no ratio of densities at all, since the log-prob
@@ -29,21 +30,23 @@ def log_ratios(inputs: TransitionInputs) -> Tensor:
 
 
 def log_ratios_nats(inputs: TransitionInputs) -> Tensor:
-    """Returns (R,) float64 without gradient: L, the log-ratio of the whole sample in nats, a ratio of densities for
-    every kind."""
+    """Return (R,) float64 without gradient.
+
+    L, the log-ratio of the whole sample in nats, a ratio of densities for every kind."""
     return inputs.nats_per_log_prob.detach().to(torch.float64) * log_ratios(inputs).detach()
 
 
 def mean_square_difference(mean: Tensor, other: Tensor) -> Tensor:
-    """Returns (R,) float64: <(mean - other)^2> of two (R, ...), averaged over all latent dimensions. No gradient flows
-    into `other`."""
+    """Return (R,) float64: <(mean - other)^2> of two (R, ...), averaged over all latent dimensions.
+
+    No gradient flows into `other`."""
     return (mean - other.detach()).square().flatten(1).mean(dim=1, dtype=torch.float64)
 
 
 def clipped_surrogate(
     inputs: TransitionInputs, algorithm: Algorithm, log_ratio: Tensor, nats: Tensor | None
 ) -> tuple[Tensor, Metrics]:
-    """Returns per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
+    """Return per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
 
     With clip_range c (1e-4 if neither is given) the clip is to [1 - c, 1 + c]. With clip_range_nats c it is to where
     |nats| = c, `nats` being the log-ratio of the whole sample that belongs to log_ratio: a row outside gets log_ratio
@@ -73,7 +76,7 @@ def clipped_surrogate(
 def _clip_in_nats(
     algorithm: Algorithm, clip: float, log_ratio: Tensor, nats: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the rows below and above the clip range in nats, and the ratios that clipped rows get."""
+    """Return the rows below and above the clip range in nats, and the ratios that clipped rows get."""
     if algorithm.clip_range is not None:
         raise ValueError(f"give clip_range or clip_range_nats, not both (got {algorithm.clip_range} and {clip})")
     if nats is None:
@@ -85,7 +88,7 @@ def _clip_in_nats(
 
 
 def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorithm) -> Tensor:
-    """Returns (R,) float64, per latent element, with gradient: <(mean - ref_mean)^2> / (2 s^2).
+    """Return (R,) float64, per latent element, with gradient: <(mean - ref_mean)^2> / (2 s^2).
 
     kl_form "published": s = std, as flow_grpo and VeRL-Omni compute it; "exact": s = scale, the KL between the two
     Gaussians. For kind "flow" the published value is the exact one times the step size; for "dance" and "cps" they
@@ -101,8 +104,9 @@ def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorith
 def objective_output(
     inputs: TransitionInputs, algorithm: Algorithm, policy_loss: Tensor, metrics: Metrics, penalty: Tensor | None = None
 ) -> ObjectiveOutput:
-    """Computes weight policy_loss + kl_coef KL + penalty per row, from (R,) float64 parts, in log_prob's dtype. Only
-    policy_loss is weighted.
+    """Compute weight policy_loss + kl_coef KL + penalty per row, from (R,) float64 parts, in log_prob's dtype.
+
+    Only policy_loss is weighted.
 
     Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean, kl_ref in the form of `kl_form`. ValueError where
     kl_coef > 0 and there is no ref_mean.

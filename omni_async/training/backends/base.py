@@ -1,5 +1,7 @@
-"""Defines what a trainer rank's engine asks of the backend that holds its model: velocities of rows, gradients,
-optimizer steps, checkpoints, weights to publish. How weights are spread over ranks is the backend's alone.
+"""Defines what a trainer rank's engine asks of the backend that holds its model.
+
+Velocities of rows, gradients, optimizer steps, checkpoints, weights to publish. How weights are spread over ranks is
+the backend's alone.
 
 All of it is collective: with several ranks, every rank calls the same in the same order, with rows of its own.
 """
@@ -42,7 +44,7 @@ class TrainBackend(Protocol):
     digest: str
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any, needs: Needs) -> Tensor:
-        """Computes the policy's velocity (B, *shape), float32, with gradient where grad mode is on."""
+        """Compute the policy's velocity (B, *shape), float32, with gradient where grad mode is on."""
 
     def auxiliary_velocity(
         self,
@@ -53,40 +55,43 @@ class TrainBackend(Protocol):
         spec: Any,
         needs: Needs,
     ) -> Tensor:
-        """Computes the velocity of an auxiliary policy, without gradient. `reference` is the policy as loaded."""
+        """Compute the velocity of an auxiliary policy, without gradient. `reference` is the policy as loaded."""
 
     def backward(self, losses: Tensor, weight: float) -> None:
-        """Adds `weight` times the gradient of the sum of `losses` (rows,) over all ranks; a rank may pass 0."""
+        """Add `weight` times the gradient of the sum of `losses` (rows,) over all ranks; a rank may pass 0."""
 
     def gradient_norm(self) -> float:
-        """Returns the 2-norm of what was added since the last step, over all ranks. Called once before each `step`."""
+        """Return the 2-norm of what was added since the last step, over all ranks. Called once before each `step`."""
 
     def step(self, factor: float, rate: float) -> None:
-        """Multiplies the gradient by `factor` and steps the optimizer with the learning rate `rate`; the gradient is
-        forgotten."""
+        """Multiply the gradient by `factor` and step the optimizer with the learning rate `rate`.
+
+        The gradient is forgotten."""
 
     def discard(self) -> None:
-        """Forgets the gradient."""
+        """Forget the gradient."""
 
     def base(self) -> Mapping[str, Tensor]:
-        """Returns the model's own weights by diffusers name, without adapters, in an order that never changes."""
+        """Return the model's own weights by diffusers name, without adapters, in an order that never changes."""
 
     def adapters(self) -> Mapping[str, Tensor]:
-        """Returns the weights of LoRA's adapters by diffusers name, in an order that never changes."""
+        """Return the weights of LoRA's adapters by diffusers name, in an order that never changes."""
 
     def begin_save(self, folder: Path) -> Future[Any]:
-        """Copies out the trained parameters, auxiliary policies and the optimizer's state. The future is done when this
-        rank's part of them is in `folder`."""
+        """Copy out the trained parameters, auxiliary policies and the optimizer's state.
+
+        The future is done when this rank's part of them is in `folder`."""
 
     def load(self, folder: Path) -> None:
-        """Reads what `begin_save` wrote, under any layout. TrainingError if it is of another model."""
+        """Read what `begin_save` wrote, under any layout. TrainingError if it is of another model."""
 
 
 def build_backend(
     config: Config, objective: Objective, policy: Policy, device: torch.device, layout: ParallelLayout
 ) -> TrainBackend:
-    """Builds the backend that `trainer.backend` names, with its model loaded. ValueError if it cannot do what the
-    recipe asks for."""
+    """Build the backend that `trainer.backend` names, with its model loaded.
+
+    ValueError if it cannot do what the recipe asks for."""
     trainer, on_cpu = config.trainer, device.type == "cpu"
     backend = find_backend(trainer.backend, workers=layout.world_size, offload=trainer.offload, on_cpu=on_cpu)
     built: TrainBackend = backend.load()(config, objective, policy, device, layout)

@@ -1,5 +1,6 @@
-"""Trains under FSDP2: weights, gradients and optimizer state spread over the ranks (`trainer.shard` of them hold one
-copy), in host memory between their uses where `trainer.offload` asks for it.
+"""Trains under FSDP2: weights, gradients and optimizer state are spread over the ranks.
+
+`trainer.shard` of them hold one copy, in host memory between their uses where `trainer.offload` asks for it.
 
 FSDP2 casts parameters to `model.dtype` as it gathers them and reduces gradients in float32. Weights are read from the
 checkpoint's files, each rank its shards, if the policy can build its components without them.
@@ -46,8 +47,9 @@ class Fsdp2Backend(ModuleBackend):
         return torch.device("cpu") if self.config.trainer.offload else self.device
 
     def place(self, component: nn.Module) -> None:
-        """Shards the component's layers, then what is left of it. It is called by itself and never the whole model, so
-        each component is an FSDP root of its own."""
+        """Shard the component's layers, then what is left of it.
+
+        It is called by itself and never the whole model, so each component is an FSDP root of its own."""
         precision = MixedPrecisionPolicy()
         if self.dtype != torch.float32:
             # FSDP2 would cast every input. Engines give the time in float32, and 1000 sigma has no room in bfloat16.
@@ -66,12 +68,12 @@ class Fsdp2Backend(ModuleBackend):
                 buffer.data = buffer.data.to(self.device)
 
     def backward(self, losses: Tensor, weight: float) -> None:
-        # FSDP2 averages gradients over ranks, where their sum is asked for.
-        torch.autograd.backward(losses.sum() * (weight * self.layout.averaged_over))
+        # FSDP2 averages gradients over all ranks. Their sum is wanted: each has rows of its own, or its part of a row.
+        torch.autograd.backward(losses.sum() * (weight * self.layout.world_size))
 
 
 def _mesh(device: torch.device, layout: ParallelLayout) -> DeviceMesh:
-    """Returns the ranks as FSDP2 takes them: those that hold a copy of the weights together, times the copies."""
+    """Return the ranks as FSDP2 takes them: those that hold a copy of the weights together, times the copies."""
     if not dist.is_initialized():
         if layout.world_size > 1:
             raise TrainingError("call training.device.init_process_group on every rank before TrainEngine.setup")
@@ -90,8 +92,9 @@ def _mesh(device: torch.device, layout: ParallelLayout) -> DeviceMesh:
 def _cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Casts a denoiser's inputs to the dtype that it computes in, except the time, by the name that diffusers gives
-    it."""
+    """Cast a denoiser's inputs to the dtype that it computes in, except the time.
+
+    The time is known by the name that diffusers gives it."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

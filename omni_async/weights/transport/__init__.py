@@ -1,5 +1,6 @@
-"""Builds the transport that carries a published version to the engines: the sender is beside trainer rank 0, a receiver
-beside every engine.
+"""Builds the transport that carries a published version to the engines.
+
+The sender is beside trainer rank 0, a receiver beside every engine.
 
 `weights.transport` chooses; a transport's module, and what it imports, is loaded only if it is chosen.
 """
@@ -14,7 +15,7 @@ from omni_async.weights.transport.base import WeightReceiver, WeightSender
 
 
 def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "127.0.0.1") -> WeightSender:
-    """Builds the sender. Files of weights go into `folder`; other machines reach this one under the address `host`."""
+    """Build the sender. Files of weights go into `folder`; other machines reach this one under the address `host`."""
     match config.weights.transport:
         case "object_store":
             from omni_async.weights.transport.object_store import ObjectStoreSender
@@ -31,7 +32,7 @@ def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "
 
 
 def build_receiver(config: Config, name: str, store: ObjectStore) -> WeightReceiver:
-    """Builds the receiver of the engine called `name`."""
+    """Build the receiver of the engine called `name`."""
     match config.weights.transport:
         case "object_store":
             from omni_async.weights.transport.object_store import ObjectStoreReceiver

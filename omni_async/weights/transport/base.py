@@ -1,5 +1,6 @@
-"""Defines the interface of weight transports: four verbs on both sides. Transports carry buckets without interpreting
-them; senders and receivers of the weights compare digests.
+"""Defines the interface of weight transports: four verbs on both sides.
+
+Transports carry buckets without interpreting them; senders and receivers of the weights compare digests.
 
     verb      sender, beside trainer rank 0                   receiver, beside an engine
     init      meets the engines, and again when they change   joins the sender that wrote the invitation
@@ -32,59 +33,67 @@ class TransportError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a receiver needs to receive a version: what its sender's `start` returned, and its `update` for each of the
-    buckets."""
+    """What a receiver needs to receive a version.
+
+    What its sender's `start` returned, and its `update` for each of the buckets."""
 
     start: Any
     buckets: list[Any] = field(default_factory=list)
 
 
 class WeightSender(Protocol):
-    """A sender of one version at a time. Whatever may take long happens off the event loop. `one_by_one`: each engine
-    receives a version by itself, independently of the others; otherwise all receive it together, or none does."""
+    """A sender of one version at a time.
+
+    Whatever may take long happens off the event loop. `one_by_one`: each engine receives a version by itself,
+    independently of the others; otherwise all receive it together, or none does."""
 
     one_by_one: bool
 
     async def init(self, engines: Mapping[str, Join]) -> None:
-        """Connects all engines there are, before the first version and again when engines come or go.
+        """Connect all engines there are, before the first version and again when engines come or go.
+
         `engines[name](invitation)` has that engine's receiver `init`. TransportError if one can't be reached."""
 
     async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> Any:
-        """Begins a version, of buckets of `sizes` bytes. TransportError if it can't be sent."""
+        """Begin a version, of buckets of `sizes` bytes. TransportError if it can't be sent."""
 
     async def update(self, bucket: Bucket, reference: Any | None) -> Any:
-        """Carries the next bucket, or begins to where receivers must take part. `reference` is that of a bucket which
-        lies in the run's store already. TransportError if it can't be sent."""
+        """Carry the next bucket, or begin to where receivers must take part.
+
+        `reference` is that of a bucket which lies in the run's store already. TransportError if it can't be sent."""
 
     async def finish(self, delivered: bool) -> None:
-        """Ends the version, whatever became of it; its buckets are not read after that. `delivered`: all engines have
-        it; otherwise what else goes wrong follows from the failure that ended it. TransportError if it could not be
-        sent."""
+        """End the version, whatever became of it; its buckets are not read after that.
+
+        `delivered`: all engines have it; otherwise what else goes wrong follows from the failure that ended it.
+        TransportError if it could not be sent."""
 
 
 class WeightReceiver(Protocol):
     async def init(self, invitation: Any) -> None:
-        """Joins the sender that wrote `invitation`."""
+        """Join the sender that wrote `invitation`."""
 
     async def start(self, manifest: WeightManifest, start: Any) -> None:
-        """Prepares for a version; `start` is what the sender's own returned. TransportError if it can't be received."""
+        """Prepare for a version; `start` is what the sender's own returned. TransportError if it can't be received."""
 
     async def update(self, bucket: Any) -> None:
-        """Takes in the next bucket, of which the sender's `update` returned `bucket`."""
+        """Take in the next bucket, of which the sender's `update` returned `bucket`."""
 
     async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
-        """Returns the version's buckets, and the manifest that describes their layout: the same tensors and digest as
-        the one it was started with. They may be read until the next `start`, and must not be written. LookupError,
-        TransportError or WeightError if they can't be received."""
+        """Return the version's buckets, and the manifest that describes their layout.
+
+        The same tensors and digest as the one it was started with. They may be read until the next `start`, and must
+        not be written. LookupError, TransportError or WeightError if they can't be received."""
 
 
 @asynccontextmanager
 async def sending(
     sender: WeightSender, manifest: WeightManifest, buckets: Sequence[Bucket], references: Sequence[Any | None] = ()
 ) -> AsyncIterator[Parcel]:
-    """Sends a version: inside the context it can be received with the parcel that the context gives. The context is
-    left when all engines have received the version or the run fails; `buckets` are not read after that. `references`
-    are those of buckets that lie in the run's store. TransportError if the version could not be sent."""
+    """Send a version: inside the context it can be received with the parcel that the context gives.
+
+    The context is left when all engines have received the version or the run fails; `buckets` are not read after that.
+    `references` are those of buckets that lie in the run's store. TransportError if the version could not be sent."""
     try:
         parcel = Parcel(await sender.start(manifest, [len(bucket) for bucket in buckets]))
         for bucket, reference in zip_longest(buckets, references):
@@ -99,7 +108,7 @@ async def sending(
 async def receive(
     receiver: WeightReceiver, manifest: WeightManifest, parcel: Parcel
 ) -> tuple[WeightManifest, list[Bucket]]:
-    """Receives the version of `parcel`, as `WeightReceiver.finish` returns it."""
+    """Receive the version of `parcel`, as `WeightReceiver.finish` returns it."""
     await receiver.start(manifest, parcel.start)
     for bucket in parcel.buckets:
         await receiver.update(bucket)

@@ -28,7 +28,7 @@ class HostCarrier:
         self._group = gloo
 
     def broadcast(self, bucket: Tensor, timeout_s: float) -> None:
-        """Copies rank 0's `bucket` (bytes, uint8) into that of every rank. RuntimeError if they do not come in time."""
+        """Copy rank 0's `bucket` (bytes, uint8) into that of every rank. RuntimeError if they do not come in time."""
         self._group.broadcast(bucket, 0).wait(timedelta(seconds=timeout_s))
 
 
@@ -46,8 +46,9 @@ class DeviceCarrier:
         self._memory: Tensor | None = None
 
     def broadcast(self, bucket: Tensor, timeout_s: float) -> None:
-        """Copies rank 0's `bucket` (bytes, uint8, on the host) into that of every rank. RuntimeError or TimeoutError if
-        they do not come in time."""
+        """Copy rank 0's `bucket` (bytes, uint8, on the host) into that of every rank.
+
+        RuntimeError or TimeoutError if they do not come in time."""
         if self._stream is None:
             self._carry(bucket).wait(timedelta(seconds=timeout_s))
             self._arrive(bucket)
@@ -82,7 +83,7 @@ class DeviceCarrier:
 
 
 def current_device() -> torch.device:
-    """Returns the accelerator that this process uses. RuntimeError if there is none."""
+    """Return the accelerator that this process uses. RuntimeError if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise RuntimeError("this process has no accelerator")
@@ -90,7 +91,7 @@ def current_device() -> torch.device:
 
 
 def group_on(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Makes a process group, none of torch's registered ones, of the backend that torch has for the device's type."""
+    """Make a process group, none of torch's registered ones, of the backend that torch has for the device's type."""
     name = dist.get_default_backend_for_device(device.type)
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:

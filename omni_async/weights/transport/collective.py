@@ -1,5 +1,6 @@
-"""Broadcasts weights through a torch.distributed group of its own, with trainer rank 0 as the root and a rank for every
-engine.
+"""Broadcasts weights through a torch.distributed group of its own.
+
+Trainer rank 0 is the root, and every engine is a rank.
 
 The group is none of torch's registered ones, in particular not the trainer's: it uses a TCP store that the sender
 serves. It is formed when every engine has started, so no engine holds up another's loading: the sender invites, all
@@ -41,8 +42,9 @@ dist: Any = torch.distributed
 
 
 def carrier_of(config: Config) -> CarrierName:
-    """Chooses the carrier: "device" needs a whole accelerator for every rank, shared with no other; "cpu" is used
-    otherwise."""
+    """Choose the carrier: "device" needs a whole accelerator for every rank, shared with no other.
+
+    "cpu" is used otherwise."""
     placement = config.placement
     if config.emulation is not None or placement.colocated:
         return "cpu"
@@ -77,9 +79,9 @@ class CollectiveSender:
         if not engines:
             return
         self._thread = _Thread()  # a call stuck in a group that lost a rank keeps the old thread until its time-out
-        store = await self._thread.run(self._serve)
+        store = await self._thread.submit(self._serve)
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._carrier)
-        forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
+        forming = self._thread.submit(lambda: Group(mine, self._timeout_s, store))
         joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
         # Waits until all have answered: then no rank still waits in this attempt when the next begins, and the caller
         # knows which one failed.
@@ -90,8 +92,9 @@ class CollectiveSender:
         self._group = forming.result()
 
     async def _joined(self, join: Join, invitation: Invitation) -> None:
-        """Returns when this participant is in the group. When its call fails, the others are notified instead of
-        waiting for it."""
+        """Return when this participant is in the group.
+
+        When its call fails, the others are notified instead of waiting for it."""
         try:
             await join(invitation)
         except BaseException:
@@ -99,7 +102,7 @@ class CollectiveSender:
             raise
 
     def _serve(self) -> Any:
-        """Serves the store, on this address alone: torch's own socket would listen on all of the machine's."""
+        """Serve the store, on this address alone: torch's own socket would listen on all of the machine's."""
         with _reporting(f"serving the group's store on {self._host}", 0, self._timeout_s), socket.socket() as listening:
             listening.bind((self._host, 0))
             listening.listen()
@@ -121,12 +124,12 @@ class CollectiveSender:
                 " joined"
             )
         group, self._action = self._group, f"the broadcast of version {manifest.version}"
-        self._waiting = [self._thread.run(partial(group.meet, self._action))]
+        self._waiting = [self._thread.submit(partial(group.meet, self._action))]
 
     async def update(self, bucket: Bucket, reference: Any | None) -> int:
-        """Returns the bytes to be received at once: its broadcast waits for the engines."""
+        """Return the bytes to be received at once: its broadcast waits for the engines."""
         assert self._group is not None
-        self._waiting.append(self._thread.run(partial(self._group.broadcast, bucket, self._action)))
+        self._waiting.append(self._thread.submit(partial(self._group.broadcast, bucket, self._action)))
         return len(bucket)
 
     async def finish(self, delivered: bool) -> None:
@@ -150,26 +153,26 @@ class CollectiveReceiver:
 
     async def init(self, invitation: Invitation) -> None:
         self._thread, self._memory = _Thread(), []  # a broadcast stuck in the last group keeps the old ones
-        self._group = await self._thread.run(lambda: Group(invitation, self._timeout_s))
+        self._group = await self._thread.submit(lambda: Group(invitation, self._timeout_s))
 
     async def start(self, manifest: WeightManifest, start: None) -> None:
         if self._group is None:
             raise TransportError(f"weights.transport: collective: {self._name} has not joined the trainer")
         self._manifest, self._received = manifest, list[Bucket]()
         self._action = f"the broadcast of version {manifest.version}"
-        await self._thread.run(partial(self._group.meet, self._action))
+        await self._thread.submit(partial(self._group.meet, self._action))
 
     async def update(self, bucket: int) -> None:
         assert self._group is not None
         memory = self._room(len(self._received), bucket)
-        await self._thread.run(partial(self._group.broadcast, memory, self._action))
+        await self._thread.submit(partial(self._group.broadcast, memory, self._action))
         self._received.append(memory)
 
     async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
         return self._manifest, self._received
 
     def _room(self, number: int, size: int) -> Bucket:
-        """Returns memory for a bucket, the last version's where that is large enough: its pages are there already."""
+        """Return memory for a bucket, the last version's where that is large enough: its pages are there already."""
         if number == len(self._memory):
             self._memory.append(np.empty(size, np.uint8))
         elif len(self._memory[number]) < size:
@@ -202,21 +205,23 @@ class Group:
             )
 
     def meet(self, action: str) -> None:
-        """Returns once all ranks are there; a carrier that waits by itself does not ask. TransportError, naming
-        `action`, if not all come in time."""
+        """Return once all ranks are there; a carrier that waits by itself does not ask.
+
+        TransportError, naming `action`, if not all come in time."""
         if isinstance(self._carrier, DeviceCarrier):
             with self._taking_part(action):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
 
     def broadcast(self, bucket: Bucket, action: str) -> None:
-        """Copies rank 0's bytes into every rank's `bucket`. TransportError, naming `action`, if not all take part in
-        time."""
+        """Copy rank 0's bytes into every rank's `bucket`.
+
+        TransportError, naming `action`, if not all take part in time."""
         with self._taking_part(action):
             self._carrier.broadcast(as_tensor(bucket), self._timeout_s)
 
     @contextlib.contextmanager
     def _taking_part(self, action: str) -> Iterator[None]:
-        """Lets a group that lost a rank fail at once from then on, not after another time-out for every bucket."""
+        """Let a group that lost a rank fail at once from then on, not after another time-out for every bucket."""
         if self._broken is not None:
             raise TransportError(str(self._broken))
         try:
@@ -236,7 +241,7 @@ def _arrival(rank: int) -> str:
 
 
 def _await_all_ranks(store: Any, invitation: Invitation) -> None:
-    """Returns once all ranks have registered. RuntimeError, on every rank, as soon as one is known to be gone."""
+    """Return once all ranks have registered. RuntimeError, on every rank, as soon as one is known to be gone."""
     if invitation.rank > 0:
         store.set(_arrival(invitation.rank), _HERE)
     else:
@@ -248,8 +253,9 @@ def _await_all_ranks(store: Any, invitation: Invitation) -> None:
 
 
 def _report_gone(invitation: Invitation, timeout_s: float) -> None:
-    """Reports at the store that a participant's call failed. It may have registered before: then the others wait for
-    the group's own time-out."""
+    """Report at the store that a participant's call failed.
+
+    It may have registered before: then the others wait for the group's own time-out."""
     with contextlib.suppress(RuntimeError, OSError):  # without the store no rank waits there any more
         _store_at(invitation, timedelta(seconds=timeout_s)).set(_arrival(invitation.rank), _GONE)
 
@@ -272,12 +278,12 @@ class _Thread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
-    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Returns this machine's own address on the way to `host`; nothing is sent."""
+    """Return this machine's own address on the way to `host`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         address: str = probe.getsockname()[0]

@@ -1,5 +1,6 @@
-"""Carries weights through a folder that all machines see: a safetensors file per version, under diffusers names, that
-any tool can load.
+"""Carries weights through a folder that all machines see.
+
+A safetensors file per version, under diffusers names, that any tool can load.
 
 A version is written under a temporary name and renamed, so a file of the final name is whole. Engines map it into
 memory. It is deleted when they all hold another one, and so is what a trainer that was killed has left; the last stays
@@ -32,23 +33,8 @@ _ALIGNMENT = 64
 _LARGEST_HEADER = 100_000_000
 _WRITE_BUFFER = 2**20
 _OURS = re.compile(r"version-\d{6,}\.(safetensors|tmp)")
-_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+_DTYPES = {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
+_DTYPES |= {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _NAMES = {short: name for name, short in _DTYPES.items()}
 
 
@@ -62,10 +48,10 @@ class DiskSender:
         self._file: VersionFile | None = None
 
     async def init(self, engines: Mapping[str, Join]) -> None:
-        """Does nothing: the parcel tells readers where the file is."""
+        """Do nothing: the parcel tells readers where the file is."""
 
     async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> str:
-        """Begins the file, and returns where it will be once the last bucket is written."""
+        """Begin the file, and return where it will be once the last bucket is written."""
         path = self._folder / f"version-{manifest.version:06d}.safetensors"
         self._file, self._left = None, len(sizes)
         self._file = file = VersionFile(path, manifest)
@@ -99,8 +85,9 @@ async def _write(file: VersionFile, work: Callable[[], None]) -> None:
 
 
 def _clear_all_but(newest: Path) -> None:
-    """Deletes all other versions that are in the folder, not only those this process wrote: a trainer that was killed
-    may have left some, even of a later version."""
+    """Delete all other versions that are in the folder, not only those this process wrote.
+
+    A trainer that was killed may have left some, even of a later version."""
     for path in newest.parent.iterdir():
         if path != newest and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -108,13 +95,13 @@ def _clear_all_but(newest: Path) -> None:
 
 class DiskReceiver:
     async def init(self, invitation: Any) -> None:
-        """Does nothing: a file needs no connection."""
+        """Do nothing: a file needs no connection."""
 
     async def start(self, manifest: WeightManifest, start: str) -> None:
         self._manifest, self._path = manifest, Path(start)
 
     async def update(self, bucket: None) -> None:
-        """Does nothing: the file has all buckets."""
+        """Do nothing: the file has all buckets."""
 
     async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
         return await asyncio.to_thread(read_version, self._path, self._manifest)
@@ -143,7 +130,7 @@ class VersionFile:
         self._position = _LENGTH.size + len(self._header)
 
     def write(self, bucket: Bucket) -> None:
-        """Writes the pieces that lie in the next bucket. WeightError if it is too short for them."""
+        """Write the pieces that lie in the next bucket. WeightError if it is too short for them."""
         assert self._file is not None
         for start, piece in self._places.get(self._number, ()):
             if piece.offset < 0 or piece.offset + piece.nbytes > len(bucket):
@@ -159,7 +146,7 @@ class VersionFile:
         self._number += 1
 
     def seal(self) -> None:
-        """Makes the file appear. WeightError if buckets are missing."""
+        """Make the file appear. WeightError if buckets are missing."""
         assert self._file is not None
         if self._missing:
             raise WeightError(
@@ -169,7 +156,7 @@ class VersionFile:
         self._unfinished.replace(self.path)
 
     def discard(self) -> None:
-        """Deletes what was written, unless it was sealed."""
+        """Delete what was written, unless it was sealed."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk has its say again when the buffer is emptied
                 self._file.close()
@@ -177,7 +164,7 @@ class VersionFile:
 
 
 def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[str, int]]:
-    """Returns the header of a version's file, and where in the file every tensor starts."""
+    """Return the header of a version's file, and where in the file every tensor starts."""
     # Without gaps every tensor lies at a multiple of its item size if the wider ones come first.
     specs = sorted(manifest.tensors, key=lambda spec: -item_bytes(spec.dtype))
     header: dict[str, Any] = {
@@ -206,7 +193,7 @@ def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[str, int]]:
 
 
 def _places(manifest: WeightManifest, starts: Mapping[str, int]) -> dict[int, list[tuple[int, Piece]]]:
-    """Returns the pieces in each bucket, with where in the file they go."""
+    """Return the pieces in each bucket, with where in the file they go."""
     places: dict[int, list[tuple[int, Piece]]] = {}
     for spec in manifest.tensors:
         start = starts[spec.name]
@@ -223,8 +210,9 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, list[Bucket]]:
-    """Maps the file as one read-only bucket without reading it, and returns it with `manifest` as its tensors are laid
-    out there.
+    """Map the file as one read-only bucket without reading it.
+
+    Returns it with `manifest` as its tensors are laid out there.
 
     WeightError if it is not a file of that version, or not whole. The caller checks the contents by their digest.
     """

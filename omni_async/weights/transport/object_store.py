@@ -1,5 +1,6 @@
-"""Carries weights through the run's object store: written once, mapped by every engine of the machine. In one process
-they travel by reference."""
+"""Carries weights through the run's object store: written once, mapped by every engine of the machine.
+
+In one process they travel by reference."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ class ObjectStoreSender:
         self._store = store
 
     async def init(self, engines: Mapping[str, Join]) -> None:
-        """Does nothing: the store exists already."""
+        """Do nothing: the store exists already."""
 
     async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> None:
-        """Does nothing: buckets are independent of each other."""
+        """Do nothing: buckets are independent of each other."""
 
     async def update(self, bucket: Bucket, reference: Any | None) -> Any:
         # One after the other: many writing threads would take the cores from the training thread.
         return await self._store.put(bucket) if reference is None else reference
 
     async def finish(self, delivered: bool) -> None:
-        """Does nothing: a bucket lives as long as someone holds its reference."""
+        """Do nothing: a bucket lives as long as someone holds its reference."""
 
 
 class ObjectStoreReceiver:
@@ -38,7 +39,7 @@ class ObjectStoreReceiver:
         self._store = store
 
     async def init(self, invitation: Any) -> None:
-        """Does nothing: the store exists already."""
+        """Do nothing: the store exists already."""
 
     async def start(self, manifest: WeightManifest, start: None) -> None:
         self._manifest = manifest

@@ -3,8 +3,6 @@ import torch
 
 from omni_async.algorithms.correction.ratio import interpolated_log_prob
 
-torch.set_num_threads(1)
-
 
 def test_the_proximal_policy_lies_between_the_other_two_by_version():
     behaviour = torch.tensor([[-1.0, -1.0], [-2.0, -2.0]], dtype=torch.float64)

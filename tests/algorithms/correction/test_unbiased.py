@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from omni_async.algorithms.correction.correct import correct
-from omni_async.algorithms.correction.drift import Drift, drift_statistics, effective_sample_size
+from omni_async.algorithms.correction.drift import Drift, effective_sample_size
 from omni_async.config.algorithm import Correction
 from omni_async.sde.transitions import log_prob, nats_per_log_prob, take_step, transition
-
-torch.set_num_threads(1)
 
 COUNT = 100_000
 SIGMAS = (0.9, 0.7, 0.5, 0.3)
@@ -128,18 +126,6 @@ def test_log_ratios_are_those_of_the_whole_samples_densities(kind):
         torch.testing.assert_close(got.drift.log_ratio[:, step], density[0] - density[1], atol=1e-12, rtol=1e-10)
 
 
-def test_cps_log_probs_are_divided_by_twice_their_variance():
-    start = torch.tensor([[1.0, -0.5, 2.0]], dtype=torch.float64)
-    got = sample("cps", torch.full((4, 1), 0.4, dtype=torch.float64), 0.8, start=start)
-    (c_b, scale), (c_p, _) = closed_form("cps", 0.4, 0), closed_form("cps", 0.8, 0)
-    for row in range(4):
-        x_next = got.latents[1][row].tolist()
-        value, old = (
-            -sum((y - c * x) ** 2 for y, x in zip(x_next, start[0].tolist(), strict=True)) / 3 for c in (c_p, c_b)
-        )
-        assert got.drift.log_ratio[row, 0].item() == pytest.approx(3 * (value - old) / (2 * scale**2), rel=1e-10)
-
-
 @pytest.mark.parametrize("nats", [0.05, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_ratios_from_one_latent_are_normal_with_the_exact_kl(kind, nats):
@@ -156,31 +142,4 @@ def test_log_ratios_from_one_latent_are_normal_with_the_exact_kl(kind, nats):
     assert standard.square().mean().item() == pytest.approx(1, rel=0.02)
     assert standard.pow(3).mean().item() == pytest.approx(0, abs=0.03)
     assert standard.pow(4).mean().item() == pytest.approx(3, rel=0.03)
-    statistics = drift_statistics(got.drift)
-    assert statistics["ess_step"].item() == pytest.approx(math.exp(-2 * nats), rel=0.02)
-    assert statistics["log_ratio_variance_step"].item() == pytest.approx(2 * statistics["kappa_nats"].item(), rel=0.02)
-
-
-@pytest.mark.parametrize("level", ["step", "trajectory"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tempered_weights_of_the_sde_reach_the_target(kind, level):
-    got = sample(kind, changing_version()[:5000], 1.0, dim=32)
-    for target in (0.5, 0.7, 0.9):
-        corrected = correct(
-            got.drift, Correction(mode="decoupled", weights="tempered", level=level, ess_target=target, cap=None), 32
-        )
-        assert corrected.gamma < 1
-        rows = corrected.weight.flatten() if level == "step" else corrected.weight[:, 0]
-        assert effective_sample_size(rows.log()).item() == pytest.approx(target, rel=0.05)
-
-
-def test_the_tempering_exponent_goes_to_one_with_the_drift_of_the_sde():
-    settings = Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=None)
-    behaviour = one_version(0.4)[:2000]
-    exponents = [
-        correct(sample("flow", behaviour, 0.4 + change, dim=32).drift, settings, 32).gamma
-        for change in (2.0, 1.0, 0.4, 0.05, 0.0)
-    ]
-    assert exponents == sorted(exponents)
-    assert exponents[0] < 0.3
-    assert exponents[-2:] == [1.0, 1.0]
+    assert effective_sample_size(L).item() == pytest.approx(math.exp(-2 * nats), rel=0.02)

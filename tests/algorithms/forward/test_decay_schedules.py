@@ -34,10 +34,6 @@ def test_ema_decay_warms_up_to_its_value(step, expected):
     assert ema_decay(step, 0.9) == pytest.approx(expected, abs=1e-15)
 
 
-def test_a_decay_of_zero_keeps_no_history():
-    assert ema_decay(0, 0.0) == 0.0
-
-
 def test_the_average_is_taken_at_the_end_of_every_interval():
     assert [step for step in range(25) if ema_due(step, 8)] == [7, 15, 23]
     assert all(ema_due(step, 1) for step in range(3))

@@ -8,8 +8,6 @@ from forward_rows import TOLERANCES, make_rows, mean_of_squares, numbers, per_ro
 from omni_async.algorithms.objectives.diffusion_dpo import diffusion_dpo
 from omni_async.config.algorithm import Algorithm, Dpo
 
-torch.set_num_threads(1)
-
 LOSSES = ("sigmoid", "hinge", "ipo")
 
 
@@ -69,9 +67,7 @@ def test_the_gradient_is_that_of_the_loss(loss):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize(("halved", "strength"), [(True, 1000.0), (False, 2000.0)])
-def test_at_the_reference_the_loss_is_log_two_and_pulls_the_winner_closer_as_hard_as_it_pushes_the_loser(
-    halved, strength, dtype, tolerance
-):
+def test_at_the_reference_the_loss_is_log_two_and_winner_and_loser_are_moved_alike(halved, strength, dtype, tolerance):
     rows = make_pairs(dtype=dtype)
     rows = replace(rows, ref_velocity=rows.velocity.detach())
     out = diffusion_dpo(rows, make_settings(halved=halved))
@@ -83,37 +79,6 @@ def test_at_the_reference_the_loss_is_log_two_and_pulls_the_winner_closer_as_har
     torch.testing.assert_close(per_row_gradient(out, rows), expected, atol=tolerance, rtol=tolerance)
     assert out.metrics["margin"].abs().max() == 0
     assert out.metrics["accuracy"].max() == 0
-
-
-def test_the_other_losses_at_the_reference():
-    rows = make_pairs()
-    rows = replace(rows, ref_velocity=rows.velocity.detach())
-    assert diffusion_dpo(rows, make_settings(loss="hinge")).loss.tolist() == [1.0] * 6
-    assert diffusion_dpo(rows, make_settings(loss="ipo", beta=0.5)).loss.tolist() == [4.0] * 6
-
-
-def test_hinge_and_ipo_are_satisfied_at_their_margins():
-    """Takes a winner that is exact where the reference's error is g^2, and a loser equal to the reference: d = -g^2."""
-    rows = make_pairs()
-    aim = rows.noise - rows.final
-    winner = torch.tensor([True, False] * 3)[:, None, None]
-    reference = torch.where(winner, aim + 2.0, aim + 1.0)
-    satisfied = replace(rows, velocity=torch.where(winner, aim, reference), ref_velocity=reference)
-    loss = {
-        (name, beta): diffusion_dpo(satisfied, make_settings(loss=name, beta=beta, halved=False)).loss
-        for name in ("hinge", "ipo")
-        for beta in (0.1, 0.125, 0.25, 1.0)
-    }
-    for key, expected in {
-        ("hinge", 0.1): 0.6,
-        ("hinge", 0.25): 0,
-        ("hinge", 1.0): 0,
-        ("ipo", 0.125): 0,
-        ("ipo", 1.0): 3.5**2,
-    }.items():
-        torch.testing.assert_close(
-            loss[key], torch.full((6,), float(expected), dtype=torch.float64), atol=1e-12, rtol=0
-        )
 
 
 def test_saturated_pairs_stay_finite():
@@ -144,29 +109,10 @@ def test_metrics_by_hand_and_detached():
     assert 0 < metrics["accuracy"].sum() < 6
 
 
-def test_exchanging_winner_and_loser_turns_the_margin_around():
-    rows = make_pairs()
-    exchange = torch.tensor([1, 0, 3, 2, 5, 4])
-    turned = replace(rows, **{name: getattr(rows, name)[exchange] for name in ("velocity", "final", "ref_velocity")})
-    margin = diffusion_dpo(rows, make_settings()).metrics["margin"]
-    assert torch.equal(diffusion_dpo(turned, make_settings()).metrics["margin"], -margin)
-
-
 def test_the_reference_gets_no_gradient():
     reference = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
     diffusion_dpo(make_pairs(ref_velocity=reference), make_settings()).loss.sum().backward()
     assert reference.grad is None
-
-
-def test_a_pair_does_not_depend_on_its_batch():
-    rows, algorithm = make_pairs(dtype=torch.float32), make_settings(beta=0.7)
-    whole = diffusion_dpo(rows, algorithm)
-    names = ("velocity", "final", "noise", "sigma", "advantage", "old_velocity", "ref_velocity", "ema_velocity")
-    for pair in range(3):
-        own = slice(2 * pair, 2 * pair + 2)
-        alone = diffusion_dpo(replace(rows, **{name: getattr(rows, name)[own] for name in names}), algorithm)
-        assert torch.equal(whole.loss[own], alone.loss)
-        assert all(torch.equal(whole.metrics[name][own], value) for name, value in alone.metrics.items())
 
 
 def test_rows_that_are_no_pairs_are_refused():

@@ -1,5 +1,4 @@
-"""Makes rows to run objectives on: ratios made by hand, and real Gaussian steps whose derivative with respect to the
-velocity is known."""
+"""Makes rows to run objectives on: ratios made by hand, and real Gaussian steps."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,8 +7,6 @@ import torch
 
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.sde.transitions import log_prob, take_step, transition
-
-torch.set_num_threads(1)
 
 SHAPE = (3, 4)
 D = 12
@@ -77,28 +74,6 @@ class Steps:
             kind=self.kind,
         )
         return replace(given, **changes)
-
-    def slope(self, row):
-        """Returns d mean / d velocity of a row, one number, differentiated from the papers' formulas by hand."""
-        s, s_next, n = (float(t[row]) for t in (self.sigma, self.sigma_next, self.noise_level))
-        if self.kind == "cps":
-            scale = s_next * math.sin(n * math.pi / 2)
-            return math.sqrt(s_next**2 - scale**2) * (1 - s) - (1 - s_next) * s
-        if self.kind == "dance":
-            return (s_next - s) * (1 + 0.5 * n**2 * (1 - s) / s)
-        std = n * math.sqrt(s / (1 - s))
-        return (s_next - s) * (1 + std**2 * (1 - s) / (2 * s))
-
-    def log_prob_gradient(self, row, given):
-        """Returns d log_prob / d velocity of a row (3, 4): (x' - mean) / (S^2 D) times the slope; for cps 2 (x' - mean)
-        / D."""
-        distance = (self.x_next[row] - given.mean[row]).detach()
-        factor = 2 / D if self.kind == "cps" else 1 / (float(given.scale[row]) ** 2 * D)
-        return distance * factor * self.slope(row)
-
-    def square_gradient(self, row, given, other):
-        """Returns d <(mean - other)^2> / d velocity of a row (3, 4)."""
-        return 2 * (given.mean[row] - other[row]).detach() / D * self.slope(row)
 
 
 def gaussian_steps(kind="flow", rows=24, seed=0, drift=0.3, steps_per_sample=1):
