@@ -24,15 +24,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import benchmark_parser
-from omni_async.benchmark.machine import Machine, describe_machine
+from omni_async.bench.machine import Machine, describe_machine
 from omni_async.config import Config, ConfigError, check
 from omni_async.config.sizes import SizeText, bytes_of, size_text
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
+from omni_async.preflight.check import preflight
 from omni_async.runtime import inprocess
 from omni_async.runtime.inprocess import InProcessCluster
-from omni_async.runtime.preflight import preflight
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
 from omni_async.store import LocalStore, nbytes

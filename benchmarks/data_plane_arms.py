@@ -16,7 +16,7 @@ from benchmarks import data_plane_transfer_queue as transfer
 from benchmarks.data_plane_queues import ActorQueue, QueueProducer, QueueTrainer, RayQueue
 from benchmarks.data_plane_work import in_flight
 from benchmarks.local_ray import WAITING_CALLS
-from omni_async.runtime.ray_shell import Proxy, actor_class
+from omni_async.runtime.on_ray.shell import Proxy, actor_class
 
 
 class Arm(Protocol):

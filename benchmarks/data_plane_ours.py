@@ -23,7 +23,7 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.media import Media
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rollout.base import Trajectory
-from omni_async.runtime.ray_store import RayStore
+from omni_async.runtime.on_ray.store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
 from omni_async.weights.transport.base import Parcel

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.arguments import add_overrides, command_parser, write_json
-from benchmarks.learning_plot import draw
-from omni_async.benchmark.overlap import run_overlap
-from omni_async.benchmark.result import Overlap
+from benchmarks.learning_plot import Curve, draw
+from omni_async.bench.overlap import run_overlap
+from omni_async.bench.result import Overlap
 from omni_async.config import ConfigError, load
 from omni_async.tracking.files import read_lines, write_atomic
 
@@ -38,30 +38,6 @@ learning.png, and overlap.md, overlap.json, overlap.png with the step times of t
 
 Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrupted.
 """
-
-
-class Curve(msgspec.Struct, frozen=True):
-    """The learning curve of one run: seconds since its first sample was asked for, and images generated, when each
-    update was done; its mean reward. `validation`: (seconds, images, mean reward), of the versions that were
-    validated."""
-
-    arm: str
-    seed: int
-    seconds: list[float]
-    images: list[int]
-    rewards: list[float]
-    validation: list[tuple[float, int, float]]
-
-    def seconds_to(self, reward: float) -> float | None:
-        """Returns when validation reached `reward`, on straight lines between rounds; None if it never did."""
-        before: tuple[float, float] | None = None
-        for seconds, _, value in self.validation:
-            if value >= reward:
-                if before is None or value == before[1]:
-                    return seconds
-                return before[0] + (seconds - before[0]) * (reward - before[1]) / (value - before[1])
-            before = seconds, value
-        return None
 
 
 def read_curve(run: Path, arm: str, seed: int) -> Curve:

@@ -5,17 +5,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import numpy as np
 from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from benchmarks.learning import Curve
 
 _WINDOW = 5
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7")
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """The learning curve of one run: seconds since its first sample was asked for, and images generated, when each
+    update was done; its mean reward. `validation`: (seconds, images, mean reward), of the versions that were
+    validated."""
+
+    arm: str
+    seed: int
+    seconds: list[float]
+    images: list[int]
+    rewards: list[float]
+    validation: list[tuple[float, int, float]]
+
+    def seconds_to(self, reward: float) -> float | None:
+        """Returns when validation reached `reward`, on straight lines between rounds; None if it never did."""
+        before: tuple[float, float] | None = None
+        for seconds, _, value in self.validation:
+            if value >= reward:
+                if before is None or value == before[1]:
+                    return seconds
+                return before[0] + (seconds - before[0]) * (reward - before[1]) / (value - before[1])
+            before = seconds, value
+        return None
 
 
 def draw(found: Sequence[Curve], path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import ray
 
 from omni_async.role_table import BUILT_IN
-from omni_async.runtime.ray_connection import reread_environment
+from omni_async.runtime.on_ray.connection import reread_environment
 
 # Of all roles together: the hosts here stand for several.
 WAITING_CALLS = frozenset().union(*(spec.waiting_calls for spec in BUILT_IN))

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.arguments import command_parser
 from benchmarks.kill_everything import end_job
-from omni_async.runtime.control_socket import ControlError, Request, ask
+from omni_async.driver.control_socket import ControlError, Request, ask
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
 _HELP = """\

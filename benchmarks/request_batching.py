@@ -22,8 +22,8 @@ from rich.table import Table
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.local_ray import WAITING_CALLS, local_ray
-from omni_async.benchmark.machine import Machine, describe_machine
-from omni_async.benchmark.result import Spread, spread
+from omni_async.bench.machine import Machine, describe_machine
+from omni_async.bench.result import Spread, spread
 from omni_async.config import Config, ConfigError, load
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
@@ -119,7 +119,7 @@ def _engines(configs: dict[tuple[int, Mode], Config]) -> Iterator[dict[tuple[int
 
     from benchmarks.weights_roles import EngineHost
     from omni_async.families import find_family
-    from omni_async.runtime.ray_shell import Proxy, actor_class
+    from omni_async.runtime.on_ray.shell import Proxy, actor_class
 
     with local_ray(len(configs), 200_000_000, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1"):
         actors: list[Any] = []

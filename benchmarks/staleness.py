@@ -141,7 +141,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Plan, int, bool]:
 
 def _check(plan: Plan) -> None:
     """Refuses here, in one line, what every child would refuse in its log."""
-    from omni_async.runtime.preflight import preflight
+    from omni_async.preflight.check import preflight
 
     for config in [plan.config(cell) for cell in plan.cells() if cell.seed == 0]:
         preflight(config)

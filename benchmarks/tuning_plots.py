@@ -21,8 +21,7 @@ from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.times import times_of
-from omni_async.simulation.tune import tune
-from omni_async.simulation.tune_keys import (
+from omni_async.tune.keys import (
     ENGINES,
     GROUPS,
     RANKS,
@@ -34,8 +33,9 @@ from omni_async.simulation.tune_keys import (
     roomy,
     with_keys,
 )
-from omni_async.simulation.tune_plot import picture
-from omni_async.simulation.tune_trials import Point
+from omni_async.tune.plot import picture
+from omni_async.tune.trials import Point
+from omni_async.tune.tuning import tune
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"

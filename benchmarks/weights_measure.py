@@ -18,7 +18,7 @@ from benchmarks.weights_model import SIZED, sized_config
 from benchmarks.weights_roles import EngineHost, TrainerHost
 from omni_async.config import Config
 from omni_async.families import PipelineFamily, find_family
-from omni_async.runtime.ray_shell import Proxy, actor_class
+from omni_async.runtime.on_ray.shell import Proxy, actor_class
 
 Log = Callable[[str], None]
 

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni_async import __version__
-from omni_async.benchmark.command import add_bench
+from omni_async.bench.command import add_bench
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
-from omni_async.runtime.operate import add_command, add_operations, operate
+from omni_async.driver.operate import add_command, add_operations, operate
 from omni_async.simulation.command import add_simulate
-from omni_async.simulation.tune_command import add_tune
+from omni_async.tune.command import add_tune
 
 _TRAIN = """\
 Train from a recipe. Every value of the YAML file can be overridden on the command line:
@@ -125,7 +125,7 @@ def _run(options: argparse.Namespace) -> int:
             case "status" | "scale" | "stop":
                 return operate(options)
             case "bench":
-                from omni_async.benchmark.command import bench
+                from omni_async.bench.command import bench
 
                 return bench(options)
             case "simulate":
@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
 
                 return simulate_recipe(options)
             case "tune":
-                from omni_async.simulation.tune_command import tune_recipe
+                from omni_async.tune.command import tune_recipe
 
                 return tune_recipe(options)
             case _:
@@ -150,14 +150,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _train(config: Config) -> int:
-    from omni_async.runtime.preflight import preflight
-    from omni_async.runtime.resume import nothing_to_do
+    from omni_async.preflight.check import preflight
+    from omni_async.preflight.resume import nothing_to_do
 
     if (done := nothing_to_do(config)) is not None:
         return _say(done)
     inputs = preflight(config)
 
-    from omni_async.runtime.train import EXIT_CODES, train
+    from omni_async.driver.train import EXIT_CODES, train
     from omni_async.tracking.mlflow_connect import MlflowUnusableError
     from omni_async.tracking.rundir import RunDirectoryError
 
@@ -175,12 +175,12 @@ def _train(config: Config) -> int:
 
 
 def _check(config: Config, probe: bool) -> int:
-    from omni_async.runtime.preflight import preflight
+    from omni_async.preflight.check import preflight
 
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
         inputs = preflight(config)
     if probe:
-        from omni_async.runtime.scorers import try_scorers
+        from omni_async.preflight.scorers import try_scorers
 
         for note in try_scorers(inputs):
             _tell(note)
@@ -199,7 +199,7 @@ def _docs(out: Path) -> int:
 
 
 def _list() -> int:
-    from omni_async.runtime.listing import listing
+    from omni_async.preflight.listing import listing
 
     return _say("\n".join(listing()))
 

@@ -70,9 +70,9 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and `vllm_extension` are the dotted
     classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a checkpoint's `model_index.json` must
     have; `components` are the checkpoint's folders with what is trained; `prompt_images` is the number of images that a
-    prompt may carry (its codec reads them by `omni_async.image_files.read_prompt_image`); `attention_heads` is the key
-    of a component's config.json with the number of its attention heads, None where ranks cannot share a row's tokens
-    (`omni_async.policy.SequencePlan`).
+    prompt may carry (its codec reads them by `omni_async.data.image_files.read_prompt_image`); `attention_heads` is the
+    key of a component's config.json with the number of its attention heads, None where ranks cannot share a row's
+    tokens (`omni_async.policy.SequencePlan`).
     """
 
     name: str

@@ -55,7 +55,7 @@ class RoleSpec:
 
     workers: its workers at the start of a run, by the recipe.
     section: the key of its workers' resources; None: next to nothing.
-    build: `module:function`; (`omni_async.runtime.sites.Site`) -> the role, called in the worker's process.
+    build: `module:function`; (`omni_async.runtime.builders.WorkerContext`) -> the role, called in the worker's process.
     on_loss: "replace": another worker takes the slot while the run goes on. "new attempt": the run starts again from
         its last checkpoint.
     works: which of its workers have `start` and `run`: "all"; the "first", which calls the others; "none", because it
@@ -142,13 +142,13 @@ def _ranks(config: Config) -> tuple[Worker, ...]:
     return Worker(TRAINER), *(Worker(TRAINER, rank) for rank in range(1, number))
 
 
-_SITES = "omni_async.runtime.sites"
+_BUILDERS = "omni_async.runtime.builders"
 
 BUILT_IN = (
     RoleSpec(
         COORDINATOR,
         lambda config: (Worker(COORDINATOR),),
-        f"{_SITES}:coordinator",
+        f"{_BUILDERS}:coordinator",
         works="none",
         long_calls=frozenset({"next_samples", "next_to_score", "closing", "next_groups", "events", "addresses"}),
         colocated=False,
@@ -156,7 +156,7 @@ BUILT_IN = (
     RoleSpec(
         ROLLOUT,
         lambda config: _slots(ROLLOUT, config.rollout.workers) if _online(config) else (),
-        f"{_SITES}:producer",
+        f"{_BUILDERS}:producer",
         "placement.rollout",
         "replace",
         long_calls=frozenset({"receive_weights"}),
@@ -169,14 +169,14 @@ BUILT_IN = (
     RoleSpec(
         READER,
         lambda config: () if _online(config) else (Worker(READER),),
-        f"{_SITES}:reader",
+        f"{_BUILDERS}:reader",
         "placement.rollout",
         starts_last=True,
     ),
     RoleSpec(
         REWARD,
         lambda config: _slots(REWARD, config.reward.workers) if _online(config) else (),
-        f"{_SITES}:rewarder",
+        f"{_BUILDERS}:rewarder",
         "placement.reward",
         "replace",
         scales=True,
@@ -186,7 +186,7 @@ BUILT_IN = (
     RoleSpec(
         TRAINER,
         _ranks,
-        f"{_SITES}:trainer",
+        f"{_BUILDERS}:trainer",
         "placement.trainer",
         works="first",
         in_sequence_groups=True,
@@ -200,7 +200,7 @@ def _service(number: int, name: str) -> RoleSpec:
     return RoleSpec(
         name,
         lambda config: _slots(name, config.roles[number].workers),
-        f"{_SITES}:service",
+        f"{_BUILDERS}:service",
         f"roles.{number}.resources",
         "replace",
         colocated=False,

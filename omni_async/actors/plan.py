@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from omni_async.algorithms.kinds import find_kind
-from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.registry import Objective, find_objective
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, ConfigError
 
@@ -51,8 +51,11 @@ class Plan:
         return f"{how} ({self.why})"
 
 
-def require_trainable(config: Config) -> None:
-    """Raise ConfigError, one line, where the objective is unknown, does not fit or cannot stream so."""
+def require_trainable(config: Config) -> Plan:
+    """Return how updates are carried out.
+
+    Raises ConfigError, one line, where the objective is unknown, does not fit or cannot stream so.
+    """
     try:
         problem = next(problems(config), None)
     except ValueError as error:  # no such objective
@@ -62,12 +65,14 @@ def require_trainable(config: Config) -> None:
     plan = plan_updates(config)
     if config.trainer.streaming == "on" and plan.mode == "collect":
         raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
+    return plan
 
 
 def plan_updates(config: Config) -> Plan:
-    kind = find_kind(find_objective(config.algorithm.name).kind)
+    objective = find_objective(config.algorithm.name)
+    kind = find_kind(objective.kind)
     weigh = kind.ratio and _weighs(config)
-    mode, why = _streaming(config, weigh, kind.paired)
+    mode, why = _streaming(config, objective, weigh, kind.paired)
     return Plan(
         mode=mode,
         why=why,
@@ -95,9 +100,8 @@ def _weighs(config: Config) -> bool:
     return correction.needs_update or (rescales and penalised)
 
 
-def _streaming(config: Config, weigh: bool, paired: bool) -> tuple[Streaming, str]:
+def _streaming(config: Config, objective: Objective, weigh: bool, paired: bool) -> tuple[Streaming, str]:
     trainer, advantage = config.trainer, config.algorithm.advantage
-    objective = find_objective(config.algorithm.name)
     if trainer.streaming == "off":
         return "collect", "trainer.streaming is off"
     if trainer.steps_per_update > 1:

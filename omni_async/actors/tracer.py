@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-from omni_async.actors.api import CoordinatorApi
 from omni_async.aio.clock import Clock
 from omni_async.types import Span
 
@@ -15,8 +14,14 @@ from omni_async.types import Span
 _SHORTEST_WAIT_S = 0.001
 
 
+class TakesSpans(Protocol):
+    """The part of the coordinator that a tracer calls."""
+
+    async def report_spans(self, spans: list[Span]) -> None: ...
+
+
 class Tracer:
-    def __init__(self, actor: str, coordinator: CoordinatorApi, clock: Clock) -> None:
+    def __init__(self, actor: str, coordinator: TakesSpans, clock: Clock) -> None:
         self.actor = actor
         self._coordinator = coordinator
         self._clock = clock

@@ -1,6 +1,6 @@
 """Finds objectives by name: what each needs of a run, known without importing torch, and the function that computes it.
 
-Built-in objectives are listed in `catalogue`; other packages add theirs through the entry-point group
+Built-in objectives are listed here; other packages add theirs through the entry-point group
 `omni_async.objectives` (each entry point is an `Objective`).
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
+from omni_async.algorithms.decay import nft_decay
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.objective_section import OBJECTIVES
 from omni_async.config.schema import Config
@@ -71,18 +72,178 @@ class Objective:
         return function
 
 
+_STEPS = ("latents", "log_probs", "conditioning")
+_FINAL = ("final", "conditioning")
+
+
+def _no_kl(algorithm: Algorithm) -> bool:
+    return algorithm.kl_coef == 0
+
+
+def _reference(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
+    return frozenset({"reference"}) if algorithm.kl_coef > 0 else frozenset()
+
+
+def _mix_homogeneous(algorithm: Algorithm) -> bool:
+    return _no_kl(algorithm) and algorithm.mix.log_ratio_coef == 0
+
+
+def _mix_problems(config: Config) -> Iterator[str]:
+    if config.rollout.sde is not None and config.rollout.sde.window.schedule == "uniform":
+        yield (
+            "rollout.sde.window.schedule: mix_grpo slides one window over the steps; set random, progressive, decay or"
+            " exp_decay (or algorithm.name: flow_grpo, whose windows are drawn per group)"
+        )
+
+
+def _dance_problems(config: Config) -> Iterator[str]:
+    if config.rollout.sde is not None and config.rollout.sde.kind != "dance":
+        yield (
+            f"rollout.sde.kind: dance_grpo is defined for 'dance', got {config.rollout.sde.kind!r}; flow_grpo is the"
+            " same loss for any kind"
+        )
+    if config.algorithm.kl_coef > 0:
+        yield (
+            f"algorithm.kl_coef: dance_grpo has no KL term, got {config.algorithm.kl_coef}; flow_grpo is the same loss"
+            " with one"
+        )
+
+
+def _guard_problems(config: Config) -> Iterator[str]:
+    if config.rollout.sde is not None and config.rollout.sde.kind != "flow":
+        yield (
+            "rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size), which is the noise scale of 'flow'"
+            f" alone; got {config.rollout.sde.kind!r}"
+        )
+    if config.algorithm.clip_range_nats is not None:
+        yield (
+            "algorithm.clip_range_nats: grpo_guard compares its clip range with log-ratios that it has rescaled, which"
+            " no number of nats bounds; set algorithm.clip_range, 2e-6 as published"
+        )
+
+
+def _dppo_problems(config: Config) -> Iterator[str]:
+    if config.algorithm.clip_range is not None or config.algorithm.clip_range_nats is not None:
+        yield (
+            "algorithm.clip_range: flow_dppo drops rows by their KL instead of clipping; remove it and set"
+            " algorithm.dppo.kappa_max"
+        )
+    if config.algorithm.dppo.kappa_max_nats is not None and config.algorithm.dppo.width == "unit":
+        yield (
+            "algorithm.dppo.kappa_max_nats: with width unit the KL is that of Gaussians of variance 1, which is none of"
+            " the denoising step's in nats; set algorithm.dppo.kappa_max, or width: transition"
+        )
+
+
+def _nft_auxiliary(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
+    return _reference(algorithm) | {"old"}
+
+
+def _pulls_to_average(algorithm: Algorithm) -> bool:
+    return algorithm.awm.ema_coef > 0 or (algorithm.awm.ema_coef_end or 0) > 0
+
+
+def _awm_auxiliary(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
+    found = set(_reference(algorithm))
+    if _pulls_to_average(algorithm):
+        found.add("ema")
+    if algorithm.awm.off_policy:
+        found.add("old")
+    return frozenset(found)
+
+
+def _awm_problems(config: Config) -> Iterator[str]:
+    if _pulls_to_average(config.algorithm) and config.trainer.ema is None:
+        yield "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema"
+
+
+def _dpo_problems(config: Config) -> Iterator[str]:
+    if config.data.preferences is None and config.rollout.group_size < 2:
+        yield (
+            "rollout.group_size: diffusion_dpo compares the best with the worst sample of a prompt, and"
+            f" {config.rollout.group_size} sample makes no pair; use at least 2, or data.preferences"
+        )
+    if config.algorithm.kl_coef > 0:
+        yield (
+            "algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL; remove it,"
+            f" got {config.algorithm.kl_coef}"
+        )
+
+
+def _of_kind(kind: str, name: str, summary: str, **options: Any) -> Objective:
+    compute = f"omni_async.algorithms.objectives.{name}:{name}"
+    return Objective(name=name, summary=summary, kind=kind, compute=compute, **options)
+
+
+def _on_steps(name: str, summary: str, **options: Any) -> Objective:
+    usual = {"fields": _STEPS, "homogeneous": _no_kl, "auxiliary": _reference}
+    return _of_kind("transition", name, summary, **{**usual, **options})
+
+
+BUILT_IN: tuple[Objective, ...] = (
+    _on_steps("flow_grpo", "PPO's clipped surrogate per denoising step (Flow-GRPO)"),
+    _on_steps(
+        "dance_grpo",
+        "Flow-GRPO's loss on DanceGRPO's transition, without KL",
+        auxiliary=lambda algorithm: frozenset(),
+        problems=_dance_problems,
+    ),
+    _on_steps(
+        "mix_grpo",
+        "Flow-GRPO's loss in a window that slides over the denoising steps (MixGRPO)",
+        homogeneous=_mix_homogeneous,
+        problems=_mix_problems,
+    ),
+    _on_steps(
+        "grpo_guard",
+        "ratios centred and rescaled per step before clipping (GRPO-Guard)",
+        fields=(*_STEPS, "means"),
+        problems=_guard_problems,
+    ),
+    _on_steps(
+        "flow_dppo",
+        "no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped (Flow-DPPO)",
+        fields=(*_STEPS, "means"),
+        problems=_dppo_problems,
+    ),
+    _on_steps("gspo", "one ratio per sample: the geometric mean over its trained steps (GSPO)", unit="sample"),
+    _of_kind(
+        "forward",
+        "diffusion_nft",
+        "contrasts implicit positive and negative policies on final latents (DiffusionNFT)",
+        fields=_FINAL,
+        auxiliary=_nft_auxiliary,
+        old_decay=lambda algorithm, update: nft_decay(algorithm.nft.decay, update),
+    ),
+    _of_kind(
+        "forward",
+        "awm",
+        "advantage-weighted flow matching on final latents (AWM)",
+        fields=_FINAL,
+        unit="sample",
+        auxiliary=_awm_auxiliary,
+        problems=_awm_problems,
+    ),
+    _of_kind(
+        "preference",
+        "diffusion_dpo",
+        "preferences between the best and the worst sample of a prompt, or between the pairs of a dataset"
+        " (Diffusion-DPO)",
+        fields=_FINAL,
+        auxiliary=lambda algorithm: frozenset({"reference"}),
+        problems=_dpo_problems,
+    ),
+)
+
+
 def objectives() -> dict[str, Objective]:
     """Return every objective by name, those of other packages included; a built-in name cannot be taken."""
-    from omni_async.algorithms.catalogue import BUILT_IN
-
     installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=OBJECTIVES)}
     return {**installed, **{objective.name: objective for objective in BUILT_IN}}
 
 
 def find_objective(name: str) -> Objective:
     """Return the objective called `name`; ValueError lists the known ones."""
-    from omni_async.algorithms.catalogue import BUILT_IN
-
     # Other packages cannot take a built-in name, so they are only read, which is slow, for other names.
     known = {objective.name: objective for objective in BUILT_IN}
     if name not in known:

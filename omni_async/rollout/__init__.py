@@ -1,1 +1,5 @@
-"""Draws samples: engines behind the Protocol `base.RolloutEngine`, which `factory.build_engine` makes of a recipe."""
+"""Draws samples: rollout engines behind one Protocol, `base.RolloutEngine`.
+
+`factory.build_engine` builds the one that `rollout.engine` names: `vllm_omni` (production), `diffusers` (reference) or
+`emulated` (no model). An engine keeps one version of the policy and swaps it at the boundary it is told.
+"""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from omni_async.actors.api import CoordinatorApi
 from omni_async.control.events import RunEvent
 from omni_async.role_table import RoleSpec, roles_of
-from omni_async.runtime.preflight import RunInputs
+from omni_async.runtime.inputs import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.worker import Worker

@@ -10,9 +10,9 @@ from typing import Any
 
 from omni_async.actors.service import ServiceHost
 from omni_async.aio.clock import Clock, WallClock
+from omni_async.runtime.builders import WorkerContext, build_role
 from omni_async.runtime.cluster import Cluster
-from omni_async.runtime.preflight import RunInputs
-from omni_async.runtime.sites import Site, build_role
+from omni_async.runtime.inputs import RunInputs
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.worker import Worker
@@ -34,8 +34,10 @@ class InProcessCluster(Cluster):
             self._build(worker)
 
     def _build(self, worker: Worker) -> Any:
-        site = Site(worker, self._inputs, self._run.path, self.store, self._peers_of(worker), clock=self._clock)
-        self._actors[str(worker)] = role = build_role(self._table[worker.role].build, site)
+        context = WorkerContext(
+            worker, self._inputs, self._run.path, self.store, self._peers_of(worker), clock=self._clock
+        )
+        self._actors[str(worker)] = role = build_role(self._table[worker.role].build, context)
         return role
 
     async def connect(self) -> None:

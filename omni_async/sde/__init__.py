@@ -1,1 +1,4 @@
-"""Holds the arithmetic of denoising that engines and trainer share: transitions, sigma schedules, and noise."""
+"""Computes denoising steps: transitions and their log-probs, sigma schedules, noise.
+
+No other package has that arithmetic: engines and the trainer compute the same numbers from the same functions.
+"""

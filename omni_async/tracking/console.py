@@ -6,27 +6,10 @@ A pipe gets exactly one flushed line per update; a terminal gets a live display.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TextIO, TypedDict
+from typing import Protocol, TextIO
 
 from omni_async.config.redact import one_line
-from omni_async.tracking.words import indented, validated
-
-
-class UpdateView(TypedDict, total=False):
-    """The numbers shown of one update; unknown ones are left out.
-
-    `staleness` is a mean, `staleness_counts` maps staleness -> groups, `buffers` name -> (held, capacity), `busy` role
-    -> fraction, `extra` further numbers by name.
-    """
-
-    update: int
-    reward: float
-    staleness: float
-    staleness_counts: dict[int, int]
-    images_per_s: float
-    buffers: dict[str, tuple[int, int]]
-    busy: dict[str, float]
-    extra: dict[str, float]
+from omni_async.tracking.words import UpdateView, indented, validated
 
 
 class Console(Protocol):

@@ -7,9 +7,27 @@ has the same label wherever it is shown. Pure functions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
 
 from omni_async.config.redact import one_line
 from omni_async.tracking.summary import ValidationPoint
+
+
+class UpdateView(TypedDict, total=False):
+    """The numbers shown of one update; unknown ones are left out.
+
+    `staleness` is a mean, `staleness_counts` maps staleness -> groups, `buffers` name -> (held, capacity), `busy` role
+    -> fraction, `extra` further numbers by name.
+    """
+
+    update: int
+    reward: float
+    staleness: float
+    staleness_counts: dict[int, int]
+    images_per_s: float
+    buffers: dict[str, tuple[int, int]]
+    busy: dict[str, float]
+    extra: dict[str, float]
 
 
 def validated(version: int, value: float, parts: Mapping[str, float]) -> str:

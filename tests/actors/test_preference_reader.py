@@ -29,9 +29,9 @@ from omni_async.actors.preferences import PreferenceReader, fit
 from omni_async.aio.clock import ManualClock
 from omni_async.config import ConfigError
 from omni_async.control.coordinator import Coordinator
+from omni_async.data.preferences import PreferencePairs
 from omni_async.media import Media
 from omni_async.rollout.base import EngineError
-from omni_async.runtime.preferences import PreferencePairs
 from omni_async.store import LocalStore
 from omni_async.types import LedgerEntry, Prompt, SampleRequest, Score, ScoreJob, WeightReport
 from pipelines.qwen_image.policy import QwenImagePolicy

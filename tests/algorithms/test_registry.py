@@ -6,10 +6,9 @@ import msgspec
 import pytest
 
 from omni_async.algorithms import registry
-from omni_async.algorithms.catalogue import BUILT_IN
 from omni_async.algorithms.decay import nft_decay
 from omni_async.algorithms.objectives.flow_grpo import flow_grpo
-from omni_async.algorithms.registry import Objective, find_objective, objectives
+from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, objectives
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
 
 TRANSITION = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"}

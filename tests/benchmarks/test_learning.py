@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import Curve, common_reward, main, read_curve, table
-from benchmarks.learning_plot import draw
+from benchmarks.learning import common_reward, main, read_curve, table
+from benchmarks.learning_plot import Curve, draw
 
 
 def curve(arm: str, validation: list[tuple[float, int, float]], seconds: float = 30.0) -> Curve:

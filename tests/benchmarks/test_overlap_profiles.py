@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overlap_profiles
-from omni_async.benchmark.comparison import compare
-from omni_async.benchmark.overlap import run_overlap
-from omni_async.benchmark.result import Overlap
-from tests.benchmark_tool import overlap_world as world
+from omni_async.bench.comparison import compare
+from omni_async.bench.overlap import run_overlap
+from omni_async.bench.result import Overlap
+from tests.bench import overlap_world as world
 
 
 def found(folder: Path, train: world.FakeTrain) -> Overlap:

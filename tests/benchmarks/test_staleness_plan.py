@@ -10,7 +10,7 @@ from benchmarks.staleness import RECIPE
 from benchmarks.staleness_plan import CORRECTIONS, Cell, Plan
 from omni_async.config import ConfigError
 from omni_async.config.algorithm import Correction
-from omni_async.runtime.preflight import preflight
+from omni_async.preflight.check import preflight
 from tests.benchmarks.staleness_world import plan_in
 
 

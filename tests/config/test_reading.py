@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from omni_async.benchmark.result import read_overlap
+from omni_async.bench.result import read_overlap
 from omni_async.cli import main
 from omni_async.config import ConfigError, load
 from omni_async.config.reading import TooLargeError, open_file, read_file, require_file
+from omni_async.data.preferences import PreferencePairs
+from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
-from omni_async.runtime.preferences import PreferencePairs
-from omni_async.runtime.prompts import load_prompts
 from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import read_status, read_summary
 from omni_async.tracking.timeline import read_trace

@@ -15,8 +15,9 @@ from omni_async.config import Config, load
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
+from omni_async.preflight.check import preflight
 from omni_async.runtime.inprocess import InProcessCluster
-from omni_async.runtime.preflight import RunInputs, preflight
+from omni_async.runtime.inputs import RunInputs
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
 from omni_async.tracking.rundir import RunDirectory

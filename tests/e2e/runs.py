@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from omni_async.config import Config, load
-from omni_async.runtime.preflight import preflight
-from omni_async.runtime.train import train
+from omni_async.driver.train import train
+from omni_async.preflight.check import preflight
 from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import Summary, read_summary
 

@@ -15,10 +15,10 @@ from tensordict import TensorDict
 
 from omni_async.config import Config
 from omni_async.control.seeds import PromptStream, draw_window, sample_seed
+from omni_async.data.prompts import load_prompts
 from omni_async.families import find_family
 from omni_async.policy import load_policy
 from omni_async.rewards.jpeg_size import JpegSizeScorer
-from omni_async.runtime.prompts import load_prompts
 from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.transitions import log_prob, ode_step, take_step, transition
 from tests.fakes import load_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omni_async.config import ConfigError, load
-from omni_async.runtime.preflight import preflight
+from omni_async.preflight.check import preflight
 from recipes.quickstart import build_preferences
 from tests.e2e.runs import Run, check_every_group_ended_once, checkpoint_weights, command_line, left_behind, run
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from PIL import Image
 
 from omni_async.config import load
+from omni_async.driver.train import train
 from omni_async.families import MediaShape
-from omni_async.runtime.preflight import preflight
-from omni_async.runtime.train import train
+from omni_async.preflight.check import preflight
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.e2e.runs import Run, check_every_group_ended_once, run
 

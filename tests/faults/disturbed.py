@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kill_everything import Job
+from omni_async.driver.control_socket import ControlError, Request, ask
+from omni_async.driver.train import train
 from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import ServiceTime
-from omni_async.runtime.control_socket import ControlError, Request, ask
-from omni_async.runtime.preflight import preflight
-from omni_async.runtime.train import train
+from omni_async.preflight.check import preflight
 from omni_async.tracking.faults import Fault, read_faults
 from omni_async.tracking.summary import Summary
 from tests.e2e.emulation import write_recipe

@@ -17,11 +17,11 @@ from omni_async.aio.clock import Clock
 from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.config import load
 from omni_async.config.schema import Config
-from omni_async.runtime import results, session
-from omni_async.runtime import train as runtime
+from omni_async.driver import results, session
+from omni_async.driver import train as runtime
+from omni_async.driver.train import train
+from omni_async.preflight.check import preflight
 from omni_async.runtime.cluster import PeerLost
-from omni_async.runtime.preflight import preflight
-from omni_async.runtime.train import train
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_summary
 from tests.e2e.emulation import write_recipe

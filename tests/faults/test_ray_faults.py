@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from omni_async.performance.profile import Payload
-from omni_async.runtime.ray_connection import connect
+from omni_async.runtime.on_ray.connection import connect
 from tests.faults.disturbed import Disturbed, profile
 
 pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=4)]

@@ -23,15 +23,15 @@ import ray
 
 from benchmarks.local_ray import local_ray
 from omni_async.performance.profile import Payload
-from omni_async.runtime.preflight import preflight
-from omni_async.runtime.ray_cluster import RayCluster
-from omni_async.runtime.ray_local import environment
+from omni_async.preflight.check import preflight
+from omni_async.runtime.on_ray.cluster import RayCluster
+from omni_async.runtime.on_ray.local import environment
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.worker import Worker
 from tests.e2e.emulation import write_recipe
 from tests.e2e.runs import started
 from tests.faults.disturbed import Disturbed, profile
-from tests.runtime.ray_roles import Echo
+from tests.runtime.on_ray.ray_roles import Echo
 from tests.runtime.runtime_world import write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -238,7 +238,7 @@ def test_a_cluster_of_two_nodes_is_joined_with_its_token_and_the_loss_of_the_sec
 DROPPED_WHILE_RAY_LEAVES = """
 import threading, time
 import ray
-from omni_async.runtime.ray_connection import connect
+from omni_async.runtime.on_ray.connection import connect
 
 connection = connect(None, 1)
 references = [ray.put(number) for number in range(15_000)]

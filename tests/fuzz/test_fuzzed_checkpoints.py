@@ -20,7 +20,7 @@ from omni_async.checkpoint.state import read_state, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config, ConfigError, load
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
-from omni_async.runtime.resume import find_resume_point
+from omni_async.preflight.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 from omni_async.version_spans import VersionSpans
 from tests.e2e.emulation import write_recipe

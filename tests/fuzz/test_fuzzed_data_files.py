@@ -18,12 +18,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from omni_async.benchmark.measure import NotMeasurableError, measure
+from omni_async.bench.measure import NotMeasurableError, measure
 from omni_async.cli import main
 from omni_async.config import Config, ConfigError, load
+from omni_async.data.preferences import PreferencePairs
+from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
-from omni_async.runtime.preferences import PreferencePairs
-from omni_async.runtime.prompts import load_prompts
 from omni_async.tracking.rundir import RunDirectory
 from tests.e2e.emulation import PROFILE, write_recipe
 

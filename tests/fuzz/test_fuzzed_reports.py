@@ -11,7 +11,7 @@ from foreign import changed, few, listing, of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.benchmark.result import Overlap
+from omni_async.bench.result import Overlap
 from omni_async.cli import main
 
 

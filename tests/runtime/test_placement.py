@@ -12,9 +12,9 @@ import torch
 from omni_async.config.schema import Config, Resources
 from omni_async.families import find_family
 from omni_async.role_table import BUILT_IN, CONTROL
+from omni_async.runtime.builders import WorkerContext, trainer
+from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.placement import ActorPlacement, plan_placements
-from omni_async.runtime.preflight import RunInputs
-from omni_async.runtime.sites import Site, trainer
 from omni_async.store import LocalStore
 from omni_async.worker import Worker
 
@@ -110,7 +110,7 @@ def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine()
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(tmp_path) -> None:
     inputs = RunInputs(config({"trainer": {"gpus": 1}}), find_family("qwen_image"), (), ())
-    rank = trainer(Site(Worker("trainer", 1), inputs, tmp_path, LocalStore()))
+    rank = trainer(WorkerContext(Worker("trainer", 1), inputs, tmp_path, LocalStore()))
     with pytest.raises(
         RuntimeError, match=r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
     ):

@@ -9,8 +9,8 @@ import pytest
 from runtime_world import write_world
 
 from omni_async.control.control_state import ControlState, LedgerState
-from omni_async.runtime.preflight import preflight
-from omni_async.runtime.sites import Site, coordinator
+from omni_async.preflight.check import preflight
+from omni_async.runtime.builders import WorkerContext, coordinator
 from omni_async.store import LocalStore
 from omni_async.worker import Worker
 
@@ -23,5 +23,5 @@ async def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_anothe
 
     start = ControlState(version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0}))
     inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)
-    made = coordinator(Site(Worker("coordinator"), inputs, tmp_path, LocalStore()))
+    made = coordinator(WorkerContext(Worker("coordinator"), inputs, tmp_path, LocalStore()))
     assert await made.scorer_wrong("scorer 'x': AttributeError: y") is wrong

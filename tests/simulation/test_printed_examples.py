@@ -12,10 +12,10 @@ import pytest
 from omni_async import cli
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as simulator
-from tests.simulation.tune_world import PROFILE, RECIPE, simulate_by_law
+from tests.tune.tune_world import PROFILE, RECIPE, simulate_by_law
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/*.md", "recipes/*/README.md", "omni_async/simulation/*command.py"]
+PAGES = ["README.md", "docs/*.md", "recipes/*/README.md", "omni_async/*/command.py"]
 _EXAMPLE = re.compile(r"^\s*\$?\s*(?:\.venv/bin/)?omni-async ((?:tune|simulate) \S+\.yaml(?:.*\\\n)*.*)$", re.MULTILINE)
 
 

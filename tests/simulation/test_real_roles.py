@@ -17,8 +17,8 @@ from omni_async.config import Config
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Resources, ScheduleName
 from omni_async.performance.profile import Profile, write_profile
+from omni_async.preflight.check import preflight
 from omni_async.runtime.inprocess import InProcessCluster
-from omni_async.runtime.preflight import preflight
 from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.tracking.rundir import RunDirectory

@@ -6,8 +6,7 @@ import pytest
 import torch
 from forward_rows import make_rows
 
-from omni_async.algorithms.catalogue import BUILT_IN
-from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.config.algorithm import Algorithm, Awm, Nft
 
 NAMES = ("velocity", "final", "noise", "sigma", "advantage", "old_velocity", "ref_velocity", "ema_velocity")

@@ -11,9 +11,8 @@ from msgspec.structs import replace as changed
 from transition_steps import close, gaussian_steps, losses_and_gradient
 
 from omni_async.algorithms.advantages import centred, global_scale, unclipped_advantages
-from omni_async.algorithms.catalogue import BUILT_IN
 from omni_async.algorithms.objectives.base import TransitionInputs
-from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.config.algorithm import Advantage, Algorithm, Dppo, Guard, Mix
 from omni_async.sde.transitions import log_prob, take_step, transition
 

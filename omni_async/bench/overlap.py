@@ -1,0 +1,220 @@
+"""Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures each.
+
+A run is complete if its own folder says so, so the same call continues after any interruption.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+import rich.console
+
+from omni_async.bench.arms import DEFAULT_ARMS, parse_arms
+from omni_async.bench.comparison import compare, median_run
+from omni_async.bench.fingerprint import stamp
+from omni_async.bench.machine import describe_machine
+from omni_async.bench.measure import NotMeasurableError, measure, run_profile
+from omni_async.bench.plan import Job, Plan, PlannedArm, finished_run, make_plan
+from omni_async.bench.prediction import Simulator, predict, simulated_step
+from omni_async.bench.progress import Progress
+from omni_async.bench.ray_session import ray_session
+from omni_async.bench.result import ArmRecord, Overlap, Prediction, RunRecord, write_overlap
+from omni_async.bench.table import markdown
+from omni_async.config import Config, ConfigError
+from omni_async.config.redact import redact, redact_text
+from omni_async.config.schedule import num_existing_devices
+from omni_async.performance.profile import Profile, load_profile
+from omni_async.runtime.inputs import RunInputs
+from omni_async.tracking.console import Console
+from omni_async.tracking.rundir import RunDirectoryError
+from omni_async.tracking.summary import Summary
+
+Train = Callable[[RunInputs, Console], Summary]
+Records = dict[str, list[RunRecord]]
+
+
+def train_here(inputs: RunInputs, console: Console) -> Summary:
+    from omni_async.driver.train import train
+
+    return train(inputs, console)
+
+
+def run_overlap(
+    recipe: Path,
+    overrides: Sequence[str] = (),
+    *,
+    out: Path,
+    profile: str | None = None,
+    repeats: int = 5,
+    updates: int | None = None,
+    steps: int | None = None,
+    arms: Sequence[str] = DEFAULT_ARMS,
+    terminal: rich.console.Console | None = None,
+    train: Train | None = None,
+    simulator: Simulator | None = None,
+) -> Overlap:
+    """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
+
+    Args:
+        recipe: the recipe that every arm runs.
+        overrides: `key.path=value` for every arm.
+        out: the folder of runs and results.
+        profile: what emulated devices replay, whatever the recipe says; None: as it says.
+        repeats: rounds, each with one run of every arm.
+        updates: trainer.updates of every run; None: the recipe's.
+        steps: in place of `updates`, how many to measure: each arm's runs are just long enough.
+        arms: names of arms, as `parse_arms` takes them.
+        terminal: where progress is shown.
+        train: stands in for a real run.
+        simulator: stands in for the real one.
+
+    Raises:
+        ConfigError: something is wrong, and nothing has run. A run that fails is recorded with its reason instead.
+        KeyboardInterrupt: the benchmark was interrupted; the results so far are written.
+    """
+    train, simulator = train or train_here, simulator or simulated_step
+    if profile is not None:
+        overrides = [*overrides, f"emulation.profile={profile}"]
+    plan = make_plan(recipe, overrides, parse_arms(arms), out=out, repeats=repeats, updates=updates, steps=steps)
+    emulated = _emulated_profile(plan.base)
+    with Progress(len(list(plan.jobs())), terminal or rich.console.Console()) as progress:
+        predictions = _predict(plan, emulated, simulator, progress) if emulated else {}
+        progress.print_plan(plan, {name: prediction.law_s for name, prediction in predictions.items()})
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        records: Records = {}
+        interrupted: KeyboardInterrupt | None = None
+        try:
+            with ray_session([planned.config for planned in plan.arms if planned.config is not None]):
+                for job in plan.jobs():
+                    records.setdefault(job.arm.name, []).append(_make_run(job, out, train, progress))
+        except KeyboardInterrupt as error:
+            interrupted = error
+        overlap = _overlap(plan, records, predictions, started)
+        if emulated is None:
+            overlap = _with_measured_law(plan, overlap, simulator, progress)
+    out.mkdir(parents=True, exist_ok=True)
+    write_overlap(out, overlap, list(compare(overlap).values()))
+    write_report(out, overlap)
+    if interrupted is not None:
+        raise interrupted
+    return overlap
+
+
+def write_report(out: Path, overlap: Overlap) -> None:
+    """Write overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
+    if compare(overlap):
+        from omni_async.bench.figure import draw
+
+        draw(overlap, out / "overlap.png")
+
+
+def _emulated_profile(config: Config) -> Profile | None:
+    return load_profile(config.emulation.profile) if config.emulation is not None else None
+
+
+def _make_run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
+    """Make one run, unless it is complete. An exception in it is recorded as that run's failure."""
+    run, seconds, load = finished_run(job.inputs), None, None
+    if run is None:
+        load, began = os.getloadavg()[0], time.monotonic()
+        try:
+            summary = train(job.inputs, progress.console_of(job))
+        except RunDirectoryError as error:
+            raise ConfigError(f"--out: {str(error).removeprefix('run.dir: ')}") from None
+        except Exception as error:  # noqa: BLE001 (reported as this run's failure; the other runs go on)
+            return _failed(job, f"{type(error).__name__}: {error}", progress)
+        if summary.status == "interrupted":
+            raise KeyboardInterrupt
+        run, seconds = Path(job.config.run.dir) / summary.run, time.monotonic() - began
+        if summary.status == "failed":
+            return _failed(job, summary.reason or "no reason given", progress, os.path.relpath(run, out))
+        stamp(run, job.inputs)
+    try:
+        measured = measure(run, job.config)
+    except NotMeasurableError as error:
+        return _failed(job, str(error), progress, os.path.relpath(run, out))
+    record = RunRecord(round=job.round, status="done", folder=os.path.relpath(run, out), load=load, measured=measured)
+    progress.print_run(job, record, seconds)
+    return record
+
+
+def _failed(job: Job, reason: str, progress: Progress, folder: str | None = None) -> RunRecord:
+    record = RunRecord(round=job.round, status="failed", reason=" ".join(reason.split()), folder=folder)
+    progress.print_run(job, record, None)
+    return record
+
+
+def _predict(plan: Plan, profile: Profile, simulator: Simulator, progress: Progress) -> dict[str, Prediction]:
+    scale = plan.base.emulation.time_scale if plan.base.emulation is not None else 1.0
+    predictions = {}
+    progress.print_line("simulating every arm, some seconds each")
+    for planned in plan.arms:
+        if planned.config is not None:
+            progress.show(f"simulating {planned.arm.name}")
+            predictions[planned.arm.name] = predict(planned.config, profile, scale, simulator)
+    return predictions
+
+
+def _overlap(plan: Plan, records: Records, predictions: dict[str, Prediction], started: str) -> Overlap:
+    emulation = plan.base.emulation
+    return Overlap(
+        recipe=str(plan.recipe),
+        command=redact_text(shlex.join(sys.argv)),
+        started=started,
+        machine=describe_machine(with_gpus=emulation is None and _has_gpus(plan.base)),
+        repeats=plan.repeats,
+        updates=plan.base.trainer.updates,
+        time_scale=emulation.time_scale if emulation is not None else 1.0,
+        law=f"profile {emulation.profile}, times {emulation.time_scale:g}"
+        if emulation is not None
+        else "no run to take service times from",
+        arms=tuple(
+            _arm(planned, records.get(planned.arm.name, []), predictions.get(planned.arm.name)) for planned in plan.arms
+        ),
+    )
+
+
+def _has_gpus(config: Config) -> bool:
+    return any(role.gpus for role in (config.placement.rollout, config.placement.reward, config.placement.trainer))
+
+
+def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | None) -> ArmRecord:
+    config = planned.config
+    return ArmRecord(
+        name=planned.arm.name,
+        schedule=planned.arm.schedule,
+        max_updates=planned.arm.max_updates,
+        devices=num_existing_devices(config) if config is not None else None,
+        config=redact(msgspec.to_builtins(config)) if config is not None else None,
+        skipped=planned.skipped,
+        prediction=prediction,
+        runs=tuple(sorted(runs, key=lambda run: run.round)),
+    )
+
+
+def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
+    """Add the law of real devices, by service times measured in a run.
+
+    That is the synchronous arm's median run, or else the first arm's that has any.
+    """
+    for arm in sorted(overlap.arms, key=lambda arm: arm.name != "sync"):
+        if not arm.measured:
+            continue
+        chosen = next(run for run in arm.runs if run.measured is median_run(arm))
+        profile = run_profile(plan.out / str(chosen.folder))
+        if profile is None:
+            continue
+        predictions = _predict(plan, profile, simulator, progress)
+        arms = tuple(msgspec.structs.replace(arm, prediction=predictions.get(arm.name)) for arm in overlap.arms)
+        law = f"service times measured in {chosen.folder} ({arm.name}, the repeat with the median step)"
+        return msgspec.structs.replace(overlap, arms=arms, law=law)
+    return overlap

@@ -1,0 +1,152 @@
+"""Defines the result of an overlap benchmark, as it lies in `overlap.json`: every run's numbers and the machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from omni_async.bench.machine import Machine
+from omni_async.config import ConfigError
+from omni_async.config.reading import TooLargeError, read_file
+from omni_async.performance.law import StageTimes
+from omni_async.tracking.files import write_atomic
+
+FILE_NAME = "overlap.json"
+_LARGEST_FILE = 200_000_000
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Median and quartiles over repeats."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return the spread of at least one value."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """Seconds per update that a device of the stage was busy, and its jobs' coefficient of variation, if known."""
+
+    seconds: float
+    variation: float | None = None
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """The steady part of one run: `updates` updates, warm-up and drain left out.
+
+    `step_s`: mean seconds per update; `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job.
+    `attribution` sums to `step_s`. `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by
+    staleness) and `peak_memory_bytes` are the whole run's.
+    """
+
+    updates: int
+    step_s: float
+    steps_s: tuple[float, ...]
+    images_per_s: float
+    images_per_s_per_device: float
+    attribution: dict[str, float]
+    stages: dict[str, Stage]
+    busy: dict[str, dict[str, float]]
+    staleness: dict[int, int]
+    peak_memory_bytes: int | None
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One run and its outcome.
+
+    `folder` is relative to the benchmark's. `load`: the machine's 1-minute load average when the run began (None: a run
+    found complete).
+    """
+
+    round: int
+    status: Literal["done", "failed"]
+    reason: str | None = None
+    folder: str | None = None
+    load: float | None = None
+    measured: Measured | None = None
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds as they are measured (the emulation's time scale applied).
+
+    `simulated_s`: the simulator's step, or None with `not_simulated`.
+    """
+
+    times: StageTimes
+    law_s: float
+    simulated_s: float | None = None
+    not_simulated: str | None = None
+
+
+class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    schedule: str
+    max_updates: int
+    devices: float | None = None
+    config: dict[str, Any] | None = None
+    skipped: str | None = None
+    prediction: Prediction | None = None
+    runs: tuple[RunRecord, ...] = ()
+
+    @property
+    def measured(self) -> dict[int, Measured]:
+        """The measured runs by round."""
+        return {run.round: run.measured for run in self.runs if run.measured is not None}
+
+    @property
+    def failures(self) -> list[RunRecord]:
+        return [run for run in self.runs if run.status == "failed"]
+
+
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole benchmark.
+
+    `law`: the source of the predictions, in words. `time_scale`: of emulated devices; 1 for real ones.
+    """
+
+    recipe: str
+    command: str
+    started: str
+    machine: Machine
+    repeats: int
+    updates: int
+    time_scale: float
+    law: str
+    arms: tuple[ArmRecord, ...]
+
+    @property
+    def failed(self) -> bool:
+        return any(arm.failures for arm in self.arms)
+
+
+def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
+    """Write the result.
+
+    `summary` (the table's numbers) is written beside the raw numbers for other readers; `read_overlap` ignores it.
+    """
+    content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
+    write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+
+
+def read_overlap(folder: Path) -> Overlap:
+    """Read the result. Raises ConfigError, one line, where there is none."""
+    path = folder / FILE_NAME if folder.is_dir() else folder
+    try:
+        return msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Overlap)
+    except TooLargeError as error:
+        raise ConfigError(f"{path}: {error.strerror}, so no benchmark result") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: no finished benchmark to report on: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a benchmark result: {error}") from None

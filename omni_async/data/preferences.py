@@ -1,0 +1,254 @@
+"""Reads preference pairs from a parquet file: the prompts at once, the images of one pair when they are asked for.
+
+Columns: `prompt` (text), `chosen` and `rejected` (an encoded PNG, JPEG or WebP image; a struct with `bytes` and perhaps
+`path`, as Hugging Face datasets store images; or the path of an image file in the parquet's folder or below it). Other
+columns are ignored.
+
+Pairs are random access, but parquet is not: a row is reached by decoding its row group from the start, a row at a time
+(some 10 us each). Reading on from the last pair costs nothing extra, so files for shuffled training want row groups of
+a hundred rows rather than a million. Memory holds one row and the pages it was cut from, whatever the size of the file,
+and however often a value is repeated in it. What no writer makes larger than some megabytes, a page, the format itself
+limits to 2 GiB.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omni_async.config import ConfigError
+from omni_async.config.reading import require_file
+from omni_async.data.image_files import MAX_IMAGE_BYTES, find_image, one_line, read_image
+from omni_async.types import Prompt
+
+if TYPE_CHECKING:
+    from omni_async.media import Media
+
+_KEY = "data.preferences"
+_COLUMNS = ("prompt", "chosen", "rejected")
+_MAX_PATH_BYTES = 2**16
+_MAX_PAIRS = 10_000_000  # every prompt is held in memory
+_MAX_PROMPT_BYTES = 2**31  # of all prompts
+_BUFFER_BYTES = 2**20
+_DICTIONARY_ROWS = 1024
+
+
+class PreferencePairs:
+    """The pairs of one parquet file, numbered by row from 0; every `ConfigError` is one line with file, row and column.
+
+    For one thread at a time. Paths in the file are relative to its folder; one that leads out of it, by `..` or by a
+    link, is refused.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Read the footer alone.
+
+        Raises ConfigError if there is no such file, it is no parquet, or a column is missing or of a wrong type.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        try:
+            require_file(path)  # pyarrow would also take a URL, or a folder
+            # Without these two, pyarrow reads the columns of a row group whole before it hands out the first batch.
+            self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+            schema = self._file.schema_arrow
+        except FileNotFoundError:
+            raise ConfigError(f"{_KEY}: no such file: {path}") from None
+        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise ConfigError(
+                f"{_KEY}: {path} cannot be read as parquet: {getattr(error, 'strerror', None) or one_line(error)}"
+            ) from None
+        for column in _COLUMNS:
+            self._check_column(schema, column)
+        metadata = self._file.metadata
+        if metadata.num_rows == 0:
+            raise ConfigError(f"{_KEY}: {path} holds no pairs; expected one a row")
+        if metadata.num_rows > _MAX_PAIRS:
+            raise ConfigError(
+                f"{_KEY}: {path} holds {metadata.num_rows} pairs, at most {_MAX_PAIRS} are read; split it"
+            )
+        self._num_rows: int = metadata.num_rows
+        self._columns = {column: _Column(self._file, path, column) for column in _COLUMNS}
+        self._folder = Path(path).resolve().parent
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def prompts(self, max_chars: int | None = None) -> list[Prompt]:
+        """Return all prompts in order; `Prompt.index` is the pair's number.
+
+        Reads one column. Raises ConfigError for a row without a prompt, or with one of more than `max_chars`
+        characters, and for more than 2 GiB of prompts.
+        """
+        prompts: list[Prompt] = []
+        held = 0
+        for row in range(len(self)):
+            value, where = _plain(self._columns["prompt"].cell(row)), self._where(row, "prompt")
+            size = _size(value)
+            held += size
+            if held > _MAX_PROMPT_BYTES:
+                raise ConfigError(
+                    f"{where}: the prompts up to here have more than {_MAX_PROMPT_BYTES} bytes; split the file"
+                )
+            if max_chars is not None and size > 4 * max_chars:  # a character has four bytes at most
+                raise ConfigError(
+                    f"{where}: the prompt has {size} bytes, data.max_prompt_chars allows {max_chars} characters"
+                )
+            text = _text(value, where)
+            if text is None or not text.strip():
+                raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
+            if "\0" in text:
+                raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text")
+            if max_chars is not None and len(text) > max_chars:
+                raise ConfigError(
+                    f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}"
+                )
+            prompts.append(Prompt(row, text))
+        return prompts
+
+    def media(self, pair: int) -> tuple[Media, Media]:
+        """Return the chosen and the rejected image of a pair, each in its own size (`image_files.read_image`).
+
+        Raises ConfigError if one cannot be decoded, IndexError if there is no such pair.
+        """
+        if not 0 <= pair < len(self):
+            raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
+        chosen, rejected = (
+            self._image(self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:]
+        )
+        return chosen, rejected
+
+    def _where(self, row: int, column: str) -> str:
+        return f"{_KEY}: {self.path}: row {row}, column {column}"
+
+    def _check_column(self, schema: Any, column: str) -> None:
+        import pyarrow as pa
+
+        found = schema.names.count(column)
+        if found != 1:
+            problem = "is missing" if not found else f"occurs {found} times"
+            raise ConfigError(
+                f"{_KEY}: {self.path}: column {column} {problem}; expected prompt, chosen and rejected, got"
+                f" {', '.join(schema.names)}"
+            )
+        kind = schema.field(column).type
+        flat = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if column == "prompt":
+            fits, expected = _is_text(flat), "text"
+        else:
+            stored = (
+                flat.field("bytes").type if pa.types.is_struct(flat) and flat.get_field_index("bytes") >= 0 else None
+            )
+            # A struct whose `bytes` are all null has paths.
+            fits = (
+                _is_text(flat) or _is_bytes(flat) if stored is None else _is_bytes(stored) or pa.types.is_null(stored)
+            )
+            expected = "encoded images (binary, or a struct with binary `bytes`) or their paths (text)"
+        leaves = (self._file.schema.column(i) for i in range(len(self._file.schema)))
+        lists = any(
+            leaf.max_repetition_level and leaf.path.split(".")[0] == column for leaf in leaves
+        )  # one row of them has no end
+        if not fits or lists:
+            raise ConfigError(f"{_KEY}: {self.path}: column {column}: expected {expected}, got {kind}")
+
+    def _image(self, cell: Any, where: str) -> Media:
+        import pyarrow as pa
+
+        value = _plain(cell)
+        if pa.types.is_struct(value.type) and value.is_valid:
+            has_path = value.type.get_field_index("path") >= 0
+            value = _plain(value["path"] if has_path and not value["bytes"].is_valid else value["bytes"])
+        if _is_bytes(value.type) and (size := _size(value)):
+            if size > MAX_IMAGE_BYTES:
+                raise ConfigError(f"{where}: the image has {size} bytes, at most {MAX_IMAGE_BYTES} are decoded")
+            return read_image(io.BytesIO(value.as_buffer()), where)
+        if _is_text(value.type) and (size := _size(value)):
+            if size > _MAX_PATH_BYTES:
+                raise ConfigError(f"{where}: the path has {size} bytes, at most {_MAX_PATH_BYTES} are taken")
+            return read_image(find_image(self._folder, _text(value, where) or "", where, "the parquet's"), where)
+        raise ConfigError(f"{where}: there is no image")
+
+
+class _Column:
+    """The cells of one column, for one reader that mostly reads in order."""
+
+    def __init__(self, file: Any, path: str, name: str) -> None:
+        import pyarrow as pa
+
+        self._file, self._path, self._name = file, path, name
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        self._starts = list(accumulate(sizes, initial=0))[:-1]
+        # A batch repeats what a page, by a dictionary or by its compression, holds once: only a single row has a bound.
+        # A column that is an Arrow dictionary repeats nothing and comes with all of it, 2 GiB at most, in every batch:
+        # there single rows would cost too much.
+        self._rows = _DICTIONARY_ROWS if pa.types.is_dictionary(file.schema_arrow.field(name).type) else 1
+        self._group = -1
+        self._batches: Iterator[Any] = iter(())
+        self._batch: Any = None
+        self._start = 0
+
+    def cell(self, row: int) -> Any:
+        """Return the row's Arrow scalar. Raises ConfigError if the row cannot be read."""
+        group = bisect_right(self._starts, row) - 1
+        if group != self._group or row < self._start:
+            self._batches = self._read(group)
+            self._group, self._batch, self._start = group, None, self._starts[group]
+        try:
+            while self._batch is None or row >= self._start + self._batch.num_rows:
+                self._start += self._batch.num_rows if self._batch is not None else 0
+                self._batch = next(self._batches, None)
+                if self._batch is None:
+                    raise ConfigError(f"{_KEY}: {self._path}: row {row} is missing, though the file's footer counts it")
+        except BaseException:
+            self._group, self._batch = -1, None  # a broken iterator is not used again
+            raise
+        return self._batch.column(self._name)[row - self._start]
+
+    def _read(self, group: int) -> Iterator[Any]:
+        import pyarrow as pa
+
+        try:
+            # No threads: this actor's share of the machine is placement.rollout.cpus.
+            yield from self._file.iter_batches(
+                batch_size=self._rows, row_groups=[group], columns=[self._name], use_threads=False
+            )
+        except (pa.ArrowException, OSError) as error:
+            where = f"column {self._name}, row {self._starts[group]} and those after it"
+            raise ConfigError(f"{_KEY}: {self._path}: {where} cannot be read: {one_line(error)}") from None
+
+
+def _plain(cell: Any) -> Any:
+    """Return the value of a cell that may be an entry of a dictionary."""
+    import pyarrow as pa
+
+    return cell.value if pa.types.is_dictionary(cell.type) else cell
+
+
+def _size(value: Any) -> int:
+    """Return the number of bytes of a text or of binary data, without copying them; 0 for null."""
+    return value.as_buffer().size if value.is_valid else 0
+
+
+def _text(value: Any, where: str) -> str | None:
+    try:
+        return cast("str | None", value.as_py())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not valid UTF-8: {error}") from None
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))

@@ -1,0 +1,195 @@
+"""Reads prompt files.
+
+They are `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target` and `images` (paths
+relative to the file; one may be given as `image`), and any other keys.
+
+A wrong line, or an image that is none, stops the run before anything is started, with its number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from omni_async.config import ConfigError
+from omni_async.config.reading import TooLargeError, read_file
+from omni_async.types import Prompt, PromptImage
+
+_LARGEST_FILE = 2**30  # bytes; all prompts are held in memory
+_LONGEST_LINE = 2**20  # characters of one, targets and other keys included: they travel with every sample
+_DEEPEST = 50  # levels of nesting in a line, as in a recipe: packing a prompt into a message goes down them all
+
+_KEYS = ("prompt", "target", "image", "images")
+
+# Returns what is wrong with a prompt for a scorer or the model, None if nothing.
+PromptCheck = Callable[[Prompt], str | None]
+
+
+def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = ()) -> list[Prompt]:
+    """Read a prompt file.
+
+    Args:
+        path: a `.txt` or `.jsonl` file.
+        key: the configuration path that named the file, for messages.
+        max_chars: how many characters a prompt may have.
+        checks: what scorers and the model require of every prompt.
+
+    Raises:
+        ConfigError: one line with the number of the first line that is wrong, or misses what a check requires.
+    """
+    text = _read(path, key)
+    parse = _parser(path, key)
+    images = _Images(Path(path))
+    prompts: list[Prompt] = []
+    # Not splitlines(): it also cuts at U+2028 and form feeds, which may stand in a prompt, and in a JSON string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{key}: {path}:{number}"
+        if len(line) > _LONGEST_LINE:
+            raise ConfigError(f"{where}: the line has {len(line)} characters, more than {_LONGEST_LINE}")
+        prompt = parse(len(prompts), line, where)
+        _require_text(prompt, where, max_chars)
+        for check in checks:
+            if (missing := check(prompt)) is not None:
+                raise ConfigError(f"{where}: {missing}")
+        prompts.append(images.checked(prompt, where) if prompt.images else prompt)
+    if not prompts:
+        raise ConfigError(f"{key}: {path} holds no prompts; expected one a line")
+    return prompts
+
+
+def _read(path: str, key: str) -> str:
+    try:
+        content = read_file(path, _LARGEST_FILE)
+    except FileNotFoundError:
+        raise ConfigError(f"{key}: no such file: {path}") from None
+    except TooLargeError as error:
+        raise ConfigError(f"{key}: {path} is {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise ConfigError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{key}: {path}:{number}: not UTF-8 text: byte {error.object[error.start]:#04x}: {error.reason}"
+        ) from None
+
+
+def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
+    match Path(path).suffix.lower():
+        case ".jsonl":
+            return _parse_json
+        case ".txt":
+            return _parse_text
+        case suffix:
+            raise ConfigError(
+                f"{key}: {path}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got"
+                f" {suffix or 'no suffix'}"
+            )
+
+
+def _parse_text(index: int, line: str, where: str) -> Prompt:
+    return Prompt(index, line.strip())
+
+
+def _parse_json(index: int, line: str, where: str) -> Prompt:
+    fields = _decode(line, where)
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str) or not fields["prompt"].strip():
+        raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"')
+    if _depth_exceeds(fields, _DEEPEST):
+        raise ConfigError(f"{where}: nested more than {_DEEPEST} levels deep")
+    if line.count(":") != len(fields):  # otherwise every colon belongs to a key that is there, and nothing is nested
+        _require_unique_keys(line, where)
+    target = fields.get("target")
+    if target is not None and not isinstance(target, str):
+        raise ConfigError(f"{where}: target: expected a string, got {repr(target)[:200]}")
+    others = {key: value for key, value in fields.items() if key not in _KEYS}
+    return Prompt(index, fields["prompt"], target, others, _named_images(fields, where))
+
+
+def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]:
+    """Return the images as the line names them, without digests: no file is opened yet."""
+    if "image" in fields and "images" in fields:
+        raise ConfigError(f"{where}: give image or images, not both")
+    key = "image" if "image" in fields else "images"
+    given = fields.get(key, [])
+    names = [given] if key == "image" else given
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        expected = "a path" if key == "image" else "a list of paths"
+        raise ConfigError(f"{where}: {key}: expected {expected}, got {repr(given)[:200]}")
+    return tuple(PromptImage(name, "") for name in names)
+
+
+class _Images:
+    """The images of a prompt file, each checked once."""
+
+    def __init__(self, file: Path) -> None:
+        self._folder = file.resolve().parent
+        self._checked: dict[Path, PromptImage] = {}
+
+    def checked(self, prompt: Prompt, where: str) -> Prompt:
+        """Return the prompt with its images found and checked."""
+        from omni_async.data.image_files import find_image, prompt_image
+
+        found = []
+        for image in prompt.images:
+            file = find_image(self._folder, image.path, f"{where}: image", "the prompt file's")
+            if file not in self._checked:
+                self._checked[file] = prompt_image(file, f"{where}: image {image.path[:200]!r}")
+            found.append(self._checked[file])
+        return replace(prompt, images=tuple(found))
+
+
+def _decode(line: str, where: str) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid JSON: nested more than {_DEEPEST} levels deep") from None
+    except msgspec.DecodeError as error:
+        why = str(error)
+        if "truncated" in why and "\\ud" in line.lower():  # the decoder waits for the other half
+            why = "half a surrogate pair (like \\ud800) is no character"
+        raise ConfigError(f"{where}: not valid JSON: {why}") from None
+
+
+def _depth_exceeds(value: Any, deepest: int) -> bool:
+    """Return whether lists and objects are nested deeper than `deepest` levels, without recursion."""
+    level: list[Any] = [value]
+    for _ in range(deepest):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _require_unique_keys(line: str, where: str) -> None:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"{where}: key {twice[:80]!r} given twice")
+        return found
+
+    json.loads(line, object_pairs_hook=unique)
+
+
+def _require_text(prompt: Prompt, where: str, max_chars: int) -> None:
+    if len(prompt.text) > max_chars:
+        raise ConfigError(
+            f"{where}: the prompt has {len(prompt.text)} characters, data.max_prompt_chars allows {max_chars}"
+        )
+    if "\0" in prompt.text or "\0" in (prompt.target or ""):
+        raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text; is this a text file?")

@@ -1,0 +1,401 @@
+"""Records a run for the driver.
+
+Turns the coordinator's events into console lines, metrics, sample files, a timeline and a summary.
+
+An attempt is here one of the command's, which `attempts.jsonl` lists: one process. In the folder of an earlier attempt
+nothing changes before this one has an update to record: until then, what would be written is held in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from omni_async.aio.clock import Clock
+from omni_async.config import Config
+from omni_async.config.schedule import num_existing_devices
+from omni_async.control.control_state import ControlState
+from omni_async.control.events import RunEvent
+from omni_async.driver.sample_files import SampleFiles
+from omni_async.role_table import WORKING
+from omni_async.runtime.cluster import RunControl
+from omni_async.store import ObjectStore
+from omni_async.tracking.console import Console
+from omni_async.tracking.faults import Fault
+from omni_async.tracking.metrics import histogram
+from omni_async.tracking.mlflow_sink import MlflowSink
+from omni_async.tracking.rundir import RunDirectory, append_jsonl
+from omni_async.tracking.spans import SpanLog
+from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, is_done, summarise
+from omni_async.tracking.timeline import busy_fractions
+from omni_async.tracking.vanishing import GradientWatch
+from omni_async.tracking.words import UpdateView
+from omni_async.types import Span
+
+# Window of the console's figures: recent enough to follow a change, long enough to be steady.
+_RECENT_S = 30.0
+# Numbers of updates from which the time left and the recent reward are computed.
+_PACE, _RECENT = 20, 5
+_SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
+
+
+class Observer:
+    """The record of one run. `watch` runs until the last event; `summary` afterwards says how the run went.
+
+    `start`: the state that this process goes on from. `owns`: whether the folder is this attempt's by now, and not an
+    earlier one's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        console: Console,
+        mlflow: MlflowSink | None,
+        clock: Clock,
+        start: ControlState | None = None,
+        owns: bool = True,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._console = console
+        self._mlflow = mlflow
+        self._clock = clock
+        self._roles = (*WORKING, *(role.name for role in config.roles))
+        self.owns = owns
+        self.has_something = owns  # to record, even if recording it failed
+        self.made = 0  # updates of this attempt, including those that were lost again
+        self._held_rounds: list[tuple[dict[str, float], int]] = []
+        self._untaken: deque[RunEvent] = deque()
+        self._samples = SampleFiles(run, mlflow, console.note)
+        if self.owns:
+            self._samples.may_save.set()
+        self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
+        start = start or ControlState()
+        self._wall_before = 0.0 if owns else run.wall_s(start.version)
+        self._untimed_images = 0 if self._wall_before else start.images
+        self._rewards: list[float] = []
+        self._staleness: Counter[int] = Counter()
+        self._finished: list[tuple[float, int]] = []
+        self._latest: dict[str, float] = {}  # numbers of the newest update
+        self._gradients = GradientWatch()
+        self._validation: list[ValidationPoint] = []
+        self.started = clock.now()
+        self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
+        self.closing = asyncio.Event()
+        self.ended: dict[str, Any] | None = None
+        self.faults: list[Fault] = []
+        self.on_lost: Callable[[str, str], None] = lambda name, reason: None
+        self.on_closing: Callable[[], None] = lambda: None
+        self.recall(start)
+
+    def recall(self, start: ControlState) -> None:
+        """Reset to the state of the run in the checkpoint.
+
+        Spans and faults of this process are all kept; validation rounds that were held are made again.
+        """
+        self.closing = asyncio.Event()
+        self.ended = None
+        self._held_rounds.clear()
+        self._start = start
+        ledger = start.ledger
+        self._images_before = start.images
+        self._paces.clear()
+        self._version = start.version
+        self._latest, self._gradients = {}, GradientWatch()
+        self._finished = [(self._clock.now(), start.images)]
+        self._staleness = Counter(ledger.staleness)
+        events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
+        # What the summary reports if the coordinator is lost before its last event.
+        self._last: dict[str, Any] = {
+            "conservation": {**events, "admitted": ledger.lines, "live": 0},
+            "images": start.images,
+        }
+        self._rewards = [_number(reward) for reward in start.rewards]
+        self._validation = [
+            ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()})
+            for one in start.rounds
+        ]
+        updates = range(start.version - len(start.rewards) + 1, start.version + 1)
+        if (gaps := self._run.metrics_gaps(updates, [one.version for one in start.rounds])) is not None:
+            self._console.note(
+                f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from"
+                " that file is not"
+            )
+
+    @property
+    def version(self) -> int:
+        """Return the number of the last update that was made.
+
+        If the run began with another's checkpoint, that run's updates are included.
+        """
+        return self._version
+
+    def take_over(self) -> None:
+        """Make the folder and the MLflow run this attempt's, with what was held, because there is something to record.
+
+        Raises RunDirectoryError if that fails.
+        """
+        if self.owns:
+            return
+        self.has_something = True
+        self._run.take_over(self._config, self._start.version, self._start.validated)
+        self.owns = True
+        self.spans.open()
+        if self._mlflow:
+            self._mlflow.begin()
+        for fault in self.faults:
+            append_jsonl(self._run.faults, fault)
+        held, self._held_rounds = self._held_rounds, []
+        for numbers, version in held:
+            self._log(numbers, version)
+        self._samples.may_save.set()
+
+    def tell(self, text: str) -> None:
+        self._console.note(text)
+
+    def fault(self, fault: Fault) -> None:
+        """Record that a part was lost and is back."""
+        self.faults.append(fault)
+        if self.owns:
+            append_jsonl(self._run.faults, fault)
+
+    async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
+        """Take events until the coordinator has no more. Sample files are written in tasks of their own."""
+        concluded = False
+        while not concluded:
+            self._untaken.extend(await coordinator.events())
+            while self._untaken:
+                event = self._untaken.popleft()
+                self._handle(event, store)
+                concluded |= event.kind == "concluded"  # a role that was given up may still report spans
+
+    async def count(self, coordinator: RunControl) -> None:
+        """Count updates until the coordinator has no more events, after `watch` failed.
+
+        What the ledger has by then counts in the summary, too, though nothing more is recorded of it: a file cannot
+        grow, for example.
+        """
+        concluded = False
+        while not concluded:
+            for event in [*self._untaken, *await coordinator.events()]:
+                concluded |= event.kind == "concluded"
+                if event.kind == "update" and self.owns:
+                    self._counted(event.data)
+                elif event.kind == "ended":
+                    self.ended = event.data
+            self._untaken.clear()
+
+    async def samples_written(self, seconds: float) -> None:
+        """Wait until the sample files that are being written are done, `seconds` at most.
+
+        Keeps none of an attempt that has nothing else to record.
+        """
+        await self._samples.finish(seconds, keep=self.owns)
+
+    def _handle(self, event: RunEvent, store: ObjectStore) -> None:
+        match event.kind:
+            case "phase":
+                self._console.phase(event.data["text"])
+            case "spans":
+                self.spans.add(event.data["spans"])
+            case "update":
+                self._update(event.data)
+            case "validation":
+                self._validated(event.data)
+            case "lost":
+                self.on_lost(event.data["name"], event.data["reason"])
+            case "closing":
+                self.closing.set()
+                self.on_closing()
+            case "ended":
+                self.ended = event.data
+                if event.data["status"] == "done" and (
+                    self._held_rounds or self.faults or not is_done(self._run.summary)
+                ):
+                    self.take_over()  # no update was left to make, but the run was not done
+        if event.shown and self._config.emulation is None:  # emulated media are noise
+            self._samples.draw(event, store)
+
+    def _update(self, data: dict[str, Any]) -> None:
+        self.take_over()
+        version, reward, staleness = data["version"], data["reward"], data["staleness"]
+        self._counted(data)
+        self._finished.append((data["finished"], data["images"]))
+        self._paces.extend(
+            [(data["finished"], version)]
+            if self._paces
+            else [(data["started"], version - 1), (data["finished"], version)]
+        )
+        while len(self._finished) > 2 and self._finished[1][0] < data["finished"] - _RECENT_S:
+            del self._finished[0]
+        rate = self._images_per_s(data["finished"])
+        busy = self._recently_busy()
+        buffers = data["buffers"]
+        several = bool(self._config.rollout.buckets)
+        numbers = {
+            "reward": reward,
+            **{f"reward/{name}": value for name, value in data["parts"].items()},
+            **({f"reward/bucket{number}": mean for number, mean in data["buckets"].items()} if several else {}),
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": max(staleness),
+            "images": data["images"],
+            "images_per_s": rate,
+            "update_s": data["finished"] - data["started"],
+            "wall_s": self.wall_s(self._clock.now()),
+            **data["metrics"],
+            **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
+            **{
+                f"buffers/{name}": statistics["reserved"]
+                for name, statistics in buffers.items()
+                if "reserved" in statistics
+            },
+            "buffers/bytes_held/max": buffers["bytes"]["most"],
+        }
+        self._run.append_metrics(
+            version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]}
+        )
+        if self._mlflow:
+            self._mlflow.log_metrics(numbers, version)
+        self._latest = numbers
+        if (warning := self._gradients.take(version, data["metrics"])) is not None:
+            self._console.note(warning)
+        self._show(version, numbers, data, busy)
+
+    def _counted(self, data: dict[str, Any]) -> None:
+        self.made += 1
+        self._last = {"conservation": data["conservation"], "images": data["images"]}
+        self._rewards.append(data["reward"])
+        self._staleness.update(data["staleness"])
+        self._version = data["version"]
+
+    def _show(
+        self, version: int, numbers: dict[str, float], data: dict[str, Any], busy: dict[str, dict[str, float]]
+    ) -> None:
+        buffers, staleness = data["buffers"], data["staleness"]
+        slots = buffers["slots"]
+        # Where pairs are given, the chosen one earns 1 and the other 0, whatever is learned: that is no reward to
+        # watch.
+        reward: UpdateView = {"reward": numbers["reward"]} if self._config.data.preferences is None else {}
+        self._console.update(
+            {
+                "update": version,
+                **reward,
+                "staleness": numbers["staleness/mean"],
+                "staleness_counts": histogram(staleness),
+                "images_per_s": numbers["images_per_s"],
+                "buffers": {
+                    "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),
+                    **{
+                        name: (buffers[name]["reserved"], buffers[name]["capacity"])
+                        for name in ("trajectories", "replay")
+                    },
+                },
+                "busy": {role: busy[role]["busy"] for role in self._roles if role in busy},
+                "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
+            }
+        )
+
+    def progress(self) -> dict[str, Any]:
+        """Return how far the run is, for `omni-async status`.
+
+        `reward` is the mean of the last 5 updates, staleness and images/s are the newest update's; `eta_s` follows from
+        the pace of this attempt's last 20 updates and is None before the first of them.
+        """
+        eta = None
+        if self._paces:
+            (since, first), (until, last) = self._paces[0], self._paces[-1]
+            eta = (self._config.trainer.updates - last) * (until - since) / (last - first)
+        rewards = self._rewards[-_RECENT:] if self._config.data.preferences is None else []
+        validation = self._validation[-1] if self._validation else None
+        return {
+            "update": self._version,
+            "updates": self._config.trainer.updates,
+            "eta_s": eta,
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            **{name: self._latest.get(name) for name in ("staleness/mean", "staleness/max", "images_per_s")},
+            **{name: self._latest[name] for name in _SHOWN if name in self._latest},
+            "validation": None if validation is None else msgspec.to_builtins(validation),
+        }
+
+    def wall_s(self, now: float) -> float:
+        """Return the seconds since all roles were up, with those of earlier attempts added."""
+        return self._wall_before + max(0.0, now - self.started)
+
+    def _images_per_s(self, now: float) -> float:
+        """Return the rate over the recent past, or since the start of the run while that is shorter."""
+        earlier = [
+            (self.started, self._images_before),
+            *(point for point in self._finished if point[0] < now - _RECENT_S),
+        ][-1]
+        seconds = now - earlier[0]
+        return (self._finished[-1][1] - earlier[1]) / seconds if seconds > 0 else 0.0
+
+    def _recently_busy(self) -> dict[str, dict[str, float]]:
+        now = self._clock.now()
+        start = max(self.started, now - _RECENT_S)
+        return busy_fractions(self.spans.recent(start), start, now)
+
+    def _validated(self, data: dict[str, Any]) -> None:
+        parts = dict(data["parts"])
+        value = parts.pop("reward", None)
+        if value is None:
+            self._console.note(f"validation of version {data['version']}: no sample could be scored")
+            return
+        self._validation.append(ValidationPoint(data["version"], value, parts))
+        self._console.validation(data["version"], value, parts)
+        numbers = {f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}
+        if self.owns:
+            self._log(numbers, data["version"])
+        else:
+            self._held_rounds.append((numbers, data["version"]))
+
+    def _log(self, numbers: dict[str, float], version: int) -> None:
+        self._run.append_metrics(version, numbers)
+        if self._mlflow:
+            self._mlflow.log_metrics(numbers, version)
+
+    def summary(
+        self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]
+    ) -> Summary:
+        """Return what became of the run.
+
+        Args:
+            status: how it ended.
+            reason: why, in one line; None if it is done.
+            peak_memory: bytes of all processes; None if that was not sampled.
+            finished: when the last role ended, in seconds of the clock.
+            spans: those of this attempt, from which the busy fractions follow.
+        """
+        ended = self.ended or self._last
+        summary = summarise(
+            run=self._run.run_id,
+            status=status,
+            reason=reason,
+            started=self.started,
+            finished=finished,
+            images=ended["images"],
+            rewards=self._rewards,
+            staleness=self._staleness.elements(),
+            counters=Counters(**ended["conservation"]),
+            spans=spans,
+            devices=num_existing_devices(self._config),
+            reject_reasons=ended.get("reasons"),
+            validation=self._validation,
+            peak_memory_bytes=peak_memory,
+            wall_before=self._wall_before,
+            untimed_images=self._untimed_images,
+            faults=len(self.faults),
+        )
+        if self._config.data.preferences is not None:  # nothing was rewarded
+            summary = msgspec.structs.replace(summary, first_reward=None, last_reward=None)
+        return summary
+
+
+def _number(value: float | None) -> float:
+    """Return NaN for null, which a checkpoint holds where a number was not finite."""
+    return float("nan") if value is None else value

@@ -1,0 +1,123 @@
+"""Writes what a run leaves when it ends.
+
+The summary comes first, and every file by itself, so that one that cannot be written does not cost the others.
+
+An attempt of the command that has nothing to record leaves the results of the attempts before as they are: it adds its
+line to `attempts.jsonl`, and that is all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.driver.observer import Observer
+from omni_async.performance.measure import measure
+from omni_async.performance.profile import encode_profile, is_empty
+from omni_async.runtime.inputs import RunInputs
+from omni_async.tracking.attempts import Attempt
+from omni_async.tracking.files import write_atomic
+from omni_async.tracking.mlflow_sink import MlflowSink
+from omni_async.tracking.rundir import RunDirectory, append_jsonl
+from omni_async.tracking.summary import Summary, write_summary
+from omni_async.tracking.timeline import write_trace
+from omni_async.types import Span
+
+logger = logging.getLogger(__name__)
+
+# For MLflow, in a run that leaves at once and in one that ends in order.
+_SOON_S = 3.0
+_IN_ORDER_S = 60.0
+
+
+@dataclass(eq=False)
+class Results:
+    """The files that are written at the end into `run`. `at_once`: only what takes no time."""
+
+    run: RunDirectory
+    inputs: RunInputs
+    mlflow: MlflowSink | None
+    at_once: bool
+    _unwritten: dict[str, str] = field(default_factory=dict, init=False)
+
+    def spans_of(self, observer: Observer) -> list[Span]:
+        """Return every span of the attempt; none, and no timeline is written, if they cannot be read."""
+        spans: list[Span] = []
+        self._try_to_write(self.run.trace, lambda: spans.extend(observer.spans.all()))
+        return spans
+
+    def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
+        """Write all results. Returns the summary as it is on disk then, with what could not be written."""
+        path = self.run.summary
+        if observer.owns and not self._try_to_write(path, lambda: write_summary(path, summary)):
+            if self.run.trace.name not in self._unwritten:
+                self._remove(observer.spans.close)  # which makes room: they are in memory
+            self._try_to_write(path, lambda: write_summary(path, summary))
+        self._try_to_write(self.run.attempts, lambda: append_jsonl(self.run.attempts, attempt))
+        if observer.owns and not self.at_once:
+            self._write_from_spans(observer, summary, spans)
+        if observer.owns and self._unwritten:
+            summary = replace(summary, unwritten={**self._unwritten})
+            self._try_to_write(path, lambda: write_summary(path, summary))
+        if observer.owns and path.name not in self._unwritten:
+            self._remove(lambda: self.run.former_summary.unlink(missing_ok=True))
+        self._end_mlflow(observer, summary)
+        return replace(summary, unwritten=self._unwritten)
+
+    def _write_from_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
+        """Write the profile and the timeline; those of an attempt that made updates replace an earlier attempt's."""
+        run = self.run
+        if observer.made and run.trace.name not in self._unwritten:
+            self._try_to_write(run.profile, lambda: self._write_profile(summary, spans))
+        if run.trace.name not in self._unwritten and (observer.made or not run.trace.exists()):
+            self._try_to_write(run.trace, lambda: write_trace(run.trace, spans))
+        if run.trace.name not in self._unwritten:
+            self._remove(observer.spans.close)
+
+    def _write_profile(self, summary: Summary, spans: list[Span]) -> None:
+        replayed = self.inputs.profile
+        how = f", on emulated devices that replayed {replayed.name}" if replayed else ""
+        source = f"run {summary.run}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
+        config = self.inputs.config
+        profile = measure(spans, config, samples_per_rank=samples_per_rank(config), name=summary.run, source=source)
+        if not is_empty(profile):
+            write_atomic(self.run.profile, encode_profile(profile))
+
+    def _remove(self, remove: Callable[[], None]) -> None:
+        """Remove what is not needed any more; where that cannot be done it stays, and does no harm."""
+        try:
+            remove()
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", error.filename, error.strerror or error)
+
+    def _try_to_write(self, path: Path, write: Callable[[], None]) -> bool:
+        """Write a file and return whether that could be done."""
+        self._unwritten.pop(path.name, None)
+        try:
+            write()
+        except KeyboardInterrupt:
+            self._unwritten[path.name] = "skipped on Ctrl-C"
+        except Exception as error:  # noqa: BLE001 (it is reported, and the other results are written)
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            self._unwritten[path.name] = (
+                cause.strerror if isinstance(cause, OSError) else None
+            ) or f"{type(error).__name__}: {error}"
+        return path.name not in self._unwritten
+
+    def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
+        """End the run in MLflow.
+
+        If the attempt has nothing to record it never began there, and `finish` leaves it as it is.
+        """
+        if self.mlflow is None:
+            return
+        run = self.run
+        for path in (run.config_yaml, run.summary, run.profile, run.trace):
+            if observer.owns and not self.at_once and path.exists() and path.name not in self._unwritten:
+                self.mlflow.log_artifact(path)
+        self.mlflow.finish(summary.status, _SOON_S if self.at_once else _IN_ORDER_S)

@@ -1,0 +1,172 @@
+"""Runs one attempt on a cluster that is up.
+
+It goes from the first sample until every role has finished, or until a part is lost that the run cannot do without.
+
+However it ends (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves
+a checkpoint, the rest of the events is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_async.aio.clock import Clock
+from omni_async.aio.supervisor import Supervisor, TaskFailed
+from omni_async.aio.waiting import first_of
+from omni_async.config import Config
+from omni_async.driver.control_socket import Request
+from omni_async.driver.observer import Observer
+from omni_async.rewards.base import WrongScorer
+from omni_async.role_table import roles_of
+from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.keeper import Keeper, Restarts
+from omni_async.tracking.rundir import RunDirectoryError
+from omni_async.tracking.summary import Status
+
+# Time for the coordinator to take the driver's last calls and to hand over its events, and for the last samples.
+_LAST_EVENTS_S = 10.0
+_SAMPLES_S = 30.0
+
+
+@dataclass
+class Ending:
+    """The way a run ended; the first cause stays.
+
+    `lost`: the loss that ended it, of a part without which the run can only go on from its last checkpoint.
+    """
+
+    status: Status = "done"
+    reason: str | None = None
+    cause: BaseException | None = field(default=None, repr=False)
+    lost: str | None = None
+
+    def because(self, status: Status, reason: str, cause: BaseException | None = None) -> None:
+        if self.status == "done":
+            self.status, self.reason, self.cause = status, reason, cause
+
+
+class Session:
+    def __init__(self, config: Config, cluster: Cluster, observer: Observer, restarts: Restarts, clock: Clock) -> None:
+        self._closing_s = config.run.closing_timeout_s
+        self._cluster = cluster
+        self._observer = observer
+        self._roles, self._services = Supervisor(), Supervisor()
+        self._table = roles_of(config)
+        self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault, self._table)
+        observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.stop_replacing
+
+    async def run(self, interrupted: asyncio.Event) -> Ending:
+        ending, cluster, observer = Ending(), self._cluster, self._observer
+        async with self._services as services, self._roles as roles:
+            watching = services.start("driver", observer.watch(cluster.coordinator, cluster.store))
+            services.start("interrupts", _stop_when(interrupted, cluster))
+            for name, work in cluster.services().items():
+                services.start(name, work)
+            for name, work in cluster.work().items():
+                roles.start(name, work)
+            for name, work in cluster.workers().items():
+                self._keeper.employ(name, work)
+            failure: TaskFailed | None = None
+            try:
+                await first_of(services.wait(), roles.wait(), observer.closing.wait())
+            except TaskFailed as error:
+                failure, ending.lost = error, await self._lost_with(error)
+            self._keeper.stop_replacing()
+            if failure and ending.lost is not None:
+                ending.because("failed", ending.lost, failure)  # this attempt can do nothing more
+            else:
+                await self._wind_down(ending, failure, watching)
+        return ending
+
+    async def _wind_down(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
+        """Close in order: all roles learn that the run is over, the trainer saves, the last events are taken."""
+        coordinator, observer = self._cluster.coordinator, self._observer
+        if failure:
+            with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
+                async with asyncio.timeout(_LAST_EVENTS_S):
+                    await coordinator.fail(describe(failure))
+        unfinished, ending.lost = await _settle(self._roles, self._closing_s)
+        unrecorded: BaseException | None = None
+        with contextlib.suppress(Exception):  # a coordinator that fails has no more events
+            async with asyncio.timeout(_LAST_EVENTS_S):
+                await coordinator.conclude()
+                await asyncio.wait({watching})
+                error = None if watching.cancelled() else watching.exception()
+                if isinstance(error, RunDirectoryError):  # the last events may have filled the disk
+                    unrecorded = error
+                if watching.cancelled() or error is not None:
+                    await observer.count(coordinator)
+        await observer.samples_written(_SAMPLES_S)
+        # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
+        ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
+        if observer.ended and ended["status"] == "failed":
+            ending.because("failed", ended["reason"] or "failed", failure)
+        if failure:
+            ending.because("failed", describe(failure), failure)
+        if unfinished:
+            ending.because("failed", unfinished)
+        if unrecorded:
+            ending.because("failed", describe(unrecorded), unrecorded)
+        if ended["status"] != "done":
+            ending.because(ended["status"], ended["reason"] or ended["status"])
+
+    async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Answer `omni-async status` and `scale`; `tell` gets what is being waited for.
+
+        Raises ValueError, one line, if it can't be done.
+        """
+        for role, workers in request.scale.items():
+            if not self._keeper.workers(role):
+                scaled = [name for name, spec in self._table.items() if spec.scales and self._keeper.workers(name)]
+                has = " and ".join(scaled) or "none that scale"
+                raise ValueError(f"{role}: this run has no workers of that role; it has {has}")
+            await self._keeper.scale(role, workers, tell)
+        return {
+            "progress": self._observer.progress(),
+            "parts": self._cluster.parts(),
+            "faults": len(self._observer.faults),
+            **await self._cluster.coordinator.statistics(),
+        }
+
+    async def _lost_with(self, failure: TaskFailed) -> str | None:
+        """Return which part is gone, if that is what failed: of a dead rank the others may be the first to complain."""
+        if isinstance(failure.__cause__, PeerLost):
+            return str(failure.__cause__)
+        with contextlib.suppress(Exception):
+            return await self._cluster.find_lost()
+        return None
+
+
+async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | None]:
+    """Let the roles finish, because the run is over; the trainer ends its update and writes its checkpoint.
+
+    Returns what went wrong with that, if anything, and which part was lost, if that is the cause.
+    """
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            await roles.settle()
+            await roles.wait()
+    except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is reported too)
+        if deadline.expired():
+            return f"the roles were not done run.closing_timeout_s = {seconds:g} after the run was over", None
+        return describe(error), str(error.__cause__) if isinstance(error.__cause__, PeerLost) else None
+    return None, None
+
+
+async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
+    await interrupted.wait()
+    await cluster.coordinator.stop("on request")
+    await cluster.preempt()
+    await asyncio.Event().wait()  # a service: it ends by being cancelled
+
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, TaskFailed) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, PeerLost | RunDirectoryError | WrongScorer):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,305 @@
+"""Takes one training run from a checked configuration to an exit code.
+
+Brings a cluster up, runs it to its end, records what happens.
+
+In one process a run has one attempt after another, each on a cluster of its own, until it ends or has lost a part too
+often: an attempt that loses its trainer or its coordinator is followed by one that goes on from the last checkpoint, in
+the same folder, ledger and MLflow run. All of them are one attempt of the command, a line of `attempts.jsonl`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import sys
+from itertools import count
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from omni_async.aio.clock import WallClock
+from omni_async.aio.waiting import Stopped, is_cancelled, unless
+from omni_async.checkpoint.errors import CheckpointError
+from omni_async.checkpoint.folders import newest_first
+from omni_async.config import Config, ConfigError
+from omni_async.driver.control_socket import ControlSocket
+from omni_async.driver.interrupts import Interruption, interrupts, listen
+from omni_async.driver.observer import Observer
+from omni_async.driver.results import Results
+from omni_async.driver.session import Ending, Session, describe
+from omni_async.preflight.resume import newest_of_run
+from omni_async.rewards.base import WrongScorer
+from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.inputs import RunInputs
+from omni_async.runtime.keeper import GaveUp, Restarts
+from omni_async.tracking.attempts import Attempt
+from omni_async.tracking.console import Console, for_stream
+from omni_async.tracking.faults import Fault
+from omni_async.tracking.memory import MemorySampler
+from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from omni_async.tracking.mlflow_sink import MlflowSink
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Summary
+from omni_async.tracking.words import validation_curve
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
+# For a cluster to close, in a run that leaves at once.
+_SOON_S = 5.0
+
+
+def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster:
+    if inputs.config.run.runtime == "inprocess":
+        from omni_async.runtime.inprocess import InProcessCluster
+
+        return InProcessCluster(inputs, run)
+    from omni_async.runtime.on_ray.local import prepare_driver
+
+    prepare_driver()  # before Ray is imported
+    from omni_async.runtime.on_ray.cluster import RayCluster
+
+    return RayCluster(inputs, run, attempt)
+
+
+def train(inputs: RunInputs, console: Console | None = None) -> Summary:
+    """Run to the end.
+
+    Raises RunDirectoryError, MlflowUnusableError, or ConfigError for what only the cluster could tell, before anything
+    is generated; every other failure is in the summary's status and reason.
+    """
+    config, clock = inputs.config, WallClock()
+    run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
+    console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
+    console.phase(f"run {run.run_id}")
+    for note in inputs.notes:
+        console.phase(note)
+    memory = MemorySampler()
+    memory.start()
+    try:
+        return asyncio.run(_Run(inputs, run, console, memory).to_its_end())
+    finally:
+        memory.stop()
+        console.close()
+        run.release()
+
+
+class _Run:
+    def __init__(self, inputs: RunInputs, run: RunDirectory, console: Console, memory: MemorySampler) -> None:
+        self._inputs = inputs
+        self._config = inputs.config
+        self._run = run
+        self._console = console
+        self._memory = memory
+        self._clock = WallClock()
+        self._began = self._clock.now()
+        self._restarts = Restarts(inputs.config.run.restarts, self._clock)
+        self._opening: asyncio.Task[MlflowSink] | None = None
+        self._mlflow: MlflowSink | None = None
+        self._observer: Observer | None = None
+
+    async def to_its_end(self) -> Summary:
+        config = self._config
+        async with interrupts(self._console.note) as interrupted:
+            if config.tracking.mlflow.enabled:
+                self._opening = asyncio.create_task(
+                    asyncio.to_thread(_open_mlflow, config, self._run, self._inputs.run is not None)
+                )
+            async with ControlSocket(self._run.control) as control:
+                control.stop = interrupted.set
+                try:
+                    ending = await unless(interrupted.at_once.wait(), self._attempts(interrupted, control))
+                except Stopped:
+                    ending = Ending(
+                        "interrupted",
+                        "at once, by a second Ctrl-C: no checkpoint was waited for, and there is no timeline",
+                    )
+            finished = self._clock.now()
+            if isinstance(ending.cause, MlflowUnusableError):
+                raise ending.cause
+            at_once = interrupted.at_once.is_set()
+            observer = self._observer or self._observe(self._inputs)
+            if (
+                observer.owns and self._mlflow is None and self._opening is not None
+            ):  # a run that failed to start is recorded too
+                with contextlib.suppress(MlflowUnusableError, TimeoutError):
+                    self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
+            interrupted.release_ctrl_c()
+            summary = self._write(ending, observer, finished, at_once)
+            if isinstance(ending.cause, ConfigError):
+                raise ending.cause  # its one line is all that is said
+            return summary
+
+    def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
+        """Write what the run leaves, and print the last lines about it."""
+        results = Results(self._run, self._inputs, self._mlflow, at_once)
+        spans = results.spans_of(observer)
+        summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
+        wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
+        command_attempt = Attempt(
+            self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s
+        )
+        summary = results.write(observer, summary, spans, command_attempt)
+        refused = isinstance(ending.cause, ConfigError)
+        self._console.close(() if refused else _farewell(self._run, observer, summary, self._mlflow))
+        return summary
+
+    def _observe(self, inputs: RunInputs) -> Observer:
+        """Make the observer.
+
+        The folder is another process's until there is something to record, if the run is resumed.
+        """
+        return Observer(
+            self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched
+        )
+
+    async def _attempts(self, interrupted: Interruption, control: ControlSocket) -> Ending:
+        inputs, fault = self._inputs, None
+        for attempt in count(1):
+            ending = await self._attempt(inputs, attempt, interrupted, control, fault)
+            if ending.lost is None or interrupted.is_set():
+                return ending
+            found = self._clock.now()
+            try:
+                pause = self._restarts.pause("the run", ending.lost)
+                inputs = await asyncio.to_thread(self._from_last_checkpoint)
+                if self._observer is not None:
+                    self._observer.recall(inputs.start)
+            except (GaveUp, OSError, CheckpointError) as error:
+                return Ending("failed", str(error), error)
+            version = inputs.start.version
+            again = f"again from update {version}" if version else "again from the start"
+            self._console.note(f"{ending.lost}; {again}" + (f" in {pause:g} s" if pause else ""))
+            fault = Fault(found, ending.lost.partition(" ")[0], ending.lost, f"attempt {attempt + 1}, {again}", 0.0)
+            try:
+                await unless(interrupted.wait(), asyncio.sleep(pause))
+            except Stopped:
+                return Ending("interrupted", "before it was started again")
+        raise AssertionError("unreachable")
+
+    async def _attempt(
+        self, inputs: RunInputs, attempt: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None
+    ) -> Ending:
+        """Run one attempt, on a cluster of its own. `fault`: what ended the attempt before."""
+        ending = Ending()
+        cluster: Cluster | None = None
+        try:
+            if self._config.run.runtime == "ray":
+                self._phase(control, "starting Ray")
+            cluster = await asyncio.to_thread(build_cluster, inputs, self._run, attempt)
+            await unless(interrupted.wait(), cluster.connect())
+            listen(interrupted)
+            offline = self._config.data.preferences is not None
+            loading = (
+                f"loading {'the encoders of the pairs' if offline else 'engines, scorers'} and the trainer (up to a"
+                " minute)"
+            )
+            self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
+            await unless(interrupted.wait(), cluster.start())
+            listen(interrupted)  # models load in this process, or libraries do, that may want signals too
+            if self._opening is not None:
+                self._mlflow = await self._opening
+            self._console.phase("reading the first preference pairs" if offline else "generating the first samples")
+            if self._observer is None:
+                self._observer = self._observe(inputs)
+            if fault is not None:
+                self._observer.fault(msgspec.structs.replace(fault, seconds=self._clock.now() - fault.time))
+            session = Session(self._config, cluster, self._observer, self._restarts, self._clock)
+            control.answer = session.answer
+            ending = await session.run(interrupted)
+        except Stopped:
+            ending.because(
+                "interrupted", "before the first update" if attempt == 1 else "while it was being started again"
+            )
+        except Exception as error:
+            ending.because("failed", describe(error), error)
+            if isinstance(error, PeerLost) or (
+                attempt > 1 and not isinstance(error, MlflowUnusableError | WrongScorer)
+            ):
+                ending.lost = describe(error)
+            logger.debug("the run failed", exc_info=error)
+        finally:
+            control.answer, control.doing = None, "ending"
+            if cluster is not None:
+                await _close_cluster(cluster, _SOON_S if is_cancelled() else None)
+        return ending
+
+    def _phase(self, control: ControlSocket, text: str) -> None:
+        control.doing = text
+        self._console.phase(text)
+
+    def _from_last_checkpoint(self) -> RunInputs:
+        """Return inputs that go on from the newest checkpoint or, if there is none yet, from where this process began.
+
+        What came after it is void. Raises CheckpointError if there are some and none can be used: to begin anew in this
+        folder would remove them.
+        """
+        refused: list[str] = []
+        point = newest_of_run(self._config, self._run.path, refused)
+        for note in refused:
+            self._console.note(note)
+        if point is None and refused:
+            raise CheckpointError(f"{self._run.path} has no checkpoint to go on from; the console says why")
+        start = self._inputs.start if point is None else point.state.control
+        resume = self._config.checkpoint.resume if point is None else str(point.folder)
+        untouched = self._inputs.untouched and not (self._observer is not None and self._observer.owns)
+        if not untouched:
+            self._run.void_metrics(start.version, start.validated)
+        config = replace(self._config, checkpoint=replace(self._config.checkpoint, resume=resume))
+        return dataclasses.replace(self._inputs, config=config, start=start, run=self._run.path, untouched=untouched)
+
+
+def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink:
+    return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
+
+
+async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
+    """Close the cluster. `seconds`: how long a run that leaves at once waits for that."""
+    try:
+        async with asyncio.timeout(seconds):
+            await cluster.close()
+    except Exception as error:  # noqa: BLE001 (how the run ended is known, and more is lost if that is not written)
+        logger.warning("the cluster was not closed: %s", error or f"it takes longer than {seconds} s")
+
+
+def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
+    """Return the last lines for the console: how the run ended and where everything is."""
+    reason = f" {summary.reason}" if summary.reason else ""
+    lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
+    if not observer.owns and observer.has_something:
+        return [
+            (
+                f"{summary.status}{reason}: this attempt's updates are in the ledger and checkpoints of {run.path}, but"
+                " not in its results"
+            ),
+            *lost,
+        ]
+    if not observer.owns:
+        made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
+        return [f"{summary.status}{reason}: this attempt made no update; {run.path} is as it was, with {made}", *lost]
+    lines = [
+        f"{summary.status}{reason}: {summary.updates} update{'s' * (summary.updates != 1)} in {summary.wall_s:.0f} s"
+        " after loading"
+    ]
+    if summary.validation:
+        lines.append(validation_curve(summary.validation))
+    files = {
+        "images": run.samples,
+        "metrics": run.metrics,
+        "ledger": run.ledger,
+        "summary": run.summary,
+        "profile": run.profile,
+        "timeline": run.trace,
+    }
+    lines += [f"  {name:<9} {path}" for name, path in files.items() if path.exists()]
+    lines += lost
+    if summary.status != "done" and any(newest_first(run.checkpoints)):
+        lines.append("            (the same command with checkpoint.resume=auto goes on with it)")
+    if run.trace.exists():
+        lines.append("            (open the timeline at https://ui.perfetto.dev)")
+    if mlflow and mlflow.run_id:
+        lines.append(f"  MLflow    {mlflow.ui_command}")
+    return lines

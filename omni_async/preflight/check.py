@@ -1,0 +1,275 @@
+"""Finds what is wrong before anything heavy starts: in prompt files, the checkpoint's architecture, scorers.
+
+Imports no torch.
+
+With `emulation` there is no model, no prompt file and no scorer to check, but a profile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec.structs import replace
+
+from omni_async.accelerator import most_accelerators
+from omni_async.actors.plan import Plan, require_trainable
+from omni_async.backends import find_backend
+from omni_async.config import Config, ConfigError
+from omni_async.config.checkpoint_family import family_of
+from omni_async.config.schema import Emulation
+from omni_async.config.secret_references import with_secrets
+from omni_async.control.control_state import LedgerState
+from omni_async.data.prompts import PromptCheck, load_prompts
+from omni_async.families import PipelineFamily, SamplingSpec, find_family
+from omni_async.performance.profile import Payload, load_profile, require_room
+from omni_async.performance.unmeasured import unmeasured, with_estimates
+from omni_async.preflight.model_files import check_checkpoint, check_sequence
+from omni_async.preflight.resume import find_resume_point
+from omni_async.rewards import registry as scorers
+from omni_async.role_table import roles_of
+from omni_async.runtime.inputs import RunInputs
+from omni_async.runtime.placement import plan_placements
+from omni_async.types import Prompt
+
+# Enough that an epoch is never over within an update.
+_SYNTHETIC_PROMPTS = 1000
+# Emulated devices do not hang, whatever their profile's time scale makes of a timeout.
+_NEVER_S = 1e6
+# Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
+_WEIGHT_COPIES = 4
+
+
+def preflight(config: Config) -> RunInputs:
+    """Check a configuration. Raises ConfigError, one line, naming the key."""
+    _check_run_dir(config.run.dir)
+    _check_secrets(config)
+    plan = require_trainable(config)
+    if config.emulation is not None:
+        return _from_checkpoint(_emulated(config, config.emulation, plan))
+    try:
+        family = find_family(config.model.pipeline or family_of(Path(config.model.path)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _check_placement(config)
+    _check_backend(config)
+    checks = [*_check_scorers(config), _images_check(family)]
+    if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
+        names = ", ".join(scorer.name for scorer in config.reward.scorers)
+        raise ConfigError(
+            f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave"
+            " it out"
+        )
+    buckets = {f"rollout.buckets.{i}.sampling": bucket.sampling for i, bucket in enumerate(config.rollout.buckets)}
+    specs = {"rollout.sampling": config.rollout.sampling, **buckets}
+    check_checkpoint(Path(config.model.path), family, specs)
+    check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
+    longest = config.data.max_prompt_chars
+    prompts = _prompts(config, checks)
+    validation = (
+        load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
+    )
+    _require_accelerators(
+        config
+    )  # last: what is wrong with the recipe itself also shows on a machine that is too small for it
+    return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
+
+
+def _check_secrets(config: Config) -> None:
+    """Check that the secrets which services' settings name are there; those of scorers are checked with them."""
+    for number, role in enumerate(config.roles):
+        try:
+            with_secrets(role.settings, f"roles.{number}.settings")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def _check_run_dir(folder: str) -> None:
+    """Check that run folders can be made in `folder`, as far as that shows without making one."""
+    wanted = Path(folder).absolute()
+    try:
+        found = next(path for path in (wanted, *wanted.parents) if path.exists())
+        problem = (
+            "is not a folder"
+            if not found.is_dir()
+            else ""
+            if os.access(found, os.W_OK | os.X_OK)
+            else "is not writable"
+        )
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make a run folder in {wanted}: {error.strerror or error}") from None
+    if problem:
+        raise ConfigError(f"run.dir: cannot make a run folder in {wanted}: {found} {problem}")
+
+
+def _check_scorers(config: Config) -> list[PromptCheck]:
+    """Check the scorers and return what they require of every prompt."""
+    asked: list[PromptCheck] = []
+    for number, scorer in enumerate(config.reward.scorers):
+        try:
+            scorers.check(scorer, config.rollout.sampling.media())
+            check = scorers.prompt_check(scorer)
+        except ValueError as error:
+            raise ConfigError(f"reward.scorers.{number}: {error}") from None
+        if check is not None:
+            asked.append(check)
+    return asked
+
+
+def _images_check(family: PipelineFamily) -> PromptCheck:
+    """Return a check that refuses prompts with more images than the family takes."""
+
+    def check(prompt: Prompt) -> str | None:
+        given, most = len(prompt.images), family.prompt_images
+        if given <= most:
+            return None
+        return f"images: the prompt has {given}, but model.pipeline {family.name!r} takes {most or 'none'}"
+
+    return check
+
+
+def _from_checkpoint(inputs: RunInputs) -> RunInputs:
+    passed: list[str] = []
+    point = find_resume_point(inputs.config, passed)
+    resume = str(point.folder) if point else None
+    config = replace(inputs.config, checkpoint=replace(inputs.config.checkpoint, resume=resume))
+    if point is None:
+        return dataclasses.replace(inputs, config=config, notes=(*inputs.notes, *passed))
+    start = point.state.control
+    if point.run is None:
+        start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a run of its own counts its own
+    notes = (*inputs.notes, *passed, *point.notes)
+    return dataclasses.replace(
+        inputs, config=config, start=start, run=point.run, untouched=point.run is not None, notes=notes
+    )
+
+
+def _check_placement(config: Config) -> None:
+    """Refuse shares of several accelerators: Ray divides one, but not several among actors that all want all."""
+    for role in ("rollout", "reward", "trainer"):
+        gpus = getattr(config.placement, role).gpus
+        if config.placement.colocated and gpus > 1:
+            raise ConfigError(
+                f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use"
+                " more workers"
+            )
+
+
+def _check_backend(config: Config) -> None:
+    """Refuse in one process what the trainer's backend cannot do there.
+
+    It computes on the CPU where there is nothing else.
+    """
+    trainer, found = config.trainer, most_accelerators(kind=config.placement.accelerator)
+    if config.run.runtime != "inprocess" or found is None or found[0]:
+        return
+    try:
+        find_backend(trainer.backend, workers=trainer.workers, offload=trainer.offload, on_cpu=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _require_accelerators(config: Config) -> None:
+    """Refuse a recipe whose roles ask for more accelerators than this machine has, where it is the only one."""
+    asking = [
+        (spec, number, gpus)
+        for spec in roles_of(config).values()
+        if (gpus := spec.resources(config).gpus) > 0 and (number := len(spec.workers(config)))
+    ]
+    in_process = config.run.runtime == "inprocess"
+    if not asking or (not in_process and _joins_a_cluster(config)):
+        return
+    found = most_accelerators(kind=config.placement.accelerator)
+    # In one process all roles use the same one.
+    needed = min(1.0, *(gpus for _, _, gpus in asking)) if in_process else plan_placements(config).gpus
+    if found is None or needed <= found[0]:
+        return
+    have, why = found
+    asked = ", ".join(f"{spec.role} {number} x {gpus:g}" for spec, number, gpus in asking)
+    keys = " or ".join(f"{spec.section}.gpus" for spec, _, _ in asking)
+    elsewhere = "" if in_process else ", or name a cluster that has them with run.ray_address"
+    raise ConfigError(
+        f"{asking[0][0].section}.gpus: accelerators are asked for ({asked}), but this machine has"
+        f" {have or 'none'} ({why}); lower {keys} (0 is the CPU), or the numbers of"
+        f" workers{elsewhere}"
+    )
+
+
+def _joins_a_cluster(config: Config) -> bool:
+    """Return whether Ray may have more machines than this one.
+
+    It may by the recipe, by Ray's own variable, or because this process has one already.
+    """
+    if config.run.ray_address is not None or os.environ.get("RAY_ADDRESS"):
+        return True
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
+    """Return the inputs of a job without a model.
+
+    Nothing of `model`, `data`, `reward.scorers` and `validation` is used.
+    """
+    profile = load_profile(emulation.profile)
+    notes = unmeasured(profile, config, recomputes_proximal=plan.proximal)
+    profile = with_estimates(profile, config).scaled(emulation.time_scale)
+    sizes = {
+        name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()
+    }
+    profile = replace(profile, payload=Payload(**sizes))
+    require_room(config, profile.payload)
+    _check_memory(config, profile.payload)
+    ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
+    return RunInputs(
+        config=replace(
+            config,
+            validation=None,
+            rollout=replace(config.rollout, timeout_s=_NEVER_S),
+            weights=replace(config.weights, timeout_s=_NEVER_S),
+        ),
+        family=PipelineFamily(
+            config.model.pipeline or "emulated", policy="", sampling=SamplingSpec, model_index_class=""
+        ),
+        prompts=tuple(Prompt(i, f"emulated prompt {i}") for i in range(_SYNTHETIC_PROMPTS)),
+        validation_prompts=(),
+        profile=profile,
+        notes=(
+            (
+                f"emulated: every device replays profile {profile.name} at {emulation.time_scale:g} times its seconds;"
+                f" {ignored} are ignored"
+            ),
+            *notes,
+        ),
+    )
+
+
+def _check_memory(config: Config, payload: Payload) -> None:
+    """Refuse payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
+    samples = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * config.rollout.group_size
+    held = samples * (payload.trajectory + payload.media)
+    if config.buffer.bound is not None:
+        held = min(held, config.buffer.bound)
+    needed = _WEIGHT_COPIES * payload.weights + held
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ConfigError(
+            f"emulation.payload_scale: the payloads of {samples} live samples and {_WEIGHT_COPIES} copies of the"
+            f" weights take {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; lower it"
+        )
+
+
+def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
+    longest = config.data.max_prompt_chars
+    if config.data.preferences is not None:
+        from omni_async.data.preferences import PreferencePairs
+
+        if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
+            raise ConfigError(f"data.preferences: pairs are images, but the samples are {' and '.join(made)}")
+        return PreferencePairs(config.data.preferences).prompts(longest)
+    if config.data.prompts is None:
+        raise ConfigError("data.prompts: required")
+    return load_prompts(config.data.prompts, "data.prompts", longest, checks)

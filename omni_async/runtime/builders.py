@@ -1,0 +1,220 @@
+"""Builds each role of the table where its worker runs: in the driver's process, or in one of its own.
+
+Heavy imports happen inside, in the process that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_async.accelerator import require_accelerator
+from omni_async.actors.api import RankApi, UpdateRule
+from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
+from omni_async.actors.plan import plan_updates
+from omni_async.actors.preferences import PreferenceReader
+from omni_async.actors.producer import Producer
+from omni_async.actors.publisher import WeightPublisher
+from omni_async.actors.rank import Rank
+from omni_async.actors.rewarder import Rewarder
+from omni_async.actors.service import ServiceHost, ServiceNotStarted
+from omni_async.aio.clock import Clock, WallClock
+from omni_async.algorithms.kinds import find_kind
+from omni_async.algorithms.registry import find_objective
+from omni_async.config import Config
+from omni_async.config.secret_references import with_secrets
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.held_ledger import HeldBackSink
+from omni_async.control.ledger import JsonlSink
+from omni_async.layout import ParallelLayout
+from omni_async.policy import load_policy
+from omni_async.runtime.inputs import RunInputs
+from omni_async.services import Service, ServiceSite, find_service
+from omni_async.store import ObjectStore
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.weights.transport import build_receiver, build_sender
+from omni_async.worker import Worker
+
+if TYPE_CHECKING:
+    from omni_async.actors.trainer import Trainer
+    from omni_async.training.engine import TrainEngine
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker is built with.
+
+    `folder`: the run's. `peers`: the workers that it calls, by name. `host`: the address of the worker's machine.
+    `own_process`: whether the worker has a process, and the threads in it, for itself.
+    """
+
+    worker: Worker
+    inputs: RunInputs
+    folder: Path
+    store: ObjectStore
+    peers: Mapping[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    clock: Clock = field(default_factory=WallClock)
+    own_process: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.worker)
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
+
+    @property
+    def coordinator(self) -> Any:
+        return self.peers[str(Worker("coordinator"))]
+
+    def limit_threads(self, cpus: float) -> None:
+        """Keep torch to the worker's share of the machine; OMP_NUM_THREADS, set at the start, covers the rest."""
+        if self.own_process:
+            import torch
+
+            torch.set_num_threads(max(1, int(cpus)))
+
+
+def build_role(path: str, context: WorkerContext) -> Any:
+    """Build a worker. `path`: what its row says that builds it."""
+    module, _, function = path.partition(":")
+    return getattr(importlib.import_module(module), function)(context)
+
+
+# ---- what the rows name --------------------------------------------------------------------------------------------
+
+
+def coordinator(context: WorkerContext) -> Coordinator:
+    inputs, run = context.inputs, RunDirectory(context.folder)
+
+    def take_over() -> JsonlSink:
+        if inputs.untouched:
+            # Here as well as by the driver, which learns of the update only after a checkpoint may count it.
+            run.void_metrics(inputs.start.version, inputs.start.validated)
+        return JsonlSink(run.ledger, inputs.start.ledger if inputs.run is not None else None)
+
+    sink = HeldBackSink(take_over) if inputs.untouched else take_over()
+    # Scorers may have been changed since an earlier process of the run made use of them, but not since this one did.
+    has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
+    return Coordinator(
+        inputs.config, run.run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync, has_scored
+    )
+
+
+def producer(context: WorkerContext) -> Producer:
+    from omni_async.rollout.factory import build_engine
+
+    inputs, config = context.inputs, context.config
+    if inputs.profile is None and config.rollout.engine != "emulated":
+        context.limit_threads(config.placement.rollout.cpus)
+    engine = build_engine(config, context.name, inputs.family, inputs.profile)
+    receiver = build_receiver(config, context.name, context.store)
+    return Producer(context.name, config, engine, context.coordinator, context.store, context.clock, receiver)
+
+
+def reader(context: WorkerContext) -> PreferenceReader:
+    """Build the role that replaces producers and rewarders where the samples are a dataset's."""
+    from omni_async.data.preferences import PreferencePairs
+
+    config = context.config
+    context.limit_threads(config.placement.rollout.cpus)
+    if config.data.preferences is None:
+        raise ValueError("a preference reader needs data.preferences")
+    policy, pairs = load_policy(context.inputs.family, config.model.path), PreferencePairs(config.data.preferences)
+    return PreferenceReader(context.name, config, pairs, policy, context.coordinator, context.store, context.clock)
+
+
+def rewarder(context: WorkerContext) -> Rewarder:
+    inputs, config = context.inputs, context.config
+    if inputs.profile is not None:
+        return EmulatedRewarder(context.name, config, inputs.profile, context.coordinator, context.store, context.clock)
+    from omni_async.rewards.composition import WeightedScorer
+    from omni_async.rewards.probe import Probe
+
+    reward, probe = WeightedScorer(config.reward.scorers), Probe.of(config, inputs.prompts)
+    return Rewarder(context.name, config, reward, context.coordinator, context.store, context.clock, probe)
+
+
+def trainer(context: WorkerContext) -> Trainer | Rank:
+    """Build rank 0 with the trainer and the publisher around it, or one of the other ranks."""
+    inputs, config, run = context.inputs, context.config, RunDirectory(context.folder)
+    if inputs.profile is None:
+        context.limit_threads(config.placement.trainer.cpus)
+    if context.worker.index is not None:
+        return _rank(context, context.worker.index)
+    from omni_async.actors.trainer import Trainer
+
+    plan, ranks = plan_updates(config), list[RankApi]()
+    rule: UpdateRule
+    if inputs.profile is not None:
+        rank = EmulatedRank(config, inputs.profile, context.store)
+        ranks, rule = [rank], EmulatedRule(config, plan, rank)
+    else:
+        from omni_async.actors.update import PolicyGradient
+
+        others = sorted((name for name in context.peers if _role(name) == context.worker.role), key=_index)
+        ranks = [_rank(context, 0), *(context.peers[name] for name in others)]
+        rule = PolicyGradient(config, plan, ranks)
+    producers = {name: peer for name, peer in context.peers.items() if _role(name) == "rollout"}
+    sender = build_sender(config, context.store, run.weights, context.host)
+    publisher = WeightPublisher(config, producers, context.coordinator, sender, context.clock)
+    return Trainer(
+        config,
+        ranks,
+        rule,
+        context.coordinator,
+        publisher,
+        context.store,
+        str(run.checkpoints),
+        context.clock,
+        context.host,
+    )
+
+
+def _role(name: str) -> str:
+    return Worker.parse(name).role
+
+
+def _index(name: str) -> int:
+    return Worker.parse(name).index or 0
+
+
+def _rank(context: WorkerContext, rank: int) -> Rank:
+    config, layout = context.config, ParallelLayout.of(context.config.trainer, rank)
+
+    def build_engine() -> TrainEngine:
+        from omni_async.training.engine import TrainEngine
+
+        device: Any = None  # the one of this rank
+        if (gpus := config.placement.trainer.gpus) > 0:
+            require_accelerator("placement.trainer.gpus", gpus)
+        else:
+            import torch
+
+            device = torch.device("cpu")
+        return TrainEngine(config, load_policy(context.inputs.family, config.model.path), layout, device)
+
+    paired = find_kind(find_objective(config.algorithm.name).kind).paired
+    return Rank(layout, build_engine, context.store, paired)
+
+
+def service(context: WorkerContext) -> ServiceHost:
+    """Build a worker of a role that another package brings."""
+    role, asked = context.worker.role, context.coordinator
+    (section,) = (one for one in context.config.roles if one.name == role)
+    settings = with_secrets(section.settings, f"roles: settings of {role!r}")
+    where = ServiceSite(
+        context.name, context.worker.index or 0, context.config, settings, context.host, asked.phase, asked.addresses
+    )
+    try:
+        made = find_service(role).load()(where)
+    except Exception as error:
+        raise ServiceNotStarted(f"{context.name} was not built: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Service):
+        raise ServiceNotStarted(f"{context.name} was not built: expected a Service, got a {type(made).__name__}")
+    return ServiceHost(context.name, made, asked)

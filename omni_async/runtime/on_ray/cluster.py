@@ -1,0 +1,279 @@
+"""Runs every role as a long-lived Ray actor.
+
+A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray that this process has started already is
+used as it is, and left running.
+
+Actors are placed as one placement group: the job gets all it needs or reports at once what is missing. The roles' logic
+is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from omni_async.aio.waiting import first_of
+from omni_async.role_table import RoleSpec
+from omni_async.runtime.builders import WorkerContext, build_role
+from omni_async.runtime.cluster import Cluster, PeerLost, StartError
+from omni_async.runtime.inputs import RunInputs
+from omni_async.runtime.on_ray import resources as ray_resources
+from omni_async.runtime.on_ray.connection import Connection, connect, in_thread
+from omni_async.runtime.on_ray.processes import Whereabouts, end_process
+from omni_async.runtime.on_ray.shell import Proxy, RayStore, actor_class
+from omni_async.runtime.placement import ActorPlacement, PlacementPlan, plan_placements
+from omni_async.store import ObjectStore
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.worker import Worker
+
+_HEALTH_INTERVAL_S = 10.0
+# For another owner's cluster to learn that this process leaves.
+_CLOSING_S = 30.0
+# For a start that is cancelled.
+_STOPPING_S = 10.0
+
+
+class RayCluster(Cluster):
+    """A cluster of Ray actors. `attempt` counts how often the run was begun in this process, from 1."""
+
+    stores_die = True
+
+    def __init__(self, inputs: RunInputs, run: RunDirectory, attempt: int = 1) -> None:
+        super().__init__(inputs, run)
+        self._attempt = attempt
+        self.store: ObjectStore = _DriverStore()
+        self._handles: dict[str, Any] = {}
+        self._where: dict[str, Whereabouts] = {}
+        self._group: PlacementGroup | None = None
+        self._placements: PlacementPlan = plan_placements(inputs.config)
+        self._kind = ray_resources.KINDS[0]
+        self._connection: Connection | None = None
+
+    @property
+    def _has_own_ray(self) -> bool:
+        """Return whether Ray was started for this run, on this machine."""
+        return self._connection is not None and self._connection.started and self._connection.local is not None
+
+    # ---- coming up ---------------------------------------------------------------------------------------------------
+
+    async def connect(self) -> None:
+        run, stop = self._config.run, threading.Event()
+        starting = asyncio.ensure_future(
+            in_thread(partial(connect, run.ray_address, self._placements.cpus, run.startup_timeout_s, stop)),
+        )
+        try:
+            self._connection = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            stop.set()
+            await asyncio.wait([starting], timeout=_STOPPING_S)
+            if starting.done() and starting.exception() is None:
+                self._connection = starting.result()
+            raise
+
+    async def start(self) -> None:
+        """Start the actors side by side, then load their models. Raises PeerLost if Ray is lost meanwhile."""
+        await first_of(self._start(), self._watch_ray())
+
+    async def _start(self) -> None:
+        await self._reserve()
+        await in_thread(self._spawn_all)
+        loading = {name for name, _ in self._at_work()}
+
+        async def start(name: str) -> None:
+            await self._actors[name].start()
+            loading.discard(name)
+
+        async with self._startup_limit(lambda: ", ".join(sorted(loading)) or "the actors"):
+            await asyncio.gather(*map(start, [*loading]))
+            await asyncio.gather(*(self._locate(name) for name in self._actors))
+
+    async def _reserve(self) -> None:
+        self._kind = await in_thread(partial(ray_resources.accelerator_kind, self._config.placement.accelerator))
+        if self._placements.bundles:
+            grows = not self._has_own_ray  # its own one's resources do not
+            self._group = await ray_resources.reserve(self._placements, self._kind, grows)
+            await ray_resources.wait_for_room(self._group, self._placements, self._kind)
+
+    def _spawn_all(self) -> None:
+        for worker in self._all_workers():
+            self._spawn(worker)
+
+    def _spawn(self, worker: Worker) -> Proxy:
+        peers = self._peers_of(worker)
+        return self._host(
+            worker, partial(_build_there, self._table[worker.role].build, worker, self._inputs, self._run.path, peers)
+        )
+
+    def _host(self, worker: Worker, make: Callable[[], Any]) -> Proxy:
+        """Start an actor in the worker's place, around what `make` returns there."""
+        name, spec = str(worker), self._table[worker.role]
+        placement = self._placements.actors.get(worker.slot) or self._placement_beside(spec)
+        options = ray_resources.actor_options(self._kind, placement.cpus, placement.gpus)
+        if placement.bundle is not None:
+            assert self._group is not None, "actors are placed after the group was reserved"
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=placement.bundle
+            )
+        if not self._is_emulated(spec):
+            # Emulated actors do without: a process with an environment of its own is not one of those that Ray keeps
+            # ready.
+            threads = str(placement.threads)
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
+        full_name = f"{self._run.run_id}/{self._attempt}/{name}"
+        self._handles[name] = actor_class().options(name=full_name, **options).remote(make)
+        self._actors[name] = Proxy(name, self._handles[name], spec.waiting_calls)
+        return self._actors[name]
+
+    def _is_emulated(self, spec: RoleSpec) -> bool:
+        return spec.emulated and self._config.emulation is not None
+
+    def _placement_beside(self, spec: RoleSpec) -> ActorPlacement:
+        """Return the placement of a worker that the job did not begin with.
+
+        A Ray that was started for this run counts the CPUs that the run asked for at its start, not those of the
+        machine: one more worker shares them.
+        """
+        resources, emulated = spec.resources(self._config), self._is_emulated(spec)
+        cpus = 0.0 if emulated or self._has_own_ray else resources.cpus
+        return ActorPlacement(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
+
+    async def _locate(self, name: str) -> None:
+        self._where[name] = await self._handles[name].whereabouts.remote()
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def services(self) -> dict[str, Any]:
+        """Return what runs until it is cancelled; also the health of those that only answer, and of Ray."""
+        working = {name for name, _ in self._at_work()}
+        health = {f"health of {name}": self._watch(name) for name in self._actors if name not in working}
+        return {"Ray": self._watch_ray(), **super().services(), **health}
+
+    async def _watch_ray(self) -> None:
+        """Raise PeerLost when Ray itself is gone."""
+        if self._connection is None:
+            await asyncio.Event().wait()  # it was not this cluster that connected
+            return
+        raise PeerLost(f"Ray is gone: {await self._connection.lost(self._config.run.health_timeout_s)}")
+
+    async def _run_worker(self, name: str) -> None:
+        """Run a worker until its work is done. Raises PeerLost if it dies or hangs."""
+        await first_of(self._actors[name].run(), self._watch(name))
+
+    async def _watch(self, name: str) -> None:
+        deadline = self._config.run.health_timeout_s
+        while True:
+            await asyncio.sleep(min(_HEALTH_INTERVAL_S, deadline / 4))
+            await self._check(name)
+
+    async def _check(self, name: str) -> None:
+        """Raise PeerLost unless the actor answers in time."""
+        deadline = self._config.run.health_timeout_s
+        try:
+            async with asyncio.timeout(deadline):
+                await self._handles[name].ping.remote()
+        except TimeoutError:
+            raise PeerLost(f"{name} has not answered for {deadline:g} s") from None
+        except (ray.exceptions.RayError, KeyError):
+            raise PeerLost(f"{name} is gone") from None
+
+    async def find_lost(self) -> str | None:
+        found: str | None = None
+        try:
+            async with asyncio.TaskGroup() as checks:  # the first that is lost ends the others
+                for name in self._actors:
+                    if self.spec_of(name).on_loss == "new attempt":
+                        checks.create_task(self._check(name))
+        except* PeerLost as lost:
+            found = str(lost.exceptions[0])
+        return found
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        where = {name: self._where[name] for name in self._actors if name in self._where}
+        return {name: {"pid": one.pid, "node": one.node} for name, one in where.items()}
+
+    # ---- workers that come and go ------------------------------------------------------------------------------------
+
+    async def _start_late(self, name: str) -> Proxy:
+        """Start a worker. Raises StartError if it is not ready in time: there may be no room for it."""
+        timeout = self._config.run.startup_timeout_s
+        worker = await in_thread(partial(self._spawn, Worker.parse(name)))
+        try:
+            async with asyncio.timeout(timeout) as deadline:
+                await worker.start()
+                await self._locate(name)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise StartError(
+                f"{name} was not ready within run.startup_timeout_s = {timeout:g}:"
+                f" {await in_thread(ray_resources.what_is_free)}"
+            ) from None
+        return worker
+
+    async def _end(self, name: str) -> None:
+        """End the worker's process, and with it what it stored."""
+        handle, where = self._handles.pop(name, None), self._where.pop(name, None)
+        self._actors.pop(name, None)
+        if where is not None:
+            await asyncio.to_thread(end_process, where)
+        if handle is not None:
+            ray.kill(handle)
+
+    async def close(self) -> None:
+        """Free the run's actors and placement group, and end the Ray that was started for the run."""
+        connection, self._connection = self._connection, None
+        if connection is None or not (connection.is_lost or (connection.started and connection.local)):
+            with contextlib.suppress(TimeoutError):  # no answer: the cluster's owner will find that out
+                async with asyncio.timeout(_CLOSING_S):
+                    await in_thread(self._free)
+        if connection is not None:
+            await in_thread(connection.close)
+
+    def _free(self) -> None:
+        # Each step is taken, whatever becomes of those before it: Ray itself may be broken.
+        with contextlib.ExitStack() as then:
+            group, self._group = self._group, None
+            if group is not None:
+                then.callback(remove_placement_group, group)
+            self._end_all()
+
+    def _end_all(self) -> None:
+        handles, self._handles = self._handles, {}
+        where, self._where = self._where, {}
+        self._actors = {}
+        for handle in handles.values():
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(handle)
+        if where and ray.is_initialized():
+            here = ray.get_runtime_context().get_node_id()
+            # Workers on other nodes were ended by Ray. A trainer or a coordinator that was not would write where the
+            # next attempt does.
+            ending = [
+                one for name, one in where.items() if one.node == here or self.spec_of(name).on_loss == "new attempt"
+            ]
+            with ThreadPoolExecutor(max(1, len(ending))) as threads:
+                list(threads.map(end_process, ending))
+
+
+class _DriverStore(RayStore):
+    """A store that copies what it reads: giving memory of Ray's back to a Ray that is gone ends the process at once."""
+
+    async def get(self, reference: Any) -> Any:
+        return copy.deepcopy(await super().get(reference))
+
+
+def _build_there(path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any]) -> Any:
+    """Build a role in its actor's process."""
+    host = ray.util.get_node_ip_address()
+    return build_role(path, WorkerContext(worker, inputs, folder, RayStore(), peers, host, own_process=True))

@@ -1,0 +1,265 @@
+"""Starts or joins Ray, quietly, and detects its loss before Ray ends this process for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+
+from omni_async.runtime.cluster import StartError
+from omni_async.runtime.on_ray.local import LocalRay, StartFailed
+
+logger = logging.getLogger(__name__)
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+_CHECK_S = 10.0
+_DISCONNECT_S = 10.0
+_PROBE_S = 10.0
+# A Ray that does not start on a busy machine gets a moment before the next try.
+_PAUSE_S = 1.0
+
+T = TypeVar("T")
+
+
+class Connection:
+    """This process's connection to Ray.
+
+    `started`: it was made by `connect`, and `close` ends it, with Ray itself if that was started too. `local`: Ray's
+    processes, where this process started them.
+    """
+
+    def __init__(self, started: bool, local: LocalRay | None) -> None:
+        self.started = started
+        self.local = local
+        self._lost: asyncio.Future[str] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None and self._lost.done() and not self._lost.cancelled()
+
+    async def lost(self, health_timeout_s: float) -> str:
+        """Wait until Ray is gone and return what has become of it.
+
+        A cluster of another owner is gone once its head has not answered for `health_timeout_s`.
+        """
+        if self._lost is None:
+            waiting = in_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
+            self._lost = asyncio.ensure_future(waiting)
+        return await asyncio.shield(self._lost)
+
+    def close(self) -> None:
+        """Leave Ray, and end it if it was started by `connect`. Returns within seconds, whatever state Ray is in."""
+        global _current
+        if not self.started:
+            return
+        self.started = False
+        _current = None
+        _leave()
+        if self.local is not None:
+            self.local.end()
+
+
+_current: Connection | None = None
+
+
+def connect(
+    address: str | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None
+) -> Connection:
+    """Join the cluster at `address`, or start a local Ray with at least `cpus` CPUs.
+
+    A connection that this process has already is used, and not ended by `close`.
+
+    Args:
+        address: as `run.ray_address`.
+        cpus: what the job asks for; a Ray of this machine has at least those of the machine.
+        timeout_s: seconds in which a start that fails is tried again and again.
+        stop: set when it is not wanted any more.
+
+    Raises:
+        StartError: one line, if Ray cannot be reached or started.
+    """
+    global _current
+    if ray.is_initialized():
+        return Connection(False, _current.local if _current else None)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    _current = _join(address) if address is not None else _start(cpus, timeout_s, stop or threading.Event())
+    return _current
+
+
+def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
+    """Start a local Ray. On a busy machine Ray gives up on itself after 30 s; then it is tried again."""
+    # As many CPUs as the roles ask for: on a small machine they share the real ones, which is what overlap is about.
+    cpus = max(cpus, os.cpu_count() or 1)
+    deadline, tries = time.monotonic() + timeout_s, 0
+    while True:
+        tries += 1
+        local = LocalRay(cpus)
+        try:
+            found = local.address(deadline - time.monotonic(), stop)
+            reread_environment()
+            ray.init(address=found, **_QUIET)
+            return Connection(True, local)
+        except Exception as error:  # Ray raises bare ones, too
+            local.end()
+            _leave()
+            reason = _one_line(error)
+            if isinstance(error, StartFailed) and error.final:
+                raise StartError(
+                    f"Ray cannot be started on this machine: {reason}; its logs: {local.folder}"
+                ) from error
+            if time.monotonic() + _PAUSE_S >= deadline:
+                raise StartError(
+                    f"Ray did not start within run.startup_timeout_s = {timeout_s:g}, tried {tries}"
+                    f" time{'s' * (tries != 1)}: {reason}; is the machine overloaded? Its logs: {local.folder}"
+                ) from error
+            logger.warning(
+                "Ray did not start (%s); trying again, for up to %.0f s more", reason, deadline - time.monotonic()
+            )
+            stop.wait(_PAUSE_S)
+
+
+def _join(address: str) -> Connection:
+    # Set before any import in workers: vLLM and diffusers look for a hub otherwise.
+    environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}
+    try:
+        _require_listener(address)
+    except OSError as error:
+        raise StartError(f"run.ray_address: nobody answers at {address}: {_one_line(error)}") from error
+    try:
+        reread_environment()
+        ray.init(address=address, runtime_env={"env_vars": environment}, **_QUIET)
+    except Exception as error:
+        _leave()
+        raise StartError(
+            f"run.ray_address: cannot join Ray at {address}: {_one_line(error)}{_about_tokens()}"
+        ) from error
+    return Connection(True, None)
+
+
+def _require_listener(address: str) -> None:
+    """Raise OSError if no process listens at the address. Ray itself would try for a quarter of an hour."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+
+
+def _about_tokens() -> str:
+    """Return what a cluster with a token requires of a process that joins it.
+
+    To one without a token Ray reports no more than that it cannot connect.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        return (
+            "; the token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token must be the cluster's, on"
+            " every machine"
+        )
+    return (
+        "; a cluster that asks for a token is joined with RAY_AUTH_MODE=token in the environment, here and where a node"
+        " joins"
+    )
+
+
+def reread_environment() -> None:
+    """Make Ray look for its token again: when it was imported there may have been none yet, or another one."""
+    extension: Any = ray._raylet
+    extension.Config.initialize("")
+    extension.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _leave() -> None:
+    """End this process's connection, or what is left of one that was not completed.
+
+    Bounded, because a global store that is gone may be waited for.
+    """
+    leaving = threading.Thread(target=_shut_down, name="leave-ray", daemon=True)
+    leaving.start()
+    leaving.join(_DISCONNECT_S)
+    if leaving.is_alive():
+        logger.warning("Ray does not let go of this process after %g s", _DISCONNECT_S)
+
+
+def _shut_down() -> None:
+    """Shut Ray's client down while other threads run.
+
+    A reference that one of them drops once the core worker is gone would end the process, without a word.
+    """
+    worker: Any = ray._private.worker.global_worker
+    if (core := getattr(worker, "core_worker", None)) is not None:
+        worker.core_worker = _WithoutCounting(core)
+    ray.shutdown()
+
+
+class _WithoutCounting:
+    """A core worker that is told no more of references and actor handles that are dropped: it is going itself."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def remove_object_ref_reference(self, reference: Any) -> None:
+        pass
+
+    def remove_actor_handle_reference(self, actor: Any) -> None:
+        pass
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+async def _until_silent(health_timeout_s: float) -> str:
+    """Wait until another owner's cluster is lost, and return how.
+
+    Its head does not answer, or reports that the node of this process is gone.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    while True:
+        await asyncio.sleep(min(_CHECK_S, health_timeout_s / 4))
+        try:
+            async with asyncio.timeout(health_timeout_s):
+                nodes = await in_thread(ray.nodes)
+        except TimeoutError:
+            return f"its head has not answered for {health_timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 (a client's connection may break in many ways)
+            return f"its head does not answer: {_one_line(error)}"
+        if not any(node["NodeID"] == here and node["Alive"] for node in nodes):
+            return "the node of this process has left it"
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Return the result of a call to Ray that blocks, and never returns if Ray is lost meanwhile.
+
+    Its thread is then left behind, which holds up neither a cancellation nor the end of the process.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except BaseException as raised:  # noqa: BLE001 (it is raised where it is waited for)
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no waiter any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=work, name="ray-call", daemon=True).start()
+    return await result

@@ -1,0 +1,159 @@
+"""Runs a Ray of this machine for one driver, in processes that neither get the driver's signals nor outlive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from omni_async.runtime.on_ray import head
+
+# Sockets in Ray's folder have paths of up to 66 characters below it, and Linux takes 107 in all.
+_LONGEST_FOLDER = 107 - 66
+_END_S = 10.0
+# For the driver alone: actors and Ray's own processes do without.
+_DRIVERS_OWN = {
+    # Ray would die of SIGTERM in the moment before it is listened to again.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+    # Ray ends a driver whose global store has been gone for 60 s; a run answers that by itself, in order and sooner.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+}
+# Names the process whose death ends this one when its node is gone; without it that is the parent, if it is process 1
+# (a container's, a service manager).
+_LIFELINE = "RAY_RAYLET_PID"
+
+
+class StartFailed(RuntimeError):
+    """Raised when Ray did not come up. `final`: another try would fail too."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+class LocalRay:
+    """A Ray on this machine, which starts at once with `cpus` CPUs; `address` waits for it.
+
+    `folder` holds its logs, and no other user may look into it.
+    """
+
+    def __init__(self, cpus: int) -> None:
+        use_a_token()
+        self.folder = _private_folder()
+        log = self.folder / "start.log"
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", head.__file__, str(cpus), str(self.folder / "r")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment(),
+                start_new_session=True,
+                bufsize=0,
+            )
+        self._asking = threading.Lock()
+        self._lost: str | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def address(self, seconds: float, stop: threading.Event) -> str:
+        """Return the address once Ray is up.
+
+        Raises StartFailed if that takes longer than `seconds`, does not work, or is not wanted any more.
+        """
+        answer = self._answer(seconds, stop)
+        if "address" not in answer:
+            raise StartFailed(answer.get("error") or answer["lost"], final=answer.get("final", False))
+        return str(answer["address"])
+
+    def _answer(self, seconds: float, stop: threading.Event) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        left = seconds
+        while not select.select([self._process.stdout], [], [], min(0.1, max(left, 0)))[0]:
+            left -= 0.1
+            if stop.is_set():
+                raise StartFailed("it was not wanted any more", final=True)
+            if left <= 0:
+                raise StartFailed(f"it was not up after {seconds:.0f} s")
+        return self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            return {"lost": f"its process ended with code {self._process.wait()}"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def wait_lost(self) -> str:
+        """Block until Ray is gone and return why."""
+        with self._asking:
+            if self._lost is None:
+                self._lost = str(self._line()["lost"])
+        return self._lost
+
+    def end(self) -> None:
+        """End Ray; no process of it is left when this returns."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the kernel ends what it has started
+            self._process.wait()
+
+
+def prepare_driver() -> None:
+    """Set what Ray reads from the environment when it is imported. To be called before that."""
+    # Ray prints a page about every process that dies, between the lines of the console; what it means for the run is
+    # reported there.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|Raylet is terminated")
+    for name, value in _DRIVERS_OWN.items():
+        os.environ.setdefault(name, value)
+    os.environ[_LIFELINE] = str(os.getpid())
+
+
+def use_a_token() -> None:
+    """Make Ray's processes and this one prove themselves to each other with a token that is written nowhere.
+
+    It is left alone if the user has chosen a token or to do without. Ray would write one to the home folder for
+    everybody to read.
+    """
+    if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
+        return
+    if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _private_folder() -> Path:
+    """Make a folder for Ray that no other user can enter, because Ray makes its own folders open to everybody."""
+    folder = Path(tempfile.mkdtemp(prefix="omni-async-", dir=os.environ.get("RAY_TMPDIR")))
+    if len(str(folder)) + 2 <= _LONGEST_FOLDER:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="omni-async-", dir="/tmp"))
+
+
+def environment() -> dict[str, str]:
+    """Return the environment that Ray's processes, and so all actors, start with.
+
+    It is that of the processes that Ray keeps ready for any actor, not that of a job: for that, Ray would start another
+    process for each actor.
+    """
+    passed_on = {name: value for name, value in os.environ.items() if name not in {*_DRIVERS_OWN, _LIFELINE}}
+    # vLLM and diffusers look for a hub otherwise, when they are imported.
+    passed_on.setdefault("HF_HUB_OFFLINE", "1")
+    passed_on["RAY_DEDUP_LOGS"] = "0"
+    # A record of every call is for the dashboard, which is not started: without it Ray's global store does not grow by
+    # 100 MB.
+    passed_on.setdefault("RAY_task_events_report_interval_ms", "0")
+    return passed_on

@@ -1,0 +1,130 @@
+"""Hosts any role in one Ray actor class, and provides the proxy through which roles call each other.
+
+Ray runs every concurrency group of an async actor on an event loop of its own, and a role must run on one. So the role
+has a loop of its own in its own thread, the role's loop, and the actor's methods pass calls on to it: the default group
+those that may wait long, `control` those that must get through while the default group is crowded, among them the check
+that the role's loop still turns.
+
+There is one named group and no more: Ray starts the threads of named groups with a variable that it assigns anew for
+the next group, so on a busy machine two threads may run the same loop, and calls to the other wait for ever ("this
+event loop is already running").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import psutil
+import ray
+
+from omni_async.runtime.cluster import PeerLost, StartError
+from omni_async.runtime.on_ray.processes import Whereabouts
+from omni_async.runtime.on_ray.store import RayStore
+
+__all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
+
+
+class Shell:
+    """An actor around the role that `build()` makes. Becomes a Ray actor through `actor_class`."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
+        self._role = asyncio.run_coroutine_threadsafe(self._make(build), self._loop).result()
+
+    @staticmethod
+    async def _make(build: Callable[[], Any]) -> Any:
+        return build()
+
+    async def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def long_call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await self._on_loop(getattr(self._role, method)(*args))
+
+    @ray.method(concurrency_group="control")
+    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await self._on_loop(getattr(self._role, method)(*args))
+
+    @ray.method(concurrency_group="control")
+    async def whereabouts(self) -> Whereabouts:
+        return Whereabouts(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="control")
+    async def ping(self) -> float:
+        """Return the seconds that the role's loop took to answer."""
+        asked = time.monotonic()
+        await self._on_loop(asyncio.sleep(0))
+        return time.monotonic() - asked
+
+
+def actor_class() -> Any:
+    decorate: Any = ray.remote(max_concurrency=1024, concurrency_groups={"control": 256})  # type: ignore[call-overload]
+    return decorate(Shell)
+
+
+# Ray's errors for a process that is gone.
+_GONE = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.WorkerCrashedError,
+)
+
+
+class Proxy:
+    """A role in another process: `await proxy.method(*args)`.
+
+    Picklable, so roles can be handed each other. `waiting_calls`: the methods that may wait long; all others use the
+    concurrency group `control`.
+    """
+
+    def __init__(self, name: str, actor: Any, waiting_calls: frozenset[str]) -> None:
+        self._name = name
+        self._actor = actor
+        self._waiting_calls = waiting_calls
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        send = self._actor.long_call if method in self._waiting_calls else self._actor.call
+
+        async def call(*args: Any) -> Any:
+            try:
+                return await send.remote(method, args)
+            except ray.exceptions.RayTaskError as error:
+                # The role's own exception, not Ray's wrapper that lists where it passed through.
+                raise getattr(error, "cause", None) or error from None
+            except _GONE as error:
+                if getattr(error, "actor_init_failed", False):  # another process would fail in the same way
+                    raise StartError(f"{self._name}: {_last_line(error)}") from None
+                raise PeerLost(f"{self._name} is gone: {_cause(error)}") from None
+
+        return call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Proxy, (self._name, self._actor, self._waiting_calls)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the last line of a traceback, which says what was raised."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[
+        :500
+    ]
+
+
+def _cause(error: BaseException) -> str:
+    """Return, from Ray's page about a dead actor, the sentence that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next(
+        (line for line in lines if "killed" in line or "node" in line or "died" in line),
+        lines[0] if lines else "no reason is known",
+    )
+    return found[:200]

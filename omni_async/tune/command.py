@@ -1,0 +1,169 @@
+"""Implements `omni-async tune`: its arguments, its help, its progress, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_async.config import ConfigError, load
+from omni_async.simulation.command import add_job, profile_of, write_json
+from omni_async.tune.keys import TUNED, with_keys
+
+if TYPE_CHECKING:
+    from omni_async.tune.trials import Point
+
+    Progress = Callable[[int, Point], None]
+
+_TUNE = """\
+Find out, before anything runs, how to deal N devices to rollout, reward and trainer, how much staleness that needs,
+and how large the buffers have to be. The law of overlap ranks the splits, simulations of the real control plane in
+virtual time do the rest:
+
+  omni-async tune recipes/emulated/qwen_image_lora_h800.yaml --devices 5
+  omni-async tune recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --devices 2 --plot
+  omni-async tune recipe.yaml trainer.groups_per_update=64 --profile remote_judge --devices 16 --keep trainer.workers
+  omni-async train recipe.tuned.yaml
+
+A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with
+`emulation` names its own. Devices are accelerators if the recipe's placement uses any, else CPUs; a worker takes what
+placement.<role> says. The roles share CPUs that are fewer than that; their numbers then stay the recipe's.
+
+Printed are the front of throughput against staleness, the smallest S within 2 % of the best with a reason for every
+key that was chosen, and how that compares with the recipe and the law. The chosen keys are written as a recipe that
+extends yours and is no slower. Of values that are within 0.5 % of each other the plainer wins: smaller buffers,
+windows and intervals, swap: step.
+
+The profile knows time, not memory: keep what your memory decides (--keep trainer.workers, with the number in the
+recipe or as trainer.workers=4). Keys that can be kept: {keys}.
+"""
+
+
+def add_tune(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    tune = commands.add_parser(
+        "tune",
+        help="choose staleness, buffers and the split of N devices by simulation",
+        description=_TUNE.format(keys=", ".join(TUNED)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job(tune, "change the recipe first; goes into the written file too")
+    add = tune.add_argument
+    add("--devices", type=int, metavar="N", help="devices to deal to the roles")
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that stays as the recipe says; may be given several times",
+    )
+    add("--budget", type=int, default=120, metavar="N", help="most simulations (default: 120)")
+    add("--seed", type=int, default=0, help="of the simulated service times (default: 0)")
+    add(
+        "--out", type=Path, metavar="FILE", help="recipe to write (default: RECIPE.tuned.yaml in the working directory)"
+    )
+    add("--plot", action="store_true", help="draw the front, as a PNG beside the written recipe")
+    add("--json", type=Path, metavar="FILE", help="write everything that was found and simulated as JSON, too")
+
+
+def tune_recipe(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    config = load(options.recipe, options.overrides)
+    profile = profile_of(config, options.profile)
+    _require_usable(options)
+
+    import msgspec
+
+    from omni_async.tune.write import require_writable
+
+    out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
+    require_writable(out, options.recipe)
+    if options.json is not None:
+        write_json(options.json, b"")
+
+    from omni_async.simulation.simulate import simulate
+    from omni_async.simulation.times import not_measured
+    from omni_async.tune.report import text
+    from omni_async.tune.tuning import tune
+    from omni_async.tune.write import write_tuned
+
+    with _progress(options.budget) as progress:
+        tuned = tune(
+            config,
+            profile,
+            options.devices,
+            simulate,
+            budget=options.budget,
+            seed=options.seed,
+            keep=options.keep,
+            progress=progress,
+        )
+    for note in dict.fromkeys(
+        [*not_measured(config, profile), *not_measured(with_keys(config, tuned.chosen.keys), profile)]
+    ):
+        sys.stdout.write(note + "\n")
+    sys.stdout.write(text(tuned) + "\n")
+    written = []
+    if tuned.is_no_slower:
+        write_tuned(out, options.recipe, config, options.overrides, tuned)
+        written.append(out)
+    if options.plot:
+        from omni_async.tune.plot import draw
+
+        draw(tuned, out.with_suffix(".png"))
+        written.append(out.with_suffix(".png"))
+    if options.json is not None:
+        write_json(options.json, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
+        written.append(options.json)
+    if written:
+        sys.stdout.write(f"wrote {', '.join(str(path) for path in written)}\n")
+    return 0
+
+
+def _require_usable(options: argparse.Namespace) -> None:
+    if options.devices is None:
+        raise ConfigError("--devices: required, the number of devices that rollout, reward and trainer share")
+    if options.devices < 1:
+        raise ConfigError(f"--devices: expected at least 1, got {options.devices}")
+    for key in options.keep:
+        if key not in TUNED:
+            raise ConfigError(f"--keep: {key} is not tuned; keys that are: {', '.join(TUNED)}")
+
+
+@contextmanager
+def _progress(budget: int) -> Iterator[Progress]:
+    """Show a bar on a terminal, a line per simulation elsewhere; both on stderr, so that stdout is the result alone."""
+    if not sys.stderr.isatty():
+        yield _line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("simulation"),
+        MofNCompleteColumn(),
+        TextColumn("at most"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=budget)
+        yield lambda made, point: bar.update(task, completed=made, description=_summary(point))
+
+
+def _line(made: int, point: Point) -> None:
+    sys.stderr.write(f"simulated {made}: {_summary(point)}\n")
+
+
+def _summary(point: Point) -> str:
+    keys = point.keys
+    split = "+".join(str(keys[path]) for path in ("rollout.workers", "reward.workers", "trainer.workers"))
+    return (
+        f"{split} workers, S {keys['staleness.max_updates']}, groups {keys['buffer.groups']}: {point.images_per_s:.3g}"
+        " images/s"
+    )

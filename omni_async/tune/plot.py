@@ -1,0 +1,57 @@
+"""Plots a search: everything that was simulated, the front through it, and what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from omni_async.tune.keys import S, count
+from omni_async.tune.trials import Point
+from omni_async.tune.tuning import Tuned
+
+_FRONT, _CHOSEN, _RECIPE, _OTHER = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#999999",
+)  # Okabe and Ito's, which colour-blind readers tell apart
+
+
+def draw(tuned: Tuned, path: Path) -> None:
+    picture(tuned).savefig(path, dpi=130)
+
+
+def picture(tuned: Tuned) -> Figure:
+    """Plot images/s against mean staleness."""
+    figure = Figure(figsize=(8.0, 4.8), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter(*_coordinates(tuned.points), s=16, color=_OTHER, label="simulated")
+    axes.plot(*_coordinates(tuned.front), color=_FRONT, marker="o", label="front")
+    for point in {count(point.keys, S): point for point in tuned.front}.values():
+        _label(axes, point)  # the fastest of each S
+    axes.plot(
+        *_coordinates([tuned.chosen]), color=_CHOSEN, marker="*", markersize=16, linestyle="none", label="recommended"
+    )
+    if tuned.recipe_devices == tuned.devices:
+        axes.plot(*_coordinates([tuned.recipe]), color=_RECIPE, marker="s", linestyle="none", label="recipe as it is")
+    axes.set_xlabel("staleness of trained groups, updates (mean; S: the bound)")
+    axes.set_ylabel(f"images/s on {tuned.devices} {tuned.kind}")
+    axes.set_title(f"profile {tuned.profile}")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [point.simulated.staleness_mean for point in points], [point.images_per_s for point in points]
+
+
+def _label(axes: Axes, point: Point) -> None:
+    position = (point.simulated.staleness_mean, point.images_per_s)
+    axes.annotate(
+        f"S = {count(point.keys, S)}", position, xytext=(4, -12), textcoords="offset points", fontsize=8, color=_FRONT
+    )

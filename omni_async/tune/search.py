@@ -1,0 +1,241 @@
+"""Searches for the recommended keys.
+
+First how far each split gets with how much staleness, then the smallest and plainest settings that get as far.
+
+    scan     the best splits with every budget S, and nothing else that could bind
+    refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as
+             cost at most MODEST
+    rescan   the refined keys with the other splits and with every S: is a smaller one enough by now?
+
+Nothing is recommended that makes fewer images per second than `trials.floor`, as long as anything makes as many.
+Deterministic: the order of simulations and every choice follow from the settings alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from omni_async.config import ConfigError
+from omni_async.performance.law import smallest_useful_budget
+from omni_async.tune.keys import (
+    GROUPS,
+    INFLIGHT,
+    PUBLISH,
+    REWARDERS,
+    SWAP,
+    TRAJECTORIES,
+    WINDOW,
+    S,
+    count,
+    dealt,
+    fewest_trajectories,
+    half_batch,
+    roomy,
+    values,
+)
+from omni_async.tune.split import Split, devices_each
+from omni_async.tune.trials import Point, Trials
+
+# Throughput that a smaller S may cost, and that any other smaller or plainer value may cost, as fractions; more where
+# another seed changes more.
+LOSS = 0.02
+MODEST = 0.005
+_NOISES = 3.0
+
+# Splits whose budgets are scanned; budgets beyond this are only looked at where the law asks for them.
+_SCANNED = 3
+_EVERY_BUDGET_TO = 6
+_ROUNDS = 3
+
+BUFFER_NAMES = {TRAJECTORIES: "trajectories", GROUPS: "replay"}
+
+
+def search(trials: Trials, splits: Sequence[Split]) -> Point:
+    """Return the recommended point; `trials` then holds everything that was tried.
+
+    `splits`: the best by the law first.
+    """
+    variation = max(stage.variation for stage in trials.profile.stages().values())
+    # No budget is smaller than a kept publish interval allows.
+    fewest = count(trials.kept, PUBLISH) - 1 if PUBLISH in trials.kept else 0
+    budgets = budgets_to_scan(splits[0], variation, fewest) if S not in trials.kept else [count(trials.kept, S)]
+    asked = [(budget, trials.refusal(roomy(trials.config, splits[0].keys, budget))) for budget in budgets]
+    budgets = [budget for budget, problem in asked if problem is None]
+    if not budgets:
+        raise ConfigError(asked[0][1] or "")
+    scan(trials, splits, budgets)
+    here = refine(trials, narrowed(trials))
+    for _ in range(_ROUNDS):
+        for split in splits:
+            trials.at(dealt(trials.config, here.keys, split.keys))
+        for budget in budgets:
+            trials.moved(here, S, budget)
+        start = narrowed(trials)
+        if _budget(start) == _budget(here) or trials.spent:
+            break
+        here = refine(trials, start)
+    return here if here.images_per_s >= _recommendable(trials) else smallest_budget(trials)
+
+
+def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int]:
+    """Return all small budgets from `fewest` on, up to two more than the law asks for; of larger ones a few."""
+    needed = smallest_useful_budget(split.times, variation)
+    top = max(needed, fewest, 1) + 2
+    every = range(min(top, _EVERY_BUDGET_TO) + 1)
+    beyond = range(_EVERY_BUDGET_TO, top + 1, max(1, (top - _EVERY_BUDGET_TO) // 4))
+    return sorted(budget for budget in {*every, *beyond, fewest, top} if budget >= fewest)
+
+
+def scan(trials: Trials, splits: Sequence[Split], budgets: Sequence[int]) -> None:
+    config, top = trials.config, budgets[-1]
+    reached = [(point.images_per_s, split) for split in splits if (point := trials.at(roomy(config, split.keys, top)))]
+    trials.measure_noise(fastest(trials.points))
+    best = max(speed for speed, _ in reached)
+    close = sorted(
+        (pair for pair in reached if pair[0] >= (1 - tolerated(trials.noise, LOSS)) * best), key=lambda pair: -pair[0]
+    )
+    for _, split in close[:_SCANNED]:
+        for budget in budgets:
+            trials.at(roomy(config, split.keys, budget))
+
+
+def fastest(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: (point.images_per_s, -_budget(point)))
+
+
+def tolerated(noise: float, loss: float) -> float:
+    """Return the fraction of images per second that is given up for something smaller or plainer.
+
+    It is no less than chance may take or give.
+    """
+    return max(loss, _NOISES * noise)
+
+
+def _recommendable(trials: Trials) -> float:
+    """Return the images per second that a recommendation needs.
+
+    That is within LOSS of the best, and no fewer than the recipe makes, where anything makes as many.
+    """
+    best = fastest(trials.points).images_per_s
+    return max((1 - tolerated(trials.noise, LOSS)) * best, min(trials.floor, best))
+
+
+def smallest_budget(trials: Trials) -> Point:
+    """Return the fastest point of the smallest S that is within LOSS of the best."""
+    points, enough = trials.points, _recommendable(trials)
+    smallest = min(_budget(point) for point in points if point.images_per_s >= enough)
+    return fastest([point for point in points if _budget(point) == smallest])
+
+
+def narrowed(trials: Trials) -> Point:
+    """Return `smallest_budget`, after simulating budgets between it and the next smaller one that was simulated."""
+    while True:
+        start = smallest_budget(trials)
+        below = max(
+            (_budget(point) for point in trials.points if _budget(point) < _budget(start)), default=_budget(start)
+        )
+        if _budget(start) - below <= 1 or trials.moved(start, S, (below + _budget(start)) // 2) is None:
+            return start
+
+
+def refine(trials: Trials, start: Point) -> Point:
+    """Move from `start` with roomy buffers to the most modest point that is nearly as fast.
+
+    It is at most MODEST slower than any found on the way. Ends when a whole round of keys changes nothing, so that all
+    of them were compared at the point that is returned.
+    """
+    here, seen = start, [start]
+    for _ in range(_ROUNDS):
+        before = here
+        for path, grid in ((TRAJECTORIES, _samples_grid), (GROUPS, _groups_grid)):
+            if path not in trials.kept:
+                seen += _bisected(trials, here, path, grid(trials, here), _enough(trials, seen))
+                here = _plainest(trials, here, path, seen)
+        for path in _short_lists(trials):
+            seen += [p for value in values(trials.config, here.keys, path) if (p := trials.moved(here, path, value))]
+            here = _plainest(trials, here, path, seen)
+        if here == before:
+            break
+    return here
+
+
+def _short_lists(trials: Trials) -> list[str]:
+    """List the keys with few values."""
+    paths = [WINDOW, PUBLISH, INFLIGHT]
+    if trials.config.schedule is None:
+        paths.append(SWAP)  # otherwise the schedule decides it
+    if not devices_each(trials.config)[REWARDERS]:
+        paths.append(REWARDERS)
+    return [path for path in paths if path not in trials.kept]
+
+
+def _enough(trials: Trials, seen: Sequence[Point]) -> float:
+    """Return the images per second that a plainer setting has to make."""
+    return max(
+        (1 - tolerated(trials.noise, MODEST)) * fastest(seen).images_per_s,
+        _recommendable(trials),
+    )
+
+
+def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> Point:
+    """Return the plainest point that is fast enough, else the fastest.
+
+    All of them differ from `here` by this key alone.
+    """
+    others = trials.compared(here, path)
+    order = (
+        [*values(trials.config, here.keys, path)]
+        if path not in BUFFER_NAMES
+        else sorted([*others, here.keys[path]], key=int)
+    )
+    tried = [point for value in order if (point := here if value == here.keys[path] else others.get(value))]
+    enough = _enough(trials, seen)
+    return next((point for point in tried if point.images_per_s >= enough), fastest([*tried, here]))
+
+
+def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enough: float) -> list[Point]:
+    """Return the points tried on the ascending grid.
+
+    They are on the way to the smallest value that makes `enough` images per second.
+    """
+    tried: list[Point] = []
+    low, high = 0, len(grid) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        point = trials.moved(here, path, grid[middle])
+        if point is None:
+            break
+        tried.append(point)
+        low, high = (low, middle - 1) if point.images_per_s >= enough else (middle + 1, high)
+    return tried
+
+
+def _samples_grid(trials: Trials, here: Point) -> list[int]:
+    """List values from full batches of every engine to the most that was ever reserved, by half batches."""
+    fewest = fewest_trajectories(trials.config, here.keys)
+    return _grid(fewest, _reserved(here, TRAJECTORIES), half_batch(trials.config, here.keys))
+
+
+def _groups_grid(trials: Trials, here: Point) -> list[int]:
+    """List values up to the most that was ever reserved, by quarters of an update."""
+    unit = max(1, trials.config.trainer.groups_per_update // 4)
+    return _grid(unit, _reserved(here, GROUPS), unit)
+
+
+def _grid(fewest: int, most: int, unit: int) -> list[int]:
+    steps = max(0, math.ceil((most - fewest) / unit))
+    return [fewest + unit * i for i in range(steps + 1)]
+
+
+def _reserved(here: Point, path: str) -> int:
+    """Return the most slots of a buffer that were ever reserved at once.
+
+    The simulator may count bundles, so only the fraction is meaningful.
+    """
+    occupancy = here.simulated.buffers[BUFFER_NAMES[path]]
+    return math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)
+
+
+def _budget(point: Point) -> int:
+    return count(point.keys, S)

@@ -1,0 +1,262 @@
+"""Tests a whole benchmark with runs that take no time: what is run, what is kept, what is reported."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from omni_async.bench.comparison import compare
+from omni_async.bench.overlap import run_overlap
+from omni_async.bench.result import read_overlap, spread
+from omni_async.config import load
+from omni_async.performance.law import async_step
+from omni_async.performance.profile import load_profile
+from omni_async.simulation.times import times_of
+from tests.bench import overlap_world as world
+from tests.runtime.runtime_world import write_world
+
+ARMS = ("sync", "async:1", "async:2")
+STEPS = {"async-1": 8.0, "async-2": 5.0}
+
+
+def bench(tmp_path, train, *overrides, arms=ARMS, repeats=3, emulated=True, **options):
+    said = io.StringIO()
+    overlap = run_overlap(
+        world.write_recipe(tmp_path, emulated=emulated),
+        overrides,
+        out=tmp_path / "out",
+        arms=arms,
+        repeats=repeats,
+        terminal=Console(file=said, width=200),
+        train=train,
+        simulator=world.half_the_profile,
+        **options,
+    )
+    return overlap, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Returns a benchmark that ran through: its folder, the runs in their order, the result, and its output."""
+    folder, train = tmp_path_factory.mktemp("done"), world.FakeTrain(STEPS)
+    return folder, train.ran, *bench(folder, train)
+
+
+def test_arms_are_interleaved_round_by_round(done):
+    _, ran, _, _ = done
+    assert ran == [
+        *(("sync", 0), ("async-1", 0), ("async-2", 0)),
+        *(("async-1", 1), ("async-2", 1), ("sync", 1)),
+        *(("async-2", 2), ("sync", 2), ("async-1", 2)),
+    ]
+
+
+def test_the_result_has_the_median_over_rounds_and_every_rounds_number(done):
+    _, _, overlap, _ = done
+    found = compare(overlap)["async:2"]
+    assert (found.step_s.low, found.step_s.median, found.step_s.high) == pytest.approx(
+        (5 + 1 / 128, 5 + 1 / 64, 5 + 3 / 128), abs=1e-5
+    )
+    arm = overlap.arms[2]
+    assert [run.measured.step_s for run in arm.runs] == pytest.approx(
+        [5 + number / 64 for number in range(3)], abs=1e-5
+    )
+    assert [run.round for run in arm.runs] == [0, 1, 2]
+    assert found.staleness == {0: 3 * 4, 1: 3 * 4, 2: 3 * 4 * 10}
+    assert (found.staleness_max, found.staleness_mean) == (2, pytest.approx((1 * 4 + 2 * 40) / 48))
+
+
+def test_speed_ups_compare_runs_of_the_same_round(done):
+    _, _, overlap, _ = done
+    found = compare(overlap)["async:2"].speedups["sync"]
+    ratios = [world.SYNC_STEP / (5 + number / 64) for number in range(3)]
+    assert found.ratio.median == pytest.approx(sorted(ratios)[1], abs=1e-5)
+    assert found.ratio.high == pytest.approx(spread(ratios).high, abs=1e-5)
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert found.words.startswith(
+        "2.79x over sync: generation overlapped 33 %, reward wait 22 %, weight-sync drain 17 %, tail 11 %, recomputed"
+        " log-probs 8 %"
+    )
+
+
+def test_the_law_and_the_simulation_of_emulated_devices_are_the_profiles_in_scaled_time(done):
+    folder, _, overlap, _ = done
+    profile = load_profile(str(folder / "toy.json"))
+    for arm, planned in zip(overlap.arms, ARMS, strict=True):
+        budget = int(planned.partition(":")[2] or 0)
+        assert arm.config["staleness"]["max_updates"] == budget
+        assert arm.prediction.simulated_s == pytest.approx(profile.generate.unit_s / 2 * 0.01)
+        assert arm.prediction.law_s == pytest.approx(async_step(arm.prediction.times, budget))
+    sync, found = overlap.arms[0].prediction, compare(overlap)["sync"]
+    per_engine = world.GROUPS * world.SIZE / 2
+    assert sync.times.generate == pytest.approx(per_engine * 0.1 * 0.01)
+    assert found.bound_fraction == pytest.approx(sync.law_s / found.step_s.median)
+    assert found.deviation == pytest.approx(sync.simulated_s / found.step_s.median - 1)
+
+
+def real(tmp_path, train, **options):
+    write_world(
+        tmp_path,
+        trainer={"updates": 12, "groups_per_update": world.GROUPS},
+        rollout={"workers": 2, "group_size": world.SIZE},
+        run={"seed": 7},
+    )
+    recipe = tmp_path / "recipe.yaml"
+    terminal = Console(file=io.StringIO())
+    simulator = world.half_the_profile
+    return run_overlap(
+        recipe, out=tmp_path / "out", repeats=3, terminal=terminal, train=train, simulator=simulator, **options
+    )
+
+
+def test_real_devices_get_the_law_of_what_the_sync_arms_median_run_measured(tmp_path):
+    overlap = real(tmp_path, world.FakeTrain(STEPS, profile=world.PROFILE), arms=("async:1", "sync"))
+    assert overlap.law.startswith("service times measured in runs/sync-r")
+    assert overlap.law.endswith(" (sync, the repeat with the median step)")
+    assert overlap.time_scale == 1
+    config = load(tmp_path / "recipe.yaml", ["schedule=async", "staleness.max_updates=1"])
+    assert overlap.arms[0].prediction.law_s == pytest.approx(async_step(times_of(config, world.PROFILE), 1))
+    assert overlap.arms[0].prediction.simulated_s == world.PROFILE.generate.unit_s / 2
+
+
+def test_without_a_sync_arm_the_law_is_that_of_the_first_arm(tmp_path):
+    overlap = real(tmp_path, world.FakeTrain(STEPS, profile=world.PROFILE), arms=("async:2", "async:1"))
+    assert (
+        overlap.law
+        == "service times measured in " + overlap.arms[0].runs[1].folder + " (async:2, the repeat with the median step)"
+    )
+
+
+def test_real_devices_without_a_profile_have_no_law_and_say_so(tmp_path):
+    overlap = real(tmp_path, world.FakeTrain(), arms=("async:1", "sync"))
+    assert overlap.law == "no run to take service times from"
+    assert all(summary.law_s is None and summary.bound_fraction is None for summary in compare(overlap).values())
+
+
+def test_a_simulation_that_fails_is_a_reason_and_no_number(tmp_path):
+    def broken(*given):
+        raise RuntimeError("no such world")
+
+    recipe = world.write_recipe(tmp_path)
+    overlap = run_overlap(
+        recipe,
+        out=tmp_path / "out",
+        arms=["sync"],
+        repeats=1,
+        terminal=Console(file=io.StringIO()),
+        train=world.FakeTrain(),
+        simulator=broken,
+    )
+    [arm] = overlap.arms
+    assert (arm.prediction.simulated_s, arm.prediction.not_simulated) == (None, "RuntimeError: no such world")
+
+
+# ---- failures and interruptions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [(("failed", "EngineError: gone"), "EngineError: gone"), (RuntimeError("no\nmemory"), "RuntimeError: no memory")],
+)
+def test_a_failed_run_is_reported_and_the_others_go_on(tmp_path, ending, reason):
+    train = world.FakeTrain(STEPS, ends=lambda arm, number: ending if (arm, number) == ("async-1", 1) else None)
+    overlap, said = bench(tmp_path, train)
+    assert len(train.ran) == 9 and overlap.failed
+    [failure] = overlap.arms[1].failures
+    assert (failure.round, failure.reason, failure.measured) == (1, reason, None)
+    assert compare(overlap)["async:1"].runs == 2
+    assert compare(overlap)["async:1"].step_s.median == pytest.approx(8 + 1 / 64, abs=1e-5)
+    assert f"async:1 round 2: FAILED: {reason}\n" in said
+
+
+def test_a_run_that_says_done_but_left_too_little_is_a_failure(tmp_path):
+    def train(inputs, console):
+        return world.write_run(inputs, *world.sync_spans(11))[1]
+
+    overlap, _ = bench(tmp_path, train, arms=["sync"], repeats=1)
+    assert overlap.failed
+    assert "expected updates 1 to 12, found 11" in overlap.arms[0].failures[0].reason
+    assert compare(overlap) == {}
+
+
+def test_an_interrupted_run_ends_the_benchmark_and_what_is_done_is_written(tmp_path):
+    train = world.FakeTrain(
+        STEPS, ends=lambda arm, number: ("interrupted", "on request") if (arm, number) == ("async-2", 1) else None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        bench(tmp_path, train)
+    overlap = read_overlap(tmp_path / "out")
+    assert [len(arm.measured) for arm in overlap.arms] == [1, 2, 1]
+    assert not overlap.failed
+
+
+def test_the_same_command_goes_on_with_what_is_missing(tmp_path):
+    interrupted = world.FakeTrain(
+        STEPS, ends=lambda arm, number: KeyboardInterrupt() if (arm, number) == ("async-2", 1) else None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        bench(tmp_path, interrupted)
+    again = world.FakeTrain(STEPS)
+    overlap, said = bench(tmp_path, again)
+    assert again.ran == [("async-2", 1), ("sync", 1), ("async-2", 2), ("sync", 2), ("async-1", 2)]
+    assert [len(arm.measured) for arm in overlap.arms] == [3, 3, 3]
+    assert said.count("complete already") == 4
+    assert overlap.arms[0].runs[0].load is None and overlap.arms[0].runs[1].load is not None
+
+
+def test_a_failed_run_is_tried_again(tmp_path):
+    with_failure = world.FakeTrain(
+        STEPS, ends=lambda arm, number: ("failed", "gone") if number == 0 and arm == "sync" else None
+    )
+    assert bench(tmp_path, with_failure)[0].failed
+    again = world.FakeTrain(STEPS)
+    assert not bench(tmp_path, again)[0].failed
+    assert again.ran == [("sync", 0)]
+
+
+def test_other_settings_are_other_runs(tmp_path):
+    bench(tmp_path, world.FakeTrain(STEPS), repeats=1)
+    again = world.FakeTrain(STEPS)
+    bench(tmp_path, again, "reward.batch=3", repeats=1)
+    assert len(again.ran) == 3
+
+
+# ---- output and files ------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_sees_the_plan_and_a_line_per_run(done):
+    _, _, _, said = done
+    first, *lines = said.splitlines()
+    assert first == "simulating every arm, some seconds each"
+    assert lines[0].startswith(
+        "sync            S = 0, 2 engines, 1 reward workers, 1 ranks; buffer.groups 16, buffer.trajectories 64, law "
+    )
+    assert lines[2].startswith(
+        "async:2         S = 2, 2 engines, 1 reward workers, 1 ranks; buffer.groups 16, buffer.trajectories 96, law "
+    )
+    assert lines[3].startswith("9 runs of up to 12 updates, interleaved in 3 rounds; ")
+    assert len(lines) == 4 + 9
+    assert lines[4].startswith("1/9 sync round 1: 14 s per update, 2.29 images/s, in 0 s; elapsed 0:00:0")
+    assert "left" in lines[4] and "left" not in lines[-1]
+
+
+def test_everything_is_written_and_read_back(done):
+    folder, _, overlap, _ = done
+    assert read_overlap(folder / "out") == overlap == read_overlap(folder / "out" / "overlap.json")
+    written = json.loads((folder / "out" / "overlap.json").read_text())
+    assert [summary["name"] for summary in written["summary"]] == list(ARMS)
+    assert written["machine"]["cpus"] >= 1 and written["machine"]["packages"]["ray"]
+    assert written["arms"][0]["runs"][0]["measured"]["steps_s"] == pytest.approx([world.SYNC_STEP] * 10, abs=1e-5)
+    assert (folder / "out" / "overlap.md").read_text().startswith("|")
+    assert (folder / "out" / "overlap.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([4.0], (4, 4, 4)), ([1.0, 3.0], (2, 1.5, 2.5)), ([5.0, 1.0, 3.0], (3, 2, 4))]
+)
+def test_a_spread_is_the_median_and_the_quartiles(values, expected):
+    found = spread(values)
+    assert (found.median, found.low, found.high) == expected

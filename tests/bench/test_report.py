@@ -1,0 +1,228 @@
+"""Tests the table and the figure of a result."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from omni_async.bench import table
+from omni_async.bench.attribution import CATEGORIES
+from omni_async.bench.comparison import compare, fastest
+from omni_async.bench.figure import draw, figure_of
+from omni_async.bench.machine import Machine, describe_machine
+from omni_async.bench.result import ArmRecord, Measured, Overlap, Prediction, RunRecord, Stage
+from omni_async.performance.law import StageTimes
+
+
+def measured(step: float, **given) -> Measured:
+    attribution = dict.fromkeys(CATEGORIES, 0.0) | {"training": 4.0, "generation": step - 4.0}
+    return Measured(
+        **{
+            "updates": 10,
+            "step_s": step,
+            "steps_s": (step,) * 10,
+            "images_per_s": 32 / step,
+            "images_per_s_per_device": 8 / step,
+            "attribution": attribution,
+            "stages": {"generation": Stage(3.0, 0.25), "reward": Stage(1.0)},
+            "busy": {
+                "rollout": {"busy": 0.5, "starved": 0.0, "backpressured": 0.375},
+                "trainer": {"busy": 0.25, "starved": 0.5, "backpressured": 0.0},
+            },
+            "staleness": {0: 30, 2: 10},
+            "peak_memory_bytes": 3 * 2**29,
+            **given,
+        }
+    )
+
+
+def runs(*steps: float, **given) -> tuple[RunRecord, ...]:
+    return tuple(
+        RunRecord(round=number, status="done", measured=measured(step, **given)) for number, step in enumerate(steps)
+    )
+
+
+def arm(name: str, budget: int = 0, **given) -> ArmRecord:
+    times = StageTimes(generate=3, score=1, train=4, publish=0)
+    prediction = Prediction(times=times, law_s=4.5, simulated_s=5.25)
+    return ArmRecord(
+        **{
+            "name": name,
+            "schedule": name.partition(":")[0],
+            "max_updates": budget,
+            "devices": 4,
+            "prediction": prediction,
+            **given,
+        }
+    )
+
+
+def result(*arms: ArmRecord, time_scale: float = 1.0) -> Overlap:
+    machine = Machine("a chip", 2, 8 * 2**30, "Linux", "3.11", {"ray": "2.60"})
+    return Overlap(
+        recipe="toy.yaml",
+        command="bench",
+        started="today",
+        machine=machine,
+        repeats=3,
+        updates=12,
+        time_scale=time_scale,
+        law="profile toy, times 1",
+        arms=arms,
+    )
+
+
+FAILED = RunRecord(round=1, status="failed", reason="EngineError: gone")
+RESULT = result(
+    arm("sync", runs=runs(8.0, 8.0, 8.5)),
+    arm("async:1", 1, runs=(*runs(5.0), FAILED)),
+    arm("async:2", 2, runs=(FAILED,)),
+    arm("async:4", 4, skipped="staleness.exact: no", prediction=None),
+)
+
+
+def cells(overlap: Overlap) -> dict[tuple[str, str], list[str]]:
+    return {(section.title, label): row for section in table.sections(overlap) for label, row in section.rows}
+
+
+def test_a_cell_per_arm_and_a_word_where_there_is_no_number():
+    found = cells(RESULT)
+    assert found["seconds per update", "median"] == ["8", "5", "failed", "skipped"]
+    assert found["seconds per update", "quartiles"] == ["8..8.25", "", "", ""]
+    assert found["seconds per update", "runs"] == ["3 of 3", "1 of 3", "", ""]
+    assert found["seconds per update", "law"][:2] == ["4.5", "4.5"]
+    assert found["seconds per update", "bound fraction"][:2] == ["0.562", "0.9"]
+    assert found["seconds per update", "simulated / measured - 1"][:2] == ["-34.4 %", "+5.0 %"]
+    assert found["images/s", "all devices"][:2] == ["4", "6.4"]
+    assert found["images/s", "per device"][:2] == ["1", "1.6"]
+    assert found["speed-up over", "sync"] == ["", "1.60", "", ""]
+    assert found["where the seconds go", "waiting for generation"][:2] == ["4", "1"]
+    assert found["device-seconds (variation)", "T_g generation"][0] == "3 (0.25)"
+    assert found["device-seconds (variation)", "T_r reward"][0] == "1"
+    assert found["busy / starved / backpressured, %", "rollout"][0] == "50 / 0 / 38"
+    assert found["staleness, updates", "mean"][0] == "0.50"
+    assert [found["staleness, updates", f"{age}, % of groups"][0] for age in (0, 2)] == ["75", "25"]
+    assert found["memory, GiB", "peak of the job"][0] == "1.5"
+    assert ("seconds per update", "in the profile's time") not in found
+
+
+def test_scaled_time_is_also_shown_in_the_profiles():
+    found = cells(result(arm("sync", runs=runs(8.0)), time_scale=0.01))
+    assert found["seconds per update", "in the profile's time"] == ["800"]
+    assert found["images/s", "per device, in the profile's time"] == ["0.01"]
+
+
+def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
+    notes = list(table.notes(RESULT))
+    assert "async:1 is 1.60x over sync: generation overlapped 100 %" in notes
+    assert "async:1: run 2 failed: EngineError: gone" in notes
+    assert "async:2: run 2 failed: EngineError: gone" in notes
+    assert "async:4: skipped: staleness.exact: no" in notes
+    assert "law and simulation: profile toy, times 1" in notes
+    assert any("a chip, 2 CPUs, 8 GiB; Linux; Python 3.11, ray 2.60" in note for note in notes)
+
+
+def test_speed_ups_over_other_baselines_are_noted_for_the_fastest_arm():
+    overlap = result(
+        arm("sync", runs=runs(8.0)),
+        arm("sync_colocated", runs=runs(6.0)),
+        arm("async:1", 1, runs=runs(5.0)),
+        arm("async:2", 2, runs=runs(4.5)),
+    )
+    assert fastest(compare(overlap)).name == "async:2"
+    noted = [
+        note.partition(":")[0] + note.split(":")[1].partition(" ")[2]
+        for note in table.notes(overlap)
+        if "x over" in note
+    ]
+    words = " ".join(table.notes(overlap))
+    assert noted and "async:2 is 1.33x over sync_colocated" in words
+    assert "async:1 is 1.20x over sync_colocated" not in words
+    assert "sync_colocated is 1.33x over sync" in words
+
+
+def test_a_simulation_that_failed_is_reported():
+    prediction = Prediction(times=StageTimes(1, 1, 1, 1), law_s=4.0, not_simulated="RuntimeError: no")
+    overlap = result(arm("sync", runs=runs(8.0), prediction=prediction))
+    assert "sync: not simulated: RuntimeError: no" in list(table.notes(overlap))
+    assert cells(overlap)["seconds per update", "simulated"] == ["-"]
+
+
+def test_markdown_is_one_rectangular_table_followed_by_a_list():
+    lines = table.markdown(RESULT).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len({len(row) for row in rows}) == 1
+    assert all(row.count("|") == 6 for row in rows)
+    assert rows[0].split()[1:-1] == ["|", "sync", "|", "async:1", "|", "async:2", "|", "async:4"]
+    after = lines[lines.index(rows[-1]) + 1 :]
+    assert after[0] == "" and all(line.startswith("- ") for line in after[1:])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_pipe_gets_markdown_and_a_terminal_a_table(terminal):
+    out = io.StringIO()
+    table.show(RESULT, Console(file=out, force_terminal=terminal, width=140))
+    shown = out.getvalue()
+    assert ("|---" in shown) == (not terminal)
+    assert "async:4: skipped: staleness.exact: no" in shown
+    for word in ("bound fraction", "skipped", "1.60"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (0.01234, "0.0123"),
+        (1.2345, "1.23"),
+        (418.2, "418"),
+        (12345.0, "12345"),
+        (1.5e-5, "1.5e-05"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert table.number(value) == text
+
+
+def test_the_figure_has_four_panels_with_every_measured_arm():
+    overlap = result(
+        arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0)), arm("async:4", 4, skipped="no")
+    )
+    axes = figure_of(overlap).axes
+    assert [panel.get_title(loc="left") for panel in axes] == [
+        "Step time",
+        "Where the trainer's time goes",
+        "What each role does",
+        "Staleness",
+    ]
+    for panel in axes:
+        assert [label.get_text() for label in panel.get_xticklabels()] == ["sync", "async:2"]
+    steps, seconds, _, staleness = axes
+    medians = [container.lines[0].get_ydata()[0] for container in steps.containers]
+    assert medians == [9.0, 5.0]
+    tops = np.sum([[bar.get_height() for bar in bars] for bars in seconds.containers], axis=0)
+    assert tops == pytest.approx([9.0, 5.0])
+    [heat] = staleness.get_images()
+    assert np.asarray(heat.get_array()).tolist() == [[0.75, 0.75], [0, 0], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize("arms", [1, 9])
+def test_the_figure_is_a_file(tmp_path, arms):
+    draw(result(*(arm(f"async:{budget}", budget, runs=runs(5.0)) for budget in range(arms))), tmp_path / "overlap.png")
+    with Image.open(tmp_path / "overlap.png") as image:
+        assert image.format == "PNG" and image.width > image.height > 700
+        assert len(image.convert("L").getcolors()) > 20
+
+
+def test_the_machine_is_described_by_what_it_is():
+    found = describe_machine()
+    assert found.cpus >= 1 and found.memory_bytes > 2**30 and found.gpus == ()
+    assert found.packages["omni-async"]
+    assert f"{found.cpus} CPUs" in str(found)
+    assert msgspec.convert(msgspec.to_builtins(found), Machine) == found

@@ -1,0 +1,229 @@
+"""Tests prompt files: what is read, and that anything else in one is refused in one line that says where."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from omni_async.config import ConfigError
+from omni_async.data.image_files import read_prompt_image
+from omni_async.data.prompts import load_prompts
+from omni_async.types import Prompt
+
+
+def read(folder: Path, content: str | bytes, name: str = "prompts.txt", max_chars: int = 50) -> list[Prompt]:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return load_prompts(str(path), "data.prompts", max_chars)
+
+
+def refusal(folder: Path, content: str | bytes, name: str = "prompts.txt", max_chars: int = 50) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read(folder, content, name, max_chars)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def nested(levels: int) -> str:
+    """Makes a line whose object is the first of so many levels."""
+    return '{"prompt": "x", "note": ' + "[" * (levels - 1) + "{}" + "]" * (levels - 1) + "}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "prompts"),
+    [
+        ("p.txt", "a cat\n\n   \n  a dog \r\na cat", ["a cat", "a dog", "a cat"]),
+        ("P.TXT", b"\xef\xbb\xbfa cat\n", ["a cat"]),
+        ("p.JsonL", b'\xef\xbb\xbf{"prompt": "a cat"}\n', ["a cat"]),
+    ],
+)
+def test_a_file_is_a_prompt_a_line_without_the_empty_ones_and_a_byte_order_mark(tmp_path, name, content, prompts):
+    assert read(tmp_path, content, name) == [Prompt(i, text) for i, text in enumerate(prompts)]
+
+
+def test_a_json_line_has_a_prompt_a_target_and_whatever_else(tmp_path):
+    [prompt, plain] = read(
+        tmp_path, '{"prompt": "the digit 7", "target": "7", "font": "serif", "n": 1}\n{"prompt": "x"}\n', "p.jsonl"
+    )
+    assert prompt == Prompt(0, "the digit 7", "7", {"font": "serif", "n": 1})
+    assert plain == Prompt(1, "x", None, {})
+
+
+def test_a_long_prompt_is_refused_with_its_line_and_the_key_that_allows_more(tmp_path):
+    message = refusal(tmp_path, "short\n" + "x" * 51)
+    assert "prompts.txt:2: the prompt has 51 characters, data.max_prompt_chars allows 50" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"prompt": "a cat"', "not valid JSON"),
+        ("a cat", "not valid JSON"),
+        ('["a cat"]', 'expected an object with a non-empty string "prompt"'),
+        ('{"text": "a cat"}', 'expected an object with a non-empty string "prompt"'),
+        ('{"prompt": ""}', 'expected an object with a non-empty string "prompt"'),
+        ('{"prompt": 7}', 'expected an object with a non-empty string "prompt"'),
+        ('{"prompt": "x", "target": 7}', "target: expected a string, got 7"),
+        ("[" * 100_000, "not valid JSON: nested more than 50 levels deep"),
+        (nested(900), "nested more than 50 levels deep"),
+        (nested(50), "nested more than 50 levels deep"),
+        ('{"prompt": "x", "prompt": "y"}', "key 'prompt' given twice"),
+        ('{"prompt": "x", "of": {"a": 1, "b": [{"a": 1, "a": 2}]}}', "key 'a' given twice"),
+        ('{"prompt": "half \\ud800"}', "half a surrogate pair"),
+        ('{"prompt": "x", "note": "\\udc00"}', "invalid utf-16 surrogate pair"),
+        ('{"prompt": "x\\u0000"}', "holds the character U+0000"),
+        ('{"prompt": "x", "target": "\\u0000"}', "holds the character U+0000"),
+    ],
+)
+def test_a_broken_json_line_is_refused_with_its_number(tmp_path, line, why):
+    message = refusal(tmp_path, f'{{"prompt": "fine"}}\n\n{line}\n', "p.jsonl")
+    assert "p.jsonl:3: " in message
+    assert message.startswith("data.prompts: ")
+    assert why in message
+
+
+def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^validation\.prompts: no such file: .*nowhere\.txt$"):
+        load_prompts(str(tmp_path / "nowhere.txt"), "validation.prompts", 10)
+    with pytest.raises(ConfigError, match="cannot be read: it is a folder, not a file"):
+        load_prompts(str(tmp_path), "data.prompts", 10)
+    for empty in ("", "\n\n", "  \t \n"):
+        assert "holds no prompts; expected one a line" in refusal(tmp_path, empty)
+    assert "prompts.txt:2: not UTF-8 text: byte 0xe9: " in refusal(tmp_path, b"fine\ncaf\xe9\n")
+    assert "prompts.txt:1: holds the character U+0000" in refusal(tmp_path, b"a\0b\n")
+
+
+def test_metadata_may_be_nested_and_hold_colons(tmp_path):
+    [deep] = read(tmp_path, nested(49), "p.jsonl")
+    assert deep.metadata.keys() == {"note"}
+    assert read(tmp_path, '{"prompt": "at 10:30", "of": {"a": {"a": 1}}}', "p.jsonl")[0].metadata == {
+        "of": {"a": {"a": 1}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "got"), [("p.csv", ".csv"), ("p.json", ".json"), ("p.txt.gz", ".gz"), ("prompts", "no suffix")]
+)
+def test_a_format_without_a_reader_is_refused_with_those_that_have_one(tmp_path, name, got):
+    message = refusal(tmp_path, "prompt\na cat\n", name)
+    assert message.endswith(f"{name}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got {got}")
+
+
+def test_what_a_check_misses_in_a_prompt_is_said_with_its_line(tmp_path):
+    (tmp_path / "p.txt").write_text("with a cat\n\nwithout\n")
+    checks = [lambda prompt: None, lambda prompt: None if "cat" in prompt.text else f"no cat in {prompt.text!r}"]
+    with pytest.raises(ConfigError, match=r"^data\.prompts: .*p\.txt:3: no cat in 'without'$"):
+        load_prompts(str(tmp_path / "p.txt"), "data.prompts", 50, checks)
+
+
+def test_a_million_prompts_are_read_in_seconds(tmp_path):
+    line = '{"prompt": "a sign that says \\"open\\"", "target": "open", "language": "en", "n": 1}\n'
+    (tmp_path / "p.jsonl").write_text(line * 100_000)
+    started = time.process_time()
+    assert len(load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 50, [lambda prompt: None])) == 100_000
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c", "\x1c"])
+def test_only_a_line_feed_ends_a_line(tmp_path, separator):
+    """Covers the line ends that Python's splitlines knows and editors and JSON do not."""
+    assert len(read(tmp_path, f"a{separator}b\nc")) == 2
+    line = msgspec.json.encode({"prompt": f"a{separator}b"})
+    assert read(tmp_path, line, "p.jsonl")[0].text == f"a{separator}b"
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "target", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=200).map(lambda t: t.encode("utf-8", "surrogatepass"))
+    | st.lists(_JSON.map(msgspec.json.encode), max_size=4).map(b"\n".join),
+    st.sampled_from([".txt", ".jsonl"]),
+)
+@example(b'{"prompt": "\\ud800"}', ".jsonl")
+@example(b"\xef\xbb\xbf", ".txt")
+def test_any_bytes_and_json_lines_are_prompts_or_a_refusal(tmp_path, content, suffix):
+    try:
+        prompts = read(tmp_path, content, f"p{suffix}")
+    except ConfigError:
+        return
+    assert [prompt.index for prompt in prompts] == list(range(len(prompts)))
+    for prompt in prompts:
+        assert prompt.text.strip()
+        assert len(prompt.text) <= 50
+        assert msgspec.json.decode(msgspec.json.encode(prompt), type=Prompt).text == prompt.text  # it can be sent
+
+
+# ---- prompts with images ---------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, colour: int = 90, **how: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (6, 4), (colour, 20, 30)).save(path, **how)
+    return path
+
+
+def with_images(value: object, key: str = "images") -> str:
+    return msgspec.json.encode({"prompt": "edit it", key: value, "note": 1}).decode()
+
+
+def test_images_are_found_beside_the_prompt_file_and_keep_their_digest(tmp_path):
+    first, second = draw(tmp_path / "a.png"), draw(tmp_path / "below" / "b.jpg", 200)
+    lines = [with_images("a.png", "image"), with_images(["a.png", "./below/b.jpg"]), with_images([])]
+    one, two, none = read(tmp_path, "\n".join(lines), "p.jsonl")
+    assert [image.path for image in two.images] == [str(first), str(second)]
+    assert one.images == two.images[:1] and none.images == () and one.metadata == {"note": 1}
+    assert len({image.digest for image in two.images}) == 2
+    assert msgspec.json.decode(msgspec.json.encode(two), type=Prompt) == two
+    assert read_prompt_image(two.images[1]).image.shape == (3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (with_images("nowhere.png", "image"), "image: no such file: 'nowhere.png'"),
+        (with_images(["fine.png", "text.png"]), "image 'text.png': not a PNG, JPEG or WebP image"),
+        (with_images("cut.png", "image"), "image 'cut.png': the image cannot be decoded"),
+        (with_images("../outside.png", "image"), "'../outside.png' leads out of the prompt file's folder"),
+        (with_images("/etc/passwd", "image"), "leads out of the prompt file's folder"),
+        (with_images("fine.png"), "images: expected a list of paths, got 'fine.png'"),
+        (with_images([1]), "images: expected a list of paths, got [1]"),
+        (with_images(["fine.png"], "image"), "image: expected a path, got ['fine.png']"),
+        ('{"prompt": "x", "image": "fine.png", "images": []}', "give image or images, not both"),
+    ],
+)
+def test_an_image_that_is_none_is_refused_with_file_and_line(tmp_path, line, error):
+    folder = tmp_path / "data"
+    content = draw(folder / "fine.png").read_bytes()
+    draw(tmp_path / "outside.png")
+    (folder / "text.png").write_text("no image")
+    (folder / "cut.png").write_bytes(content[:-20])
+    began = time.perf_counter()
+    said = refusal(folder, '{"prompt": "x"}\n' + line, "p.jsonl")
+    assert said.startswith(f"data.prompts: {folder / 'p.jsonl'}:2: ") and error in said
+    assert time.perf_counter() - began < 1
+
+
+def test_an_image_that_changed_while_the_run_went_on_is_refused(tmp_path):
+    file = draw(tmp_path / "a.png")
+    [prompt] = read(tmp_path, with_images("a.png", "image"), "p.jsonl")
+    draw(file, 91)
+    with pytest.raises(ValueError, match=r"a\.png has changed since the run began"):
+        read_prompt_image(prompt.images[0])
+    file.unlink()
+    with pytest.raises(ValueError, match=r"a\.png cannot be read: No such file"):
+        read_prompt_image(prompt.images[0])

@@ -1,0 +1,223 @@
+"""Tests that a run that loses a part it cannot do without goes on from its last checkpoint; any other failure ends
+it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_async.checkpoint import State, folder_name
+from omni_async.checkpoint.folders import finish, partial
+from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.state import write_state
+from omni_async.control.control_state import ControlState
+from omni_async.driver import session
+from omni_async.driver import train as runtime
+from omni_async.driver.train import train
+from omni_async.preflight.check import preflight
+from omni_async.rewards.base import WrongScorer
+from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.inputs import RunInputs
+from omni_async.tracking.faults import read_faults
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Summary
+from tests.runtime.runtime_world import (
+    Control,
+    HandCluster,
+    RememberingConsole,
+    Role,
+    ends_well,
+    fails,
+    fails_late,
+    until_the_end,
+    write_ledger,
+    write_world,
+)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
+
+
+def save(run: Path, version: int) -> Path:
+    folder = run / "checkpoints" / folder_name(version)
+    written = partial(folder)
+    written.mkdir(parents=True)
+    (run / "ledger.jsonl").unlink(missing_ok=True)
+    ledger = write_ledger(run, 2 * version)[-1]
+    write_state(
+        written,
+        State(
+            ControlState(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo", {"optimizer_steps": version}
+        ),
+    )
+    write_manifest(written)
+    finish(folder)
+    return folder
+
+
+class Attempts:
+    """A run of several clusters, one for each attempt; `inputs` are what each was built from."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *clusters: HandCluster, **sections: Any) -> None:
+        self.folder, self.clusters, self.inputs = folder, clusters, list[RunInputs]()
+        self.console = RememberingConsole()
+        monkeypatch.setattr(runtime, "build_cluster", self.build)
+        self.summary: Summary = train(preflight(write_world(folder, **sections)), self.console)
+        self.run = RunDirectory(folder / "runs" / self.summary.run)
+        assert all(cluster.closed for cluster in clusters[: len(self.inputs)])
+
+    def build(self, inputs: RunInputs, run: RunDirectory, attempt: int) -> HandCluster:
+        self.inputs.append(inputs)
+        assert attempt == len(self.inputs)
+        return self.clusters[attempt - 1]
+
+
+def trainer(role: Role, workers: dict[str, Role] | None = None) -> HandCluster:
+    return HandCluster({"trainer": role}, workers=workers)
+
+
+LOST = PeerLost("trainer is gone: killed")
+
+
+def dies_after(folder: Path, *versions: int, then: Callable[[Path], Any] = lambda run: None) -> Role:
+    """Makes a trainer that dies when it has made these updates, and after `then(run)`."""
+
+    async def dies(control: Control) -> None:
+        (run,) = (folder / "runs").iterdir()
+        for version in versions:
+            save(run, version)
+        then(run)
+        raise LOST
+
+    return dies
+
+
+def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp_path, monkeypatch):
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2)), trainer(ends_well))
+    assert (attempts.summary.status, attempts.summary.faults) == ("done", 1)
+    _, second = attempts.inputs
+    assert second.start.version == 2 and second.start.ledger.events["trained"] == 4
+    assert second.config.checkpoint.resume == str(attempts.run.checkpoints / folder_name(2))
+    assert second.run == attempts.run.path
+    (fault,) = read_faults(attempts.run.faults)
+    assert (fault.part, fault.replacement) == ("trainer", "attempt 2, again from update 2") and fault.seconds >= 0
+    assert "trainer is gone: killed; again from update 2" in attempts.console.notes
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
+    def damage(run: Path) -> None:
+        (run / "checkpoints" / folder_name(2) / "state.json").write_text("{}")
+
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2, then=damage)), trainer(ends_well))
+    assert attempts.inputs[1].start.version == 1
+    assert any(note.startswith("warning: not resumed from update-000002") for note in attempts.console.notes)
+
+
+def test_where_no_checkpoint_can_be_used_the_run_ends_and_leaves_them(tmp_path, monkeypatch):
+    """Keeps the checkpoints: to begin again from the start in the run's folder would remove them."""
+
+    def damage(run: Path) -> None:
+        (run / "ledger.jsonl").write_bytes(b"\n" + (run / "ledger.jsonl").read_bytes())
+
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, then=damage)), trainer(ends_well))
+    assert (attempts.summary.status, len(attempts.inputs)) == ("failed", 1)
+    assert "has no checkpoint to go on from" in (attempts.summary.reason or "")
+    assert any("line 1 is blank" in note for note in attempts.console.notes)
+    assert (attempts.run.checkpoints / folder_name(1)).is_dir() and attempts.run.ledger.read_bytes().startswith(b"\n")
+
+
+def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_path, monkeypatch):
+    def record(run: Path) -> None:
+        RunDirectory(run).append_metrics(1, {"reward": 0.5, "finished": 3.0})
+
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, then=record)), trainer(ends_well))
+    assert attempts.summary.status == "done"
+    assert attempts.inputs[1].start == ControlState() and attempts.inputs[1].config.checkpoint.resume is None
+    assert attempts.run.metrics.read_bytes() == b""
+    assert json.loads(attempts.run.metrics.with_name("metrics.jsonl.void").read_text())["update"] == 1
+
+
+def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monkeypatch):
+    first = trainer(fails(RuntimeError("gloo: connection closed by peer")))
+    first.gone = "trainer-1 is gone"
+    attempts = Attempts(tmp_path, monkeypatch, first, trainer(ends_well))
+    assert attempts.summary.status == "done"
+    assert read_faults(attempts.run.faults)[0].reason == "trainer-1 is gone"
+
+
+def test_a_mistake_is_not_tried_again(tmp_path, monkeypatch):
+    attempts = Attempts(tmp_path, monkeypatch, trainer(fails(ValueError("loss is not finite"))))
+    assert (attempts.summary.status, attempts.summary.reason) == ("failed", "ValueError: loss is not finite")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path, monkeypatch, restarts):
+    clusters = [trainer(fails(LOST)) for _ in range(restarts + 1)]
+    attempts = Attempts(tmp_path, monkeypatch, *clusters, run={"restarts": restarts})
+    assert len(attempts.inputs) == restarts + 1
+    assert attempts.summary.status == "failed"
+    assert "trainer is gone: killed" in attempts.summary.reason and "run.restarts" in attempts.summary.reason
+
+
+def test_an_attempt_that_does_not_start_is_tried_again_but_the_first_is_not(tmp_path, monkeypatch):
+    def broken() -> HandCluster:
+        return HandCluster({}, starting=fails(RuntimeError("no room")))
+
+    attempts = Attempts(tmp_path / "a", monkeypatch, trainer(fails(LOST)), broken(), trainer(ends_well))
+    assert attempts.summary.status == "done" and len(attempts.inputs) == 3
+    attempts = Attempts(tmp_path / "b", monkeypatch, broken())
+    assert attempts.summary.reason == "RuntimeError: no room"
+
+
+def test_a_scorer_that_is_wrong_is_so_in_every_attempt(tmp_path, monkeypatch):
+    wrong = HandCluster({}, starting=fails(WrongScorer("scorer 'x': AttributeError: y")))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(fails(LOST)), wrong, trainer(ends_well))
+    assert (attempts.summary.status, attempts.summary.reason) == ("failed", "scorer 'x': AttributeError: y")
+    assert len(attempts.inputs) == 2
+
+
+def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):
+    dies = dies_after(tmp_path, then=lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert attempts.summary.status in ("failed", "interrupted") and len(attempts.inputs) == 1
+
+
+def test_a_lost_engine_does_not_end_the_attempt(tmp_path, monkeypatch):
+    born: list[int] = []
+
+    async def engine(control: Control) -> None:
+        born.append(len(born))
+        if len(born) == 1:
+            raise PeerLost("rollout-0 is gone: killed")
+        control.end("done")
+
+    attempts = Attempts(tmp_path, monkeypatch, trainer(until_the_end, workers={"rollout-0": engine}))
+    assert attempts.summary.status == "done" and attempts.summary.faults == 1
+    assert attempts.clusters[0].lost == ["rollout-0"]
+    assert read_faults(attempts.run.faults)[0].replacement == "rollout-0.2"
+
+
+def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypatch):
+    saved: list[str] = []
+
+    async def trains(control: Control) -> None:
+        await control.over.wait()
+        saved.append("checkpoint")
+
+    engine = fails(PeerLost("rollout-0 is gone: killed"))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(trains, workers={"rollout-0": engine}), run={"restarts": 1})
+    assert attempts.summary.status == "failed" and "run.restarts" in attempts.summary.reason
+    assert saved == ["checkpoint"] and len(attempts.inputs) == 1
+
+
+def test_a_trainer_that_dies_while_it_writes_the_last_checkpoint_is_replaced(tmp_path, monkeypatch):
+    attempts = Attempts(tmp_path, monkeypatch, trainer(fails_late(LOST)), trainer(ends_well))
+    assert attempts.summary.status == "done" and len(attempts.inputs) == 2

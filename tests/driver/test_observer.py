@@ -1,0 +1,328 @@
+"""Tests the driver's observer: a real coordinator's events in, files and console lines out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from omni_async.aio.clock import ManualClock
+from omni_async.config import Config
+from omni_async.control.control_state import ControlState
+from omni_async.control.events import RunEvent, Shown
+from omni_async.driver.observer import Observer
+from omni_async.tracking.faults import Fault, read_faults
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.types import Prompt, Score, Span
+from tests.control import control_world
+from tests.loops import play
+from tests.runtime.runtime_world import Control, ImageStore, RememberingConsole, write_world
+
+
+class Watched(control_world.Run):
+    """A run of the control plane's world whose driver is an Observer."""
+
+    def __init__(self, config: Config, folder: Path, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.clock = ManualClock(1000.0)
+        self.console = RememberingConsole()
+        self.run = RunDirectory.create(write_world(folder), self.clock)
+        self.observer = Observer(config, self.run, self.console, None, self.clock)
+
+    async def driver(self) -> None:
+        store = ImageStore()
+        await self.coordinator.phase("generating the first samples")
+        watching = asyncio.create_task(self.observer.watch(self.coordinator, store))
+        await self.observer.closing.wait()
+        await self.coordinator.conclude()
+        await watching
+        self.clock.advance(8.0)
+        await self.observer.samples_written(10.0)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+
+
+def watch(folder: Path, **kwargs: Any) -> Watched:
+    config = control_world.make_config(
+        **{
+            "S": 1,
+            "P": 2,
+            "updates": 4,
+            "validation": {"every": 2, "num_inference_steps": 3},
+            **kwargs.pop("config", {}),
+        }
+    )
+    return asyncio.run(Watched(config, folder, **kwargs).play())
+
+
+def observer(folder: Path, **sections: Any) -> tuple[Observer, RunDirectory, RememberingConsole, ManualClock]:
+    config, clock, console = write_world(folder, **sections), ManualClock(1000.0), RememberingConsole()
+    run = RunDirectory.create(config, clock)
+    return Observer(config, run, console, None, clock), run, console, clock
+
+
+def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
+    """Makes the observer watch these events, then the end."""
+
+    async def main() -> None:
+        control = Control()
+        control.log.add("phase", {"text": "before"})
+        for event in events:
+            control.log.add(event.kind, event.data, event.shown)
+        control.end(status)
+        await control.conclude()
+        control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
+        await watcher.watch(control, ImageStore())
+        await watcher.samples_written(10.0)
+
+    play(main())
+
+
+def test_a_run_is_lines_of_metrics_and_of_the_console_images_and_a_summary_that_adds_up(tmp_path):
+    watched = watch(tmp_path)
+    updates = [line for line in watched.metrics() if "reward" in line]
+    assert [line["update"] for line in updates] == [1, 2, 3, 4]
+    assert [view["update"] for view in watched.console.updates] == [1, 2, 3, 4]
+    for line in updates:
+        assert line["reward"] == 0.5
+        assert 0 <= line["staleness/mean"] <= line["staleness/max"] <= 1
+        counts = line["conservation"]
+        assert counts["admitted"] == counts["trained"] + counts["rejected"] + counts["dropped"] + counts["live"]
+    view = watched.console.updates[-1]
+    assert view["buffers"].keys() == {"slots", "trajectories", "replay"}
+    assert all(0 <= held <= capacity for held, capacity in view["buffers"].values())
+    assert sum(view["staleness_counts"].values()) == 2
+    assert watched.console.phases == ["generating the first samples"]
+
+    rounds = [line["update"] for line in watched.metrics() if "validation/reward" in line]
+    assert rounds == [version for version, _ in watched.console.validations]
+    assert rounds[0] == 0 and rounds[-1] == 4
+
+    drawn = {path.name for path in watched.run.samples.iterdir()}
+    assert {"train-000001.png", "train-000004.png", "validation-000000.png", "validation-000004.png"} <= drawn
+    with Image.open(watched.run.samples / "train-000001.png") as image:
+        assert image.width > 64
+
+    summary = watched.observer.summary("done", None, 123, watched.clock.now(), watched.observer.spans.all())
+    assert (summary.updates, summary.wall_s, summary.first_reward, summary.peak_memory_bytes) == (4, 8.0, 0.5, 123)
+    assert summary.images >= 16 and summary.images_per_s == summary.images / 8.0
+    assert summary.counters.trained == sum(summary.staleness.values()) == 8 and summary.conserved
+    assert [point.version for point in summary.validation] == sorted(rounds)
+
+    found = watched.observer.progress()
+    assert (found["update"], found["updates"], found["eta_s"]) == (4, 4, 0.0)
+    assert found["reward"] == 0.5 and 0 <= found["staleness/mean"] <= found["staleness/max"] <= 1
+    assert found["validation"]["version"] == 4
+    json.dumps(found)
+
+
+def test_emulated_media_are_not_drawn(tmp_path):
+    watcher, run, console, _ = observer(tmp_path, emulation={"profile": "p.json"})
+    show(
+        watcher,
+        RunEvent(
+            "validation", {"version": 2, "parts": {"reward": 0.5}}, (Shown("any", Prompt(0, "a cat"), Score(0.5)),)
+        ),
+    )
+    assert not list(run.samples.iterdir()) and not console.notes
+    assert console.validations == [(2, 0.5)]
+
+
+def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tmp_path):
+    watched = watch(tmp_path, reward=lambda job: "offline" if job.kind == "validation" else control_world.distinct(job))
+    assert any("validation of version 0: no sample could be scored" in note for note in watched.console.notes)
+    assert not watched.console.validations
+    assert not [line for line in watched.metrics() if "validation/reward" in line]
+    assert watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all()).validation == ()
+
+
+def test_a_run_without_a_last_event_is_summarised_by_its_last_update(tmp_path):
+    """Covers the loss of the coordinator itself with no other attempt after it."""
+    ended = watch(tmp_path / "ended")
+    updates = [line for line in ended.metrics() if "finished" in line]
+    ended.observer.ended = None
+    summary = ended.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
+    assert (summary.updates, summary.images) == (4, updates[-1]["images"])
+    assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
+
+
+def _changed(line: dict[str, Any], **values: Any) -> bytes:
+    return msgspec.json.encode({**line, **values}) + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: lines, None),
+        (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], None),
+        (lambda lines: [_changed(json.loads(line), reward=None) for line in lines], None),
+        (
+            lambda lines: [line for line in lines if b"finished" in line],
+            "has no line of validation of version 0, 2, 4;",
+        ),
+        (lambda lines: [line for line in lines if json.loads(line)["update"] != 3], "has no line of update 3;"),
+        (lambda lines: [*lines, *lines[-1:]], "has more than one line of "),
+        (
+            lambda lines: [line[:-9] for line in lines],
+            "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;",
+        ),
+        (
+            lambda lines: [_changed(json.loads(line), update=[1]) for line in lines],
+            "has no line of update 1, 2, 3 and 1 more and ",
+        ),
+        (None, "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;"),
+    ],
+)
+def test_what_is_reported_of_earlier_attempts_does_not_come_from_the_metrics_file(tmp_path, damage, said):
+    """Covers a file that was removed or edited; what it lacks is reported."""
+    watched = watch(tmp_path)
+    before = watched.observer.summary("done", None, None, 1008.0, [])
+    kept = msgspec.json.decode(msgspec.json.encode(asyncio.run(watched.coordinator.continuation())), type=ControlState)
+    lines = watched.run.metrics.read_bytes().splitlines(keepends=True)
+    watched.run.metrics.unlink()
+    if damage is not None:
+        watched.run.metrics.write_bytes(b"".join(damage(lines)))
+    watched.run.void_metrics(kept.version, kept.validated)
+    console = RememberingConsole()
+    resumed = Observer(watched.observer._config, watched.run, console, None, watched.clock)
+    resumed.recall(kept)
+    after = resumed.summary("interrupted", None, None, 1008.0, [])
+    for field in ("updates", "images", "first_reward", "last_reward", "staleness", "validation", "counters"):
+        assert getattr(after, field) == getattr(before, field), field
+    assert before.updates == 4 and len(before.validation) == 3
+    warnings = [note for note in console.notes if note.startswith("warning: ")]
+    assert [said in warning for warning in warnings] == ([] if said is None else [True]), console.notes
+
+
+def test_a_metrics_file_that_is_none_is_not_waited_for(tmp_path):
+    _, run, _, _ = observer(tmp_path)
+    os.mkfifo(run.metrics)
+    with pytest.raises(OSError, match="not a file"):
+        run.void_metrics(3, None)
+
+
+def test_spans_become_busy_fractions(tmp_path):
+    watcher, _, _, clock = observer(tmp_path)
+    clock.advance(10.0)
+    spans = [Span("rollout-0", "generate", 1000.0, 1005.0), Span("reward-0", "starved", 1000.0, 1010.0)]
+    show(watcher, RunEvent("spans", {"spans": spans}))
+    assert watcher.spans.all() == spans
+    busy = watcher.summary("done", None, None, clock.now(), watcher.spans.all()).busy
+    assert busy["rollout"]["busy"] == 0.5
+    assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
+
+
+def test_an_image_that_is_gone_costs_the_image_and_a_videos_file_has_the_number_of_its_tile(tmp_path):
+    watcher, run, console, _ = observer(tmp_path)
+
+    def validated(version: int, *references: str) -> RunEvent:
+        shown = tuple(Shown(reference, Prompt(0, "a prompt"), Score(1.0)) for reference in references)
+        return RunEvent("validation", {"version": version, "parts": {"reward": 0.5}}, shown)
+
+    show(watcher, validated(1, "gone"), validated(2, "there", "film"))
+    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", "validation-000002-01.mp4"}
+    assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "sections", "devices"),
+    [
+        (8, {}, 5.0),
+        (8, {"placement": {"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}}, 2.5),  # CPUs do not count then
+        (8, {"placement": {"reward": {"cpus": 0.5}}}, 4.0),
+        (2, {}, 2.0),  # the machine has no more
+        (2, {"run": {"ray_address": "auto", "runtime": "ray"}}, 5.0),  # handed out by a cluster that has them
+        (2, {"emulation": {"profile": "p.json"}}, 5.0),  # none of this machine's
+    ],
+)
+def test_throughput_is_divided_by_every_device_of_the_job_that_exists(tmp_path, monkeypatch, cpus, sections, devices):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cpus))
+    watcher, _, _, clock = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, **sections)
+    clock.advance(2.0)
+    summary = watcher.summary("failed", "no engine", None, clock.now(), watcher.spans.all())
+    assert summary.devices == devices
+    assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
+    assert summary.conserved and summary.first_reward is None
+
+
+def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:
+    buffer = {"capacity": 8, "reserved": 0, "ready": 0}
+    data = {
+        "version": version,
+        "started": started,
+        "finished": finished,
+        "reward": 0.5,
+        "parts": {},
+        "staleness": [0, 1],
+        "metrics": metrics,
+        "images": 4 * version,
+        "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
+        "buffers": {
+            "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
+            "trajectories": buffer,
+            "replay": buffer,
+            "bytes": {"capacity": None, "reserved": 300, "ready": 200, "most": 250},
+        },
+    }
+    return RunEvent("update", data)
+
+
+def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_its_first_update(tmp_path):
+    """Makes the validation round again from the same checkpoint; the fault stays."""
+    config, clock, console = write_world(tmp_path), ManualClock(1000.0), RememberingConsole()
+    run, start = RunDirectory.create(config, clock), ControlState(version=60, validated=59)
+    watcher = Observer(config, run, console, None, clock, start, owns=False)
+    validated = RunEvent("validation", {"version": 60, "parts": {"reward": 0.5}})
+    show(watcher, validated, status="failed")
+    watcher.recall(start)
+    watcher.fault(Fault(1001.0, "trainer", "trainer is gone", "attempt 2", 3.0))
+    assert not run.metrics.exists() and not run.faults.exists()
+    show(watcher, validated, update(61, 5000.0, 5004.0))
+    assert [line["update"] for line in run.read_metrics()] == [60, 61]
+    assert len(read_faults(run.faults)) == 1
+
+
+def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):
+    """Counts neither what earlier attempts took nor how long this one took to load."""
+    watcher, *_ = observer(tmp_path, trainer={"updates": 100})
+    assert watcher.progress()["eta_s"] is None
+    watcher.recall(ControlState(version=60))
+    assert (watcher.progress()["update"], watcher.progress()["eta_s"]) == (60, None)
+    show(watcher, update(61, 5000.0, 5004.0))
+    assert watcher.progress()["eta_s"] == 39 * 4.0
+    show(watcher, update(62, 5004.0, 5010.0))
+    assert (watcher.progress()["update"], watcher.progress()["eta_s"]) == (62, 38 * 5.0)
+
+
+def test_preferences_show_what_they_teach_and_no_reward(tmp_path):
+    watcher, _, console, _ = observer(
+        tmp_path,
+        data={"prompts": None, "preferences": "pairs.parquet"},
+        rollout={"sde": None},
+        algorithm={"name": "diffusion_dpo"},
+    )
+    show(watcher, update(1, 0.0, 1.0, accuracy=0.9, margin=1.5, grad_norm=2.0, loss=0.3))
+    [view] = console.updates
+    assert "reward" not in view and view["extra"] == {"accuracy": 0.9, "margin": 1.5, "grad_norm": 2.0}
+    assert watcher.progress()["reward"] is None and watcher.progress()["margin"] == 1.5
+    summary = watcher.summary("done", None, None, 1.0, [])
+    assert (summary.updates, summary.first_reward, summary.last_reward) == (1, None, None)
+
+
+def test_a_gradient_that_vanished_is_said(tmp_path):
+    watcher, _, console, _ = observer(tmp_path)
+    show(
+        watcher,
+        *(
+            update(version, version - 1.0, float(version), grad_norm=1.0 if version < 6 else 0.0)
+            for version in range(1, 12)
+        ),
+    )
+    assert [note.partition(" (")[0] for note in console.notes] == ["warning: update 8: the gradient has vanished"]

@@ -1,0 +1,343 @@
+"""Tests what the command line says of checkpoints, sizes and families that do not fit each other: one line after less
+than a second of work, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from omni_async import families
+from omni_async.cli import main
+from omni_async.config import ConfigError
+from omni_async.families import SamplingSpec, find_family
+from omni_async.preflight.model_files import check_sequence
+from pipelines.qwen_image.sampling import QwenImageSampling
+from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
+from pipelines.wan2_2.sampling import Wan22Sampling
+from tests.runtime.runtime_world import write_world
+
+CLASSES = {
+    "scheduler": "FlowMatchEulerDiscreteScheduler",
+    "text_encoder": "CLIPTextModelWithProjection",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+    "text_encoder_3": "T5EncoderModel",
+    "tokenizer": "CLIPTokenizer",
+    "tokenizer_2": "CLIPTokenizer",
+    "tokenizer_3": "T5Tokenizer",
+    "transformer": "SD3Transformer2DModel",
+    "vae": "AutoencoderKL",
+}
+SETTINGS = {
+    "transformer": {"patch_size": 2, "pos_embed_max_size": 32},
+    "vae": {"block_out_channels": [8, 8, 8, 8]},
+}
+
+
+def safetensors(length: int) -> bytes:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(length)
+
+
+def write_parts(folder: Path) -> None:
+    """Writes a folder that looks like Stable Diffusion 3, with empty parts."""
+    for name, cls in CLASSES.items():
+        (folder / name).mkdir(parents=True)
+        is_model = "Tokenizer" not in cls and "Scheduler" not in cls
+        kind = "" if is_model else "tokenizer_" if "Tokenizer" in cls else "scheduler_"
+        (folder / name / f"{kind}config.json").write_text(json.dumps(SETTINGS.get(name, {})))
+        if is_model:
+            (folder / name / "model.safetensors").write_bytes(safetensors(100))
+    index: dict[str, Any] = {name: ["a library", cls] for name, cls in CLASSES.items()}
+    index |= {"_class_name": "StableDiffusion3Pipeline", "feature_extractor": [None, None]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    write_parts(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    sections = {
+        "model": {"pipeline": "stable_diffusion_3", "path": "model"},
+        "run": {"dir": str(tmp_path / "runs"), "runtime": "inprocess"},
+        "data": {"prompts": "prompts.txt"},
+        "rollout": {"engine": "diffusers", "sampling": {"height": 64, "width": 64}},
+        "reward": {"scorers": [{"name": "jpeg_size"}]},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.fixture
+def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Returns what is said of a recipe by `train` and `check`, which is the same line."""
+
+    def answer(recipe: Path, *overrides: str) -> str:
+        said = set()
+        for command in ("train", "check"):
+            started = time.process_time()
+            assert main([command, str(recipe), *overrides]) == 2
+            assert time.process_time() - started < 1
+            out, err = capfd.readouterr()
+            assert out == "" and err.endswith("\n")
+            said.add(err.removesuffix("\n"))
+        [only] = said
+        assert "\n" not in only
+        return only
+
+    return answer
+
+
+def test_a_whole_checkpoint_is_accepted_whatever_else_it_lists(recipe: Path) -> None:
+    """Checks so with a part that is no model, one that is not there, and settings of the pipeline."""
+    index = recipe.parent / "model" / "model_index.json"
+    more = {"guider": ["diffusers", "Guidance"], "transformer_2": [None, None], "boundary_ratio": 0.9}
+    index.write_text(json.dumps(json.loads(index.read_text()) | more))
+    (recipe.parent / "model" / "guider").mkdir()
+    (recipe.parent / "model" / "guider" / "guider_config.json").write_text("{}")
+    assert main(["check", str(recipe), "--no-probe", "rollout.sampling.height=512"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        (
+            "true_cfg_scale",
+            2,
+            "unknown key; allowed: guidance_scale, height, max_sequence_length, negative_prompt, width",
+        ),
+        ("guidance", 2, "unknown key; did you mean 'guidance_scale'? allowed: "),
+        ("height", 72, "expected int >= 16, multiple of 16, got 72"),
+        ("width", 0, "expected int >= 16, multiple of 16, got 0"),
+        ("height", "tall", "expected int >= 16, multiple of 16, got 'tall'"),
+        ("height", "null", "expected int >= 16, multiple of 16, got None"),
+        ("max_sequence_length", 1000, "expected int >= 1, <= 512, got 1000"),
+        ("guidance_scale", 0.5, "expected float >= 1, got 0.5"),
+        ("width", 528, "this checkpoint's position table ends at 512 pixels, got 528"),
+    ],
+)
+def test_settings_of_a_sample_that_the_family_does_not_have(
+    recipe: Path, line: Callable[..., str], key: str, value: Any, expected: str
+) -> None:
+    assert f"rollout.sampling.{key}: {expected}" in line(recipe, f"rollout.sampling.{key}={value}")
+
+
+def remove(path: str) -> Callable[[Path], Any]:
+    return lambda model: shutil.rmtree(model / path) if (model / path).is_dir() else (model / path).unlink()
+
+
+def write(path: str, content: bytes) -> Callable[[Path], Any]:
+    return lambda model: (model / path).write_bytes(content)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n"
+WEIGHTS = "transformer/model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        *(
+            (remove(name), f"has no {name}/, but its model_index.json lists {cls} there")
+            for name, cls in CLASSES.items()
+        ),
+        (remove("model_index.json"), "it has no model_index.json"),
+        (remove("vae/config.json"), "vae has no config.json, but "),
+        (remove("tokenizer_2/tokenizer_config.json"), "tokenizer_2 has no *config.json, but "),
+        (remove("scheduler/scheduler_config.json"), "scheduler has no *config.json, but "),
+        (write("vae/config.json", b'{"block_out'), "vae/config.json is cut off or no JSON (Unterminated string"),
+        (write("text_encoder_3/config.json", b""), "text_encoder_3/config.json is cut off or no JSON ("),
+        (write("vae/config.json", b"\xff\xfe"), "vae/config.json is cut off or no JSON ("),
+        (write("vae/config.json", b"[]"), "vae/config.json: expected a JSON object, got a list"),
+        (write("vae/config.json", b"{}"), "height: "),
+        (remove(WEIGHTS), "transformer has no weights (*.safetensors)"),
+        (write(WEIGHTS, b""), f"{WEIGHTS} (0 bytes) is cut off or no safetensors file; copy it again"),
+        (write(WEIGHTS, safetensors(100)[:20]), f"{WEIGHTS} (20 bytes) is cut off or no safetensors file"),
+        (write(WEIGHTS, safetensors(100)[:-1]), "its header says "),
+        (write(WEIGHTS, safetensors(100) + b"x"), "its header says "),
+        (write(WEIGHTS, b"\xff" * 50), "is cut off or no safetensors file"),
+        (write(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "is cut off or no safetensors file"),
+        (write("vae/model.safetensors", LFS), "is a Git LFS pointer and not the file; fetch it with `git lfs pull`"),
+        (
+            write(f"{WEIGHTS}.index.json", b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'),
+            "transformer lacks 1 of 2 files of weights: model-2.safetensors",
+        ),
+        (write("model_index.json", b'{"_class_name": "StableDiffusion3Pipeline"}'), "lists no parts"),
+        (
+            lambda model: (model / WEIGHTS).rename(model / "transformer" / "model.bin"),
+            "transformer/model.bin is a pickle, which may run code when it is read; convert it to safetensors",
+        ),
+        (
+            write("model_index.json", b'{"_class_name": "FluxPipeline"}'),
+            "is a FluxPipeline checkpoint, but model.pipeline 'stable_diffusion_3' needs a StableDiffusion3Pipeline",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(
+    recipe: Path, line: Callable[..., str], spoil: Callable[[Path], Any], expected: str
+) -> None:
+    spoil(recipe.parent / "model")
+    said = line(recipe)
+    assert expected in said
+    assert said.startswith(("omni-async: model.path: ", "omni-async: rollout.sampling.height: "))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Installs a package that registers the family `mine` with a module of the given source."""
+
+    def install(source: str) -> None:
+        folder = tmp_path / "site"
+        (folder / "mine-1.dist-info").mkdir(parents=True)
+        (folder / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+        (folder / "mine-1.dist-info" / "entry_points.txt").write_text(f"[{families.GROUP}]\nmine = my_family:FAMILY\n")
+        (folder / "my_family.py").write_text(source)
+        monkeypatch.syspath_prepend(str(folder))
+        families.family_names.cache_clear()
+        families.find_family.cache_clear()
+
+    yield install
+    sys.modules.pop("my_family", None)
+    families.family_names.cache_clear()
+    families.find_family.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import no_such_package", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("FAMILY = (", "cannot be imported: SyntaxError: '(' was never closed"),
+        ("raise RuntimeError('no licence\\nat all')", "cannot be imported: RuntimeError: no licence"),
+        ("import sys; sys.exit('no licence')", "cannot be imported: SystemExit: no licence"),
+        ("", "cannot be imported: AttributeError: module 'my_family' has no attribute 'FAMILY'"),
+        ("FAMILY = 'mine'", "which is a str, not a PipelineFamily"),
+    ],
+)
+def test_a_family_whose_package_is_broken(
+    recipe: Path, line: Callable[..., str], installed: Callable[[str], None], source: str, why: str
+) -> None:
+    installed(source)
+    said = line(recipe, "model.pipeline=mine")
+    assert "model.pipeline: 'mine' is registered as 'my_family:FAMILY', which " in said and why in said
+    assert main(["check", str(recipe), "--no-probe"]) == 0, "other families are not affected"
+
+
+def test_the_reference_names_a_broken_family(
+    tmp_path: Path, installed: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    installed("import no_such_package")
+    assert main(["docs", "--out", str(tmp_path / "page.md")]) == 2
+    assert "'mine' is registered as 'my_family:FAMILY', which cannot be imported" in capfd.readouterr().err
+
+
+def test_an_unknown_family_and_an_unknown_scorer_are_named(recipe: Path, line: Callable[..., str]) -> None:
+    assert f"model.pipeline: expected one of {[*families.family_names()]}, got 'flux'" in line(
+        recipe, "model.pipeline=flux"
+    )
+    said = line(recipe, "reward.scorers.0.name='hpsv4:HPSv4Scorer'")
+    assert "reward.scorers.0: scorer 'hpsv4:HPSv4Scorer': cannot import 'hpsv4'" in said
+
+
+# ---- ranks that share the tokens of a sample -------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, *heads: int | None, **transformer: object) -> Path:
+    """Writes the configurations of denoisers with so many heads, and of a VAE."""
+    for part, number in zip(("transformer", "transformer_2"), heads, strict=False):
+        (folder / part).mkdir()
+        (folder / part / "config.json").write_text(json.dumps({"num_attention_heads": number, **transformer}))
+    (folder / "vae").mkdir()
+    (folder / "vae" / "config.json").write_text("{}")
+    return folder
+
+
+def sequence_refusal(degree: int, folder: Path, family: str, spec: SamplingSpec) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_sequence(degree, folder, find_family(family), {"rollout.sampling": spec})
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def accepts(degree: int, folder: Path, family: str, spec: SamplingSpec) -> None:
+    check_sequence(degree, folder, find_family(family), {"rollout.sampling": spec})
+
+
+def test_ranks_divide_the_heads_of_every_denoiser(tmp_path: Path) -> None:
+    folder, spec = checkpoint(tmp_path, 24, 20, patch_size=[1, 2, 2]), Wan22Sampling(height=192, width=192)
+    accepts(4, folder, "wan2_2", spec)
+    said = "8 ranks share a sequence, and do not divide the 20 attention heads of"
+    assert said in sequence_refusal(8, folder, "wan2_2", spec)
+    assert sequence_refusal(9, folder, "wan2_2", spec).startswith(
+        "trainer.sequence_parallel: 9 ranks share a sequence, and do not"
+    )
+
+
+def test_a_checkpoint_that_does_not_say_its_heads_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, None)
+    accepts(1, folder, "qwen_image", QwenImageSampling())
+    said = sequence_refusal(2, folder, "qwen_image", QwenImageSampling())
+    assert said.startswith("model.path: ") and "does not say its num_attention_heads, got None" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "tokens"),
+    [
+        ("qwen_image", QwenImageSampling(height=48, width=80), 15),
+        ("wan2_2", Wan22Sampling(height=48, width=80, num_frames=9), 45),
+    ],
+)
+def test_ranks_divide_the_tokens_of_a_sample(tmp_path: Path, family: str, spec: SamplingSpec, tokens: int) -> None:
+    folder = checkpoint(tmp_path, 120, patch_size=[1, 2, 2])
+    accepts(5, folder, family, spec)
+    said = sequence_refusal(2, folder, family, spec)
+    assert said.startswith(
+        f"rollout.sampling: a sample has {tokens} tokens, which trainer.sequence_parallel = 2 does not"
+    )
+
+
+def test_stable_diffusion_takes_any_number_of_tokens(tmp_path: Path) -> None:
+    accepts(2, checkpoint(tmp_path, 24), "stable_diffusion_3", StableDiffusion3Sampling(height=48, width=80))
+
+
+def test_a_family_without_a_plan_is_refused_by_name(tmp_path: Path) -> None:
+    family = msgspec.structs.replace(find_family("qwen_image"), name="mine", attention_heads=None)
+    with pytest.raises(ConfigError, match="ranks cannot share the tokens of a 'mine' sample, got 2; use 1"):
+        check_sequence(2, checkpoint(tmp_path, 24), family, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.sequence_parallel=3"], "3 ranks share a sequence, and do not divide the 4 attention heads of"),
+        (
+            ["rollout.buckets=[{sampling: {height: 48, width: 16}}]"],
+            "rollout.buckets.0.sampling: a sample has 3 tokens, which trainer.sequence_parallel = 2 does not divide",
+        ),
+        (["trainer.backend=plain"], "trainer.backend: 'plain' is one rank, got trainer.workers = 6; use 'fsdp2' or"),
+        (["trainer.compile=true"], "trainer.compile: layers whose attention exchanges tokens are not compiled"),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_refused_at_once_and_one_that_does_imports_no_torch(
+    tmp_path: Path, line: Callable[..., str], overrides: list[str], said: str
+) -> None:
+    write_world(
+        tmp_path,
+        run={"runtime": "ray"},
+        rollout={"engine": "diffusers", "group_size": 6, "sampling": {"height": 64, "width": 64}},
+        trainer={"workers": 6, "sequence_parallel": 2},
+    )
+    assert said in line(tmp_path / "recipe.yaml", *overrides)
+    if "trainer.compile" in said:
+        code = "import sys\nfrom omni_async.cli import main\nsys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
+        call = [sys.executable, "-c", code, "check", str(tmp_path / "recipe.yaml"), "--no-probe"]
+        done = subprocess.run(call, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,351 @@
+"""Tests what is found wrong before anything heavy starts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from msgspec.structs import replace
+from PIL import Image
+
+from omni_async.config import Config, ConfigError
+from omni_async.control.control_state import ControlState
+from omni_async.families import MediaShape, SamplingSpec, find_family
+from omni_async.performance.profile import Payload, Profile, write_profile
+from omni_async.performance.service import ServiceTime
+from omni_async.preflight import check as module
+from omni_async.preflight.check import preflight
+from tests.runtime.runtime_world import write_world
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as refused:
+        preflight(config)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
+    (tmp_path / "held_out.txt").write_text("a cow\n")
+    inputs = preflight(write_world(tmp_path, validation={"prompts": "held_out.txt"}))
+    assert [p.text for p in inputs.prompts] == ["a cat", "a dog"]
+    assert [p.text for p in inputs.validation_prompts] == ["a cow"]
+    assert inputs.family.name == "qwen_image"
+    assert inputs.start == ControlState() and inputs.run is None
+    assert inputs.profile is None and inputs.notes == (), "a real job replays nothing"
+
+
+OFFLINE = {"rollout": {"sde": None}, "algorithm": {"name": "diffusion_dpo"}, "reward": {"scorers": []}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"algorithm": {"correction": {"mode": "decoupled", "weights": "tempered"}}, "trainer": {"streaming": "on"}},
+            "^trainer.streaming: 'on' cannot be had here: the off-policy correction looks at the whole.*; use 'auto'$",
+        ),
+        ({"model": {"pipeline": "qwen"}}, r"^model.pipeline: expected one of \['qwen_image', .*\], got 'qwen'$"),
+        ({"algorithm": {"name": "ppo"}}, r"^algorithm.name: expected one of \['awm', .*got 'ppo'$"),
+        (
+            {"algorithm": {"name": "diffusion_nft"}, "model": {"path": "nowhere"}},
+            "^rollout.sde: diffusion_nft trains on final latents",
+        ),
+        (
+            OFFLINE | {"data": {"prompts": None, "preferences": "nowhere.parquet"}},
+            r"^data.preferences: .*nowhere\.parquet",
+        ),
+        ({"reward": {"scorers": [{"name": "orc"}]}}, "'orc': registered are jpeg_size, motion_smoothness, ocr"),
+        ({"reward": {"scorers": [{"name": "jpeg_size", "params": {"colour": 1}}]}}, "takes no parameter 'colour'"),
+        ({"data": {"prompts": "nowhere.txt"}}, "^data.prompts: no such file: "),
+        ({"validation": {"prompts": "nowhere.txt"}}, "^validation.prompts: no such file: "),
+    ],
+)
+def test_what_does_not_fit_is_refused_under_its_key_with_the_reason(tmp_path, sections, said):
+    assert re.search(said, refusal(write_world(tmp_path, **sections)))
+
+
+def offline(folder: Any, pairs: str) -> Config:
+    return write_world(folder, data={"prompts": None, "preferences": pairs}, **OFFLINE)
+
+
+def test_the_prompts_of_preference_pairs_are_those_of_the_file(tmp_path):
+    columns = {"prompt": ["a cat", "a dog", "a cat"], "chosen": [b"png"] * 3, "rejected": [b"png"] * 3}
+    pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
+    inputs = preflight(offline(tmp_path, "pairs.parquet"))
+    assert [(prompt.index, prompt.text) for prompt in inputs.prompts] == [(0, "a cat"), (1, "a dog"), (2, "a cat")]
+
+
+class Client:
+    """A scorer that may be called twice at once."""
+
+    name = "client"
+    concurrent = True
+
+    def score(self, images, prompts):
+        raise NotImplementedError
+
+
+def test_hedging_scorers_that_may_not_be_called_twice_is_refused(tmp_path):
+    message = refusal(write_world(tmp_path, reward={"hedge_s": 5, "scorers": [{"name": "jpeg_size"}]}))
+    assert "reward.hedge_s: only scorers with `concurrent = True`" in message and "got jpeg_size" in message
+    scorers = [{"name": "jpeg_size"}, {"name": f"{__name__}:Client"}]
+    preflight(write_world(tmp_path, reward={"hedge_s": 5, "scorers": scorers}))
+
+
+# ---- emulated jobs ---------------------------------------------------------------------------------------------------
+
+_PROFILE = Profile(
+    name="small",
+    source="a test",
+    generate=ServiceTime(unit_s=2.0),
+    score=ServiceTime(fixed_s=1.0),
+    train=ServiceTime(unit_s=1.0, cv=0.2),
+    payload=Payload(trajectory=1000, media=500, weights=3001),
+)
+
+
+def emulated(folder: Any, *overrides: str, **sections: Any) -> Config:
+    write_profile(folder / "profile.json", _PROFILE)
+    return write_world(folder, overrides=overrides, **{"emulation": {"profile": "profile.json"}} | sections)
+
+
+def test_an_emulated_job_needs_a_profile_and_nothing_else(tmp_path):
+    config = emulated(
+        tmp_path,
+        model={"path": "no/model", "pipeline": "no_family"},
+        data={"prompts": "no/prompts"},
+        reward={"scorers": [{"name": "no_scorer"}]},
+        validation={"prompts": "no/validation"},
+        emulation={"profile": "profile.json", "time_scale": 0.5, "payload_scale": 0.1},
+        rollout={"timeout_s": 1},
+        weights={"timeout_s": 1},
+    )
+    inputs = preflight(config)
+    assert inputs.profile is not None
+    assert inputs.profile.generate == ServiceTime(unit_s=1.0)
+    assert inputs.profile.train == ServiceTime(unit_s=0.5, cv=0.2)
+    assert inputs.profile.payload == Payload(trajectory=100, media=50, weights=300)
+    assert len({prompt.text for prompt in inputs.prompts}) == 1000
+    assert inputs.config.validation is None and inputs.validation_prompts == ()
+    assert inputs.config.rollout.timeout_s > 1e5 and inputs.config.weights.timeout_s > 1e5, "at any time scale"
+    assert inputs.notes == (
+        (
+            "emulated: every device replays profile small at 0.5 times its seconds; model, prompts, scorers and"
+            " validation are ignored"
+        ),
+        "profile small has no time for step, export, publish, swap: counted as 0 s",
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "why"),
+    [
+        ("h800", "no profile 'h800'; shipped are "),
+        ("gone.json", "gone.json: cannot be read: No such file or directory"),
+        ("recipe.json", "recipe.json: not a profile: "),
+        ("old.json", "old.json: `assess` is called `proximal` now"),
+    ],
+)
+def test_a_profile_that_cannot_be_had_is_refused(tmp_path, profile, why):
+    (tmp_path / "recipe.json").write_text('{"name": "x"}')
+    (tmp_path / "old.json").write_text('{"name": "x", "assess": {}}')
+    message = refusal(emulated(tmp_path, emulation={"profile": profile}))
+    assert message.startswith("emulation.profile: ")
+    assert why in message
+
+
+def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_path):
+    message = refusal(
+        emulated(tmp_path, "rollout.group_size=1024", "trainer.groups_per_update=4096", "emulation.payload_scale=1000")
+    )
+    assert message.startswith("emulation.payload_scale: the payloads of 12582912 live samples")
+    assert message.endswith("lower it")
+
+
+def test_degrees_divide_emulated_ranks_as_they_do_real_ones(tmp_path):
+    said = "trainer.shard: 2 ranks share a copy of the weights, and do not divide trainer.workers = 3"
+    ranks = {"workers": 3, "shard": 2}
+    assert said in refusal(emulated(tmp_path, "trainer.workers=3", "trainer.shard=2"))
+    assert said in refusal(write_world(tmp_path, trainer=ranks, run={"runtime": "ray"}))
+
+
+def test_what_cannot_be_trained_cannot_be_emulated_either(tmp_path):
+    assert "needs at least 2" in refusal(emulated(tmp_path, "rollout.group_size=1"))
+    assert "'on' cannot be had here" in refusal(
+        emulated(tmp_path, "trainer.streaming=on", "trainer.steps_per_update=2")
+    )
+
+
+def test_accelerators_are_shared_one_at_a_time(tmp_path):
+    placement = {"colocated": True, "trainer": {"gpus": 2}}
+    message = refusal(write_world(tmp_path, placement=placement, staleness={"max_updates": 0}))
+    assert (
+        message
+        == "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
+    )
+    assert preflight(emulated(tmp_path, placement=placement, staleness={"max_updates": 0})).profile is not None
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, found: tuple[int, str] | None) -> None:
+    monkeypatch.setattr(module, "most_accelerators", lambda kind: found)
+    monkeypatch.setattr(module, "_joins_a_cluster", lambda config: config.run.ray_address is not None)
+
+
+def test_in_one_process_the_machine_says_what_auto_is(tmp_path, monkeypatch):
+    config = write_world(tmp_path, run={"runtime": "inprocess"}, trainer={"offload": True})
+    monkeypatch.setattr(module, "most_accelerators", lambda kind: (0, "/dev has none"))
+    assert refusal(config).startswith("trainer.offload: the backend 'plain', which 'auto' is on one CPU rank, leaves")
+    for found in (None, (1, "/dev has so many")):
+        monkeypatch.setattr(module, "most_accelerators", lambda kind, found=found: found)
+        preflight(config)
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "trainer"])
+@pytest.mark.parametrize("runtime", ["inprocess", "ray"])
+def test_an_accelerator_where_there_is_none_is_refused(tmp_path, monkeypatch, role, runtime):
+    machine(monkeypatch, (0, "/dev has none"))
+    message = refusal(write_world(tmp_path, run={"runtime": runtime}, placement={role: {"gpus": 1}}))
+    assert message.startswith(
+        f"placement.{role}.gpus: accelerators are asked for ({role} 1 x 1), but this machine has none (/dev has none); "
+    )
+    assert "(0 is the CPU)" in message and ("run.ray_address" in message) == (runtime == "ray")
+
+
+def test_more_accelerators_than_there_are_is_refused_with_the_sum_by_role(tmp_path, monkeypatch):
+    machine(monkeypatch, (2, "/dev has so many"))
+    world = {"run": {"runtime": "ray"}, "rollout": {"workers": 3}}
+    message = refusal(write_world(tmp_path, placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}}, **world))
+    assert "(rollout 3 x 0.5, trainer 1 x 1), but this machine has 2 (/dev has so many)" in message
+    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 0.25}, "trainer": {"gpus": 1}}, **world))
+    preflight(
+        write_world(
+            tmp_path,
+            placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}},
+            **world | {"rollout": {"workers": 2}},
+        )
+    )
+
+
+def test_accelerators_are_not_counted_where_that_cannot_be_known_and_one_process_shares_its_own(tmp_path, monkeypatch):
+    machine(monkeypatch, (1, "/dev has so many"))
+    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 1}, "trainer": {"gpus": 2}}))
+    asking = {"placement": {"trainer": {"gpus": 9}}}
+    machine(monkeypatch, None)
+    preflight(write_world(tmp_path, run={"runtime": "ray"}, **asking))
+    machine(monkeypatch, (0, "/dev has none"))
+    preflight(write_world(tmp_path, run={"runtime": "ray", "ray_address": "auto"}, **asking))
+    assert preflight(emulated(tmp_path, run={"runtime": "ray"}, **asking)).profile is not None
+
+
+def test_a_cluster_is_joined_by_the_recipe_or_by_rays_own_variable(tmp_path, monkeypatch):
+    config = write_world(tmp_path, run={"runtime": "ray"})
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not module._joins_a_cluster(config)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert module._joins_a_cluster(config)
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert module._joins_a_cluster(write_world(tmp_path, run={"runtime": "ray", "ray_address": "auto"}))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    assert module._joins_a_cluster(config)
+
+
+def test_looking_imports_no_torch(tmp_path):
+    write_world(tmp_path)
+    program = (
+        "import sys; from omni_async.config import load; from omni_async.preflight.check import preflight\n"
+        f"preflight(load({str(tmp_path / 'recipe.yaml')!r}))\n"
+        "print([name for name in ('torch', 'ray', 'mlflow', 'diffusers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("section", ["data", "validation"])
+def test_every_scorer_sees_every_prompt(tmp_path, section):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "x", "target": "7"}\n\n{"prompt": "a cat", "note": {"target": "7"}}\n'
+    )
+    (tmp_path / "fine.txt").write_text('a sign that says "open"\n')
+    sections = {"data": {"prompts": "fine.txt"}, "validation": {"prompts": "fine.txt"}} | {
+        section: {"prompts": "p.jsonl"}
+    }
+    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, {"name": "ocr"}]}, **sections))
+    assert (
+        message.startswith(f"{section}.prompts: ") and "p.jsonl:3: scorer 'ocr': the prompt has no `target`" in message
+    )
+
+
+def test_a_scorer_module_that_exits_is_one_line_under_its_key(tmp_path, monkeypatch):
+    (tmp_path / "exiting_scorer.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "exiting_scorer:X"}]}))
+    assert message.startswith("reward.scorers.0: scorer 'exiting_scorer:X': cannot import 'exiting_scorer': SystemExit")
+
+
+def test_a_folder_for_runs_that_cannot_be_made_is_refused_by_looking(tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr(module.os, "access", lambda path, mode: path != tmp_path / "locked")
+    for folder, why in (
+        ("taken/runs", "taken is not a folder"),
+        ("x" * 300, "File name too long"),
+        ("locked/a/runs", "locked is not writable"),
+    ):
+        message = refusal(write_world(tmp_path, run={"dir": str(tmp_path / folder)}))
+        assert message.startswith(f"run.dir: cannot make a run folder in {tmp_path / folder}: ") and message.endswith(
+            why
+        )
+    preflight(write_world(tmp_path, run={"dir": str(tmp_path / "new" / "runs")}))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "key", ["model.path", "data.prompts", "validation.prompts", "checkpoint.resume", "emulation.profile"]
+)
+@pytest.mark.parametrize("name", ["", "x" * 300, "prompts.txt/below", "a/" * 300 + "b.json"])
+def test_a_path_that_leads_nowhere_is_one_line_under_its_key(tmp_path, key, name):
+    with pytest.raises(ConfigError, match=f"^{key}: ") as refused:
+        preflight(write_world(tmp_path, overrides=(f"{key}={tmp_path}/{name}",)))
+    assert "\n" not in str(refused.value)
+
+
+# ---- media and images of prompts -------------------------------------------------------------------------------------
+
+
+class FilmSampling(SamplingSpec, frozen=True):
+    def media(self) -> tuple[MediaShape, ...]:
+        return (MediaShape("video", (9, 3, 32, 32), 8),)
+
+
+def film(config: Config) -> Config:
+    return replace(config, rollout=replace(config.rollout, sampling=FilmSampling()))
+
+
+def test_a_scorer_that_cannot_take_the_samples_is_refused(tmp_path):
+    said = refusal(film(write_world(tmp_path)))
+    assert said == "reward.scorers.0: scorer 'jpeg_size' accepts image, but the samples are video"
+    smooth = {"scorers": [{"name": "motion_smoothness"}, {"name": f"{__name__}:Client"}]}
+    said = refusal(film(write_world(tmp_path, reward=smooth)))
+    assert said.startswith(f"reward.scorers.1: scorer '{__name__}:Client' accepts image (it has no `accepts`), but")
+    preflight(film(write_world(tmp_path, reward={"scorers": smooth["scorers"][:1]})))
+
+
+def test_prompts_with_images_are_for_families_that_take_them(tmp_path, monkeypatch):
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n{"prompt": "a cat", "image": "cat.png"}\n')
+    config = write_world(tmp_path, data={"prompts": "p.jsonl"})
+    said = refusal(config)
+    assert said.endswith("p.jsonl:2: images: the prompt has 1, but model.pipeline 'qwen_image' takes none")
+    takes = replace(find_family("qwen_image"), prompt_images=1)
+    monkeypatch.setattr("omni_async.preflight.check.find_family", lambda name: takes)
+    assert [len(prompt.images) for prompt in preflight(config).prompts] == [0, 1]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "images": ["cat.png", "cat.png"]}\n')
+    assert "the prompt has 2, but model.pipeline 'qwen_image' takes 1" in refusal(config)

@@ -1,0 +1,288 @@
+"""Tests the Ray shell with a real local Ray: calls that wait do not hold up others, exceptions arrive as themselves,
+references travel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from benchmarks.local_ray import local_ray as start_local_ray
+from omni_async.config import ConfigError
+from omni_async.config.schema import Resources
+from omni_async.media import Media
+from omni_async.performance.profile import Profile, write_profile
+from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.preflight.check import preflight
+from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.on_ray import resources
+from omni_async.runtime.on_ray.cluster import RayCluster
+from omni_async.runtime.on_ray.connection import StartError
+from omni_async.runtime.on_ray.shell import Proxy, RayStore, actor_class
+from omni_async.runtime.placement import PlacementPlan
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.types import Prompt, SdeWindow
+from omni_async.worker import Worker
+from tests.runtime.on_ray import ray_roles
+from tests.runtime.runtime_world import write_world
+
+ray = pytest.importorskip("ray")
+_QUICK = Profile(name="quick", source="a test", generate=ServiceTime(unit_s=1e-6), score=NOTHING, train=NOTHING)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with start_local_ray(4):
+        yield
+
+
+@pytest.fixture
+def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
+    """Provides `host(build)`, which starts the role in an actor of its own."""
+    actors: list[Any] = []
+
+    def start(build: Callable[[], Any]) -> Proxy:
+        actor = actor_class().options(num_cpus=0).remote(build)
+        actors.append(actor)
+        return Proxy("role", actor, frozenset({"next_groups"}))
+
+    yield start
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def echo(local_ray: None) -> Iterator[Proxy]:
+    actor = actor_class().options(num_cpus=0).remote(ray_roles.Echo)
+    yield Proxy("echo", actor, frozenset({"run"}))
+    ray.kill(actor)
+
+
+async def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(host):
+    waiters = 300  # more than the control door is wide
+
+    meeting = host(ray_roles.Meeting)
+    waiting = [asyncio.ensure_future(meeting.next_groups(i, 1)) for i in range(waiters)]
+    arrived = 0
+    while arrived < waiters:
+        arrived = await meeting.announce(0, "")
+    assert await meeting._actor.ping.remote() < 1.0
+    assert not any(task.done() for task in waiting)
+    await meeting.stop("enough")
+    assert await asyncio.gather(*waiting) == list(range(waiters))
+
+
+def test_messages_arrive_as_they_were(echo):
+    message = {"prompt": Prompt(0, "a cat", metadata={"n": 1}), "window": SdeWindow(1, 2), "versions": (1, 2)}
+    assert asyncio.run(echo.phase(message)) == message
+
+
+async def test_an_exception_of_the_role_arrives_as_itself(echo):
+    with pytest.raises(ray_roles.UnsettledError, match="out of balance") as failed:
+        await echo.fail("out of balance")
+    assert failed.value.count == 3
+    assert type(failed.value) is ray_roles.UnsettledError
+    with pytest.raises(ValueError, match=r"^a long call's failure$") as failed_long:
+        await echo.run()
+    assert type(failed_long.value) is ValueError
+    with pytest.raises(Exception, match="the far side: broken"):  # it cannot travel, and still tells its story
+        await echo.require_fields(("broken",))
+    with pytest.raises(AttributeError, match="no_such_call"):
+        await echo.no_such_call()
+
+
+async def test_a_role_can_be_handed_another_one_and_its_exceptions(host, echo):
+    caller = host(partial(ray_roles.Caller, echo))
+    assert await caller.phase("hello") == ["through another", "hello"]
+    assert await caller.announce(0, "") == "UnsettledError 3"
+
+
+async def test_a_role_that_cannot_be_built_says_why_at_its_first_call(host):
+    with pytest.raises(Exception, match="no model at this path"):
+        await host(ray_roles.Unbuildable).phase("hello")
+
+
+async def test_a_role_whose_process_dies_ends_its_callers_waits(host):
+    dying = host(ray_roles.Echo)
+    await dying.phase("alive")
+    with pytest.raises(PeerLost, match="role is gone"):
+        await dying.stop("now")
+
+
+async def test_a_role_that_holds_its_loop_answers_no_health_call_meanwhile(host):
+    stuck = host(ray_roles.Echo)
+    await stuck.phase("alive")
+    holding = asyncio.ensure_future(stuck.announce(0, ""))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            while True:
+                await stuck._actor.ping.remote()
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+
+
+async def test_references_travel_to_another_process_and_back(host):
+    store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
+    reference = await store.put(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    answer = await keeper.phase([reference])
+    assert answer["value"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (await store.get(answer["reference"])).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+async def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
+    trajectory = TensorDict(
+        {
+            "latents": torch.randn(3, 6, 4),
+            "steps": torch.tensor([1, 2]),
+            "none": torch.zeros(0, 3, dtype=torch.int64),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "transposed": torch.arange(6.0).reshape(2, 3).T,
+            "conditioning": TensorDict(
+                {"mask": torch.ones(2, dtype=torch.bool), "embeds": torch.randn(2, 3).bfloat16()}, []
+            ),
+        },
+        batch_size=[],
+    )
+
+    store = RayStore()
+    back = await store.get(await store.put(trajectory))
+    assert back.batch_size == torch.Size([])
+    assert set(back.keys(include_nested=True, leaves_only=True)) == set(
+        trajectory.keys(include_nested=True, leaves_only=True)
+    )
+    for key, tensor in trajectory.items(include_nested=True, leaves_only=True):
+        assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor), key
+    assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
+    image = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    reference = await store.put(image)
+    assert np.array_equal(await store.get(reference), image)
+    assert np.array_equal(await store.get(reference), image)  # reading takes nothing away
+    values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
+    assert [await store.get(reference) for reference in await store.put_all(values)] == values
+
+
+async def test_media_are_read_where_the_store_has_them(local_ray):
+    store = RayStore()
+    video = np.random.default_rng(0).integers(0, 256, (9, 3, 32, 48), dtype=np.uint8)
+    given = Media(video=video, fps=12.5, audio=np.ones((2, 100), np.float32), sample_rate=8000)
+    one, other = await store.put_all([given, Media(image=video[0])])
+    assert one.object == other.object  # small ones share an object
+    back = await store.get(one)
+    assert back.parts == ("video", "audio") and (back.fps, back.sample_rate) == (12.5, 8000)
+    assert np.array_equal(back.video, video) and np.array_equal(back.audio, given.audio)
+    assert not back.video.flags.writeable and not back.video.flags.owndata  # no copy
+    assert np.array_equal((await store.get(other)).image, video[0])
+
+
+async def test_a_value_whose_owner_died_is_a_lookup_error_and_takes_no_other_read_along(host):
+    store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
+    mine = await store.put(np.arange(3))
+    gone = (await keeper.phase([mine]))["reference"]
+    ray.kill(keeper._actor)
+    with pytest.raises(LookupError):
+        async with asyncio.timeout(60):
+            while True:  # until its death is known
+                await store.get(gone)
+    lost, kept, again = await asyncio.gather(store.get(gone), store.get(mine), store.get(gone), return_exceptions=True)
+    assert isinstance(lost, LookupError) and isinstance(again, LookupError)
+    assert f"object {gone.object.hex()} is gone" in str(lost)
+    assert kept.tolist() == [0, 1, 2]
+
+
+async def test_small_values_that_are_put_together_share_an_object_and_large_ones_do_not(local_ray):
+    store = RayStore()
+    small = [np.full(1000, number, np.uint8) for number in range(5)]
+    references = await store.put_all(small)
+    assert len({reference.object for reference in references}) == 1
+    large = [np.full(9 * 2**20, 7, np.uint8), np.full(10, 8, np.uint8), np.full(9 * 2**20, 9, np.uint8)]
+    references += await store.put_all(large)
+    assert len({reference.object for reference in references[5:]}) == 3
+    back = await asyncio.gather(*(store.get(reference) for reference in reversed(references)))
+    assert [len(value) for value in reversed(back)] == [1000] * 5 + [9 * 2**20, 10, 9 * 2**20]
+    assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
+    assert await store.put_all([]) == []
+
+
+def make_cluster(folder: Path, **sections: Any) -> RayCluster:
+    inputs = preflight(write_world(folder, run={"runtime": "ray"}, **sections))
+    return RayCluster(inputs, RunDirectory(folder / "run-1"))
+
+
+async def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "_PLACEMENT_TIMEOUT_S", 0.2)
+    cluster = make_cluster(tmp_path)
+    cluster._placements = PlacementPlan((Resources(cpus=500), Resources(cpus=12)), {})
+
+    with pytest.raises(StartError) as failed:
+        await cluster._reserve()
+    message = str(failed.value)
+    assert message.startswith("placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and ")
+    assert "lower placement.* or the numbers of workers" in message
+    ray.util.remove_placement_group(cluster._group)
+
+
+def test_a_ray_of_this_machine_alone_is_not_waited_for_to_grow(local_ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
+    cluster = make_cluster(tmp_path)
+    monkeypatch.setattr(RayCluster, "_has_own_ray", True)
+
+    async def main(asked: Resources, error: type[Exception], said: str) -> None:
+        cluster._placements = PlacementPlan((asked,), {})
+        with pytest.raises(error, match=said):
+            await cluster._reserve()
+
+    asyncio.run(main(Resources(cpus=99), StartError, "the run needs 99 CPUs and 0 GPUs, the cluster has 4 and"))
+    said = "placement.accelerator: the run asks for 2 GPUs, and the Ray cluster has no accelerators"
+    asyncio.run(main(Resources(cpus=1, gpus=2), ConfigError, said))
+
+
+def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
+    """Runs two jobs one after the other: neither leaves an actor or a placement group behind."""
+    write_profile(tmp_path / "profile.json", _QUICK)
+
+    async def main(number: int) -> None:
+        run = RunDirectory(tmp_path / f"run-{number}")
+        run.path.mkdir()
+        config = write_world(
+            tmp_path, run={"runtime": "ray"}, emulation={"profile": "profile.json"}, trainer={"updates": 1}
+        )
+        cluster = RayCluster(preflight(config), run)
+        try:
+            await cluster.connect()
+            await cluster.start()
+            services = [asyncio.ensure_future(work) for work in cluster.services().values()]
+            await asyncio.gather(*cluster.work().values(), *cluster.workers().values())
+            kinds = [event.kind for event in await cluster.coordinator.events()]
+            assert "ended" in kinds
+            for service in services:
+                service.cancel()
+            await asyncio.gather(*services, return_exceptions=True)
+        finally:
+            await cluster.close()
+        assert ray.is_initialized()
+        with pytest.raises(ValueError, match="Failed to look up actor"):
+            ray.get_actor(f"run-{number}/1/trainer")
+
+    asyncio.run(make_cluster(tmp_path).close())  # of one that never started
+    for number in range(2):
+        asyncio.run(main(number))
+    assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+async def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_path):
+    """Requires that Ray grants every share that `placements` gives out."""
+    placement = {"colocated": True, "rollout": {"cpus": 1}, "reward": {"cpus": 1}, "trainer": {"cpus": 1}}
+    cluster = make_cluster(tmp_path, placement=placement, staleness={"max_updates": 0})
+
+    await cluster._reserve()
+    proxies = [cluster._host(Worker.parse(slot), ray_roles.Echo) for slot in cluster._placements.actors]
+    assert await asyncio.gather(*(proxy.phase("here") for proxy in proxies)) == ["here"] * 4
+    await cluster.close()

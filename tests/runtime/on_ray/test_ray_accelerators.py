@@ -1,0 +1,93 @@
+"""Tests with a Ray that is said to have Ascend accelerators: what is asked of it, what an actor sees of them, and what
+a recipe is told that asks for others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.local_ray import local_ray as start_local_ray
+from omni_async.cli import main
+from omni_async.config import ConfigError
+from omni_async.preflight.check import preflight
+from omni_async.runtime.on_ray.cluster import RayCluster
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.worker import Worker
+from tests.runtime.runtime_world import write_world
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_npus() -> Iterator[None]:
+    with start_local_ray(4, resources={"NPU": 2}):
+        yield
+
+
+class Seer:
+    """A role that says which accelerators it was given."""
+
+    async def phase(self, text: str) -> dict[str, Any]:
+        context = ray.get_runtime_context()
+        return {
+            "given": context.get_accelerator_ids()["NPU"],
+            "visible": os.environ.get("ASCEND_RT_VISIBLE_DEVICES"),
+            "resources": context.get_assigned_resources(),
+        }
+
+
+def make_cluster(folder: Path, **placement: Any) -> RayCluster:
+    each = {"cpus": 0.5, "gpus": 1}
+    config = write_world(
+        folder,
+        run={"runtime": "ray"},
+        placement={"rollout": each, "trainer": each, "reward": {"cpus": 0.5}} | placement,
+    )
+    return RayCluster(preflight(config), RunDirectory(folder / "run-1"))
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "NPU"])
+async def test_bundles_and_actors_ask_for_the_kind_that_the_cluster_has(tmp_path: Path, accelerator: str) -> None:
+    cluster = make_cluster(tmp_path, accelerator=accelerator)
+
+    await cluster._reserve()
+    assert cluster._group is not None
+    assert cluster._group.bundle_specs == [
+        {"CPU": 0.01},
+        {"CPU": 0.5, "NPU": 1.0},
+        {"CPU": 0.5},
+        {"CPU": 0.5, "NPU": 1.0},
+    ]
+    slots = ("rollout-0", "reward-0", "trainer")
+    proxies = [cluster._host(Worker.parse(slot), Seer) for slot in slots]
+    engine, scorer, trainer = await asyncio.gather(*(proxy.phase("") for proxy in proxies))
+    assert sorted(engine["given"] + trainer["given"]) == ["0", "1"] and scorer["given"] == []
+    assert (engine["visible"], trainer["visible"]) == (engine["given"][0], trainer["given"][0])
+    assert engine["resources"]["NPU"] == 1 and "GPU" not in engine["resources"]
+    await cluster.close()
+
+
+async def test_a_kind_that_the_cluster_lacks_is_refused_at_once(tmp_path: Path) -> None:
+    cluster = make_cluster(tmp_path, accelerator="GPU")
+
+    said = r"placement.accelerator: the run asks for 2 GPUs, and the Ray cluster has 2 NPUs; set it to what the"
+    with pytest.raises(ConfigError, match=said):
+        await cluster._reserve()
+    assert cluster._group is None
+
+
+def test_the_command_refuses_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_world(
+        tmp_path,
+        run={"runtime": "ray"},
+        placement={"accelerator": "GPU", "trainer": {"cpus": 0.5, "gpus": 1}},
+    )
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("omni-async: placement.accelerator: the run asks for 1 GPUs") and said.count("\n") == 1

@@ -1,0 +1,205 @@
+"""Tests starting a local Ray: how often it is tried, what is reported when it does not come up. Scripts of a few lines
+stand for Ray."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+from omni_async.runtime.on_ray import connection as ray_connection
+from omni_async.runtime.on_ray import local as ray_local
+from omni_async.runtime.on_ray.connection import StartError, connect
+from omni_async.runtime.on_ray.local import LocalRay, StartFailed
+
+TIMED_OUT = "The current node timed out during startup."
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rays").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "rays"))
+    monkeypatch.setattr(ray_local, "_LONGEST_FOLDER", 1000)
+    monkeypatch.setattr(ray_connection, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(ray_connection.ray, "is_initialized", lambda: False)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that what a start sets is undone
+        monkeypatch.delenv(name)
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
+    """Runs `script` where Ray would be started. Returns a file with a line for each start."""
+    starts = folder / "starts"
+    (folder / "fake.py").write_text(
+        f"import json, sys, time\nprint(file=open({str(starts)!r}, 'a'))\n{script}\nsys.stdout.flush()\n"
+    )
+    monkeypatch.setattr(ray_local, "head", SimpleNamespace(__file__=str(folder / "fake.py")))
+    return starts
+
+
+@pytest.fixture
+def ten_seconds_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets a clock that only a failed start moves, as a busy machine would starts of very different lengths."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    def leave() -> None:
+        clock.now += 10.0
+
+    monkeypatch.setattr(ray_connection, "time", clock)
+    monkeypatch.setattr(ray_connection, "_leave", leave)
+
+
+@pytest.fixture
+def no_process_stays() -> Iterator[None]:
+    before = psutil.Process().children()
+    yield
+    assert [one for one in psutil.Process().children() if one not in before] == []
+
+
+def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ten_seconds_a_try: None
+) -> None:
+    starts = instead(monkeypatch, tmp_path, f"print(json.dumps({{'error': {TIMED_OUT!r}, 'final': False}}))")
+    with pytest.raises(StartError) as failed:
+        connect(None, 1, 25.0)
+    assert len(starts.read_text().splitlines()) == 3
+    text = str(failed.value)
+    assert (
+        text.startswith(f"Ray did not start within run.startup_timeout_s = 25, tried 3 times: {TIMED_OUT}")
+        and "\n" not in text
+    )
+    assert "is the machine overloaded?" in text
+    assert f"Ray did not start ({TIMED_OUT}); trying again" in caplog.text
+
+
+def test_a_start_that_hangs_ends_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ten_seconds_a_try: None, no_process_stays: None
+) -> None:
+    instead(monkeypatch, tmp_path, "sys.stdin.read()")
+    with pytest.raises(StartError, match=r"run\.startup_timeout_s = 0\.3, tried 1 time: it was not up after 0 s"):
+        connect(None, 1, 0.3)
+
+
+def test_what_another_try_would_not_change_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = instead(monkeypatch, tmp_path, "print(json.dumps({'error': 'no room in /dev/shm', 'final': True}))")
+    with pytest.raises(
+        StartError, match=r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: "
+    ) as failed:
+        connect(None, 1, 60.0)
+    assert len(starts.read_text().splitlines()) == 1
+    folder = Path(str(failed.value).rpartition(" ")[2])
+    assert folder.stat().st_mode & 0o777 == 0o700, "no other user may look into it"
+
+
+def test_a_start_that_is_not_wanted_any_more_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_process_stays: None
+) -> None:
+    starts, stop = instead(monkeypatch, tmp_path, "sys.stdin.read()"), threading.Event()
+
+    def when_started() -> None:
+        while not starts.exists():
+            time.sleep(0.01)
+        stop.set()
+
+    threading.Thread(target=when_started, daemon=True).start()
+    with pytest.raises(StartError, match="not wanted any more"):
+        connect(None, 1, 60.0, stop)
+
+
+def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = (
+        "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' +"
+        " os.environ['RAY_AUTH_TOKEN']}))\nsys.stdin.read()"
+    )
+    instead(monkeypatch, tmp_path, address + "\nprint(json.dumps({'lost': 'its raylet ended'}))")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    local = LocalRay(1)
+    mode, token = local.address(10.0, threading.Event()).split()
+    assert mode == "token" and len(token) == 64 and token == os.environ["RAY_AUTH_TOKEN"]
+    assert os.getsid(local.pid) == local.pid != os.getsid(0)
+    assert not (tmp_path / "home").exists()
+    local.end()
+    assert not psutil.pid_exists(local.pid)
+
+
+def test_a_token_of_the_users_own_and_doing_without_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "somewhere")
+    ray_local.use_a_token()
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    ray_local.use_a_token()
+    assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_is_a_loss_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for last, reason in (
+        ("print(json.dumps({'lost': 'its gcs_server ended'}))", "its gcs_server ended"),
+        ("", "its process ended with code 0"),
+    ):
+        instead(monkeypatch, tmp_path, "print(json.dumps({'address': 'here'}))\n" + last)
+        local = LocalRay(1)
+        assert local.address(10.0, threading.Event()) == "here"
+        assert local.wait_lost() == local.wait_lost() == reason
+        local.end()
+    instead(monkeypatch, tmp_path, "")
+    with pytest.raises(StartFailed, match="its process ended with code 0"):
+        LocalRay(1).address(10.0, threading.Event())
+
+
+def test_an_address_without_a_listener_is_refused_at_once(unused_port: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        StartError, match=rf"^run\.ray_address: nobody answers at 127\.0\.0\.1:{unused_port}: .*refused"
+    ):
+        connect(f"127.0.0.1:{unused_port}", 1)
+    assert time.monotonic() - began < 5
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("", "joined with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")]
+)
+def test_a_cluster_that_cannot_be_joined_is_reported_with_what_a_token_asks_for(
+    monkeypatch: pytest.MonkeyPatch, mode: str, said: str
+) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray_connection.ray, "init", refuse)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(
+        StartError, match=r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; "
+    ) as failed:
+        connect("auto", 1)
+    assert said in str(failed.value)
+
+
+def test_what_is_set_for_the_driver_alone_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_RAYLET_PID")
+    for name in own:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    ray_local.prepare_driver()
+    assert all(os.environ[name] and name not in ray_local.environment() for name in own)

@@ -1,0 +1,304 @@
+"""Tests tuning with the real simulator, from the recipe to the written file: the file does what is promised."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+from msgspec.structs import replace
+
+from omni_async.config import ConfigError, load
+from omni_async.config.algorithm import Correction
+from omni_async.config.schema import Resources
+from omni_async.performance.service import ServiceTime
+from omni_async.simulation.simulate import simulate
+from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
+from omni_async.tune.plot import picture
+from omni_async.tune.report import text
+from omni_async.tune.tuning import overlapped, tune
+from omni_async.tune.write import require_writable, write_tuned
+from tests.tune.tune_world import PROFILE, RECIPE, job, simulate_by_law
+
+VARIED = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.05), score=ServiceTime(unit_s=0.2, cv=0.1))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipes").mkdir()
+    path = tmp_path / "recipes" / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def by_law(config, devices=3, **more):
+    return tune(config, more.pop("profile", PROFILE), devices, simulate_by_law, budget=100, **more)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, VARIED], ids=["steady", "varied"])
+def test_the_written_recipe_loads_and_makes_what_was_promised(recipe, tmp_path, profile):
+    tuned = tune(load(recipe), profile, 6, simulate, budget=100)
+    out = tmp_path / "elsewhere" / "tuned.yaml"
+    write_tuned(out, recipe, load(recipe), [], tuned)
+    written = load(out)
+    assert keys_of(written, TUNED) == tuned.chosen.keys
+    again = simulate(written, profile, updates=200)
+    assert again.images_per_s == pytest.approx(tuned.chosen.images_per_s, rel=0.02)
+    assert again.staleness_max <= tuned.chosen.keys[S]
+    assert tuned.chosen.images_per_s > 1.5 * tuned.recipe.images_per_s  # the recipe is in step, on half the devices
+
+
+def test_the_written_recipe_says_only_what_was_chosen_and_why(recipe, tmp_path):
+    tuned = by_law(load(recipe))
+    out = recipe.parent / "tuned.yaml"
+    write_tuned(out, recipe, load(recipe), [], tuned)
+    tree = yaml.safe_load(out.read_text())
+    assert tree.pop("extends") == "recipe.yaml"
+    assert {f"{section}.{key}" for section, keys in tree.items() for key in keys} == set(tuned.keys)
+    comments = " ".join(
+        line.strip().removeprefix("#").strip() for line in out.read_text().splitlines() if line.strip().startswith("#")
+    )
+    assert all(tuned.reasons[path] in comments for path in tuned.keys)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_recommended_is_never_slower_than_the_recipe(recipe, seed):
+    """Holds however much chance there is in the times, which is how much the search would give up for plainer
+    values."""
+
+    def by_chance(config, profile, *, updates, seed, bundle):
+        found = simulate_by_law(config, profile, updates=updates, seed=seed, bundle=bundle)
+        luck = Random(f"{keys_of(config, TUNED)} {seed}").uniform(0.95, 1.05)
+        return replace(found, images_per_s=found.images_per_s * luck)
+
+    config = load(recipe, ["staleness.max_updates=4", "buffer.groups=20", "buffer.trajectories=256", "buffer.window=4"])
+    tuned = tune(config, VARIED, 3, by_chance, budget=60, seed=seed)
+    assert tuned.recipe_devices == 3
+    assert tuned.chosen.images_per_s >= tuned.recipe.images_per_s
+
+
+def test_a_recipe_that_needs_more_devices_may_be_faster(recipe):
+    tuned = by_law(load(recipe, ["rollout.workers=8", "staleness.max_updates=2"]))
+    assert tuned.chosen.images_per_s < tuned.recipe.images_per_s and tuned.is_no_slower
+
+
+def test_cpus_fewer_than_the_roles_take_are_shared():
+    config = job(placement={"rollout": Resources(), "trainer": Resources()})
+    tuned = by_law(config, devices=2)
+    assert (tuned.kind, tuned.shared, tuned.recipe_devices) == ("cpus", True, 2)
+    assert keys_of(config, SPLIT).items() <= tuned.chosen.keys.items() and set(SPLIT).isdisjoint(tuned.keys)
+    assert list(tuned.in_step) == ["sync"], "all roles on all devices, in turn, is what they are not"
+    assert "2 cpus are fewer than the roles take together: they share them" in text(tuned)
+
+
+def test_what_was_given_on_the_command_line_goes_into_the_file(recipe, tmp_path):
+    overrides = [
+        "trainer.groups_per_update=8",
+        "staleness.max_updates=7",
+        "reward.scorers.0.weight=2",
+        "validation=null",
+        "model.dtype=bfloat16",
+    ]
+    config = load(recipe, overrides)
+    tuned = by_law(config)
+    out = tmp_path / "tuned.yaml"
+    write_tuned(out, recipe, config, overrides, tuned)
+    written = load(out)
+    assert (written.trainer.groups_per_update, written.reward.scorers[0].weight, written.model.dtype) == (
+        8,
+        2.0,
+        "bfloat16",
+    )
+    assert written.staleness.max_updates == tuned.keys[S] != 7
+
+
+def test_a_section_given_as_a_whole_goes_into_the_file_without_what_was_chosen(recipe, tmp_path):
+    overrides = ["buffer={groups: 96, trajectories: 512}", "run={name: whole}"]
+    config = load(recipe, overrides)
+    tuned = by_law(config)
+    out = tmp_path / "tuned.yaml"
+    write_tuned(out, recipe, config, overrides, tuned)
+    assert (load(out).run.name, keys_of(load(out), TUNED)) == ("whole", tuned.chosen.keys)
+
+
+def test_a_long_publish_interval_that_is_kept_gets_the_staleness_it_needs(recipe):
+    config = load(recipe, ["weights.publish_every=8", "staleness.max_updates=9", "buffer.groups=64"])
+    tuned = by_law(config, keep=["weights.publish_every"])
+    assert tuned.chosen.keys["weights.publish_every"] == 8 and tuned.chosen.keys[S] >= 7
+
+
+@pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
+def test_whatever_the_recipes_schedule_the_written_one_overlaps(recipe, tmp_path, schedule):
+    recipe.write_text(f"schedule: {schedule}\n" + RECIPE)
+    tuned = by_law(load(recipe))
+    out = tmp_path / "tuned.yaml"
+    write_tuned(out, recipe, load(recipe), [], tuned)
+    written = load(out)
+    assert written.schedule == "async"
+    assert keys_of(written, TUNED) == tuned.chosen.keys
+    assert ("schedule" in tuned.keys) == (schedule != "async")
+    assert SWAP not in tuned.keys
+    assert "schedule" in tuned.reasons or schedule == "async"
+
+
+def test_keys_that_take_turns_without_a_schedule_get_one():
+    assert overlapped(job()) == job()
+    for section, keys in (
+        ("reward", {"streaming": False}),
+        ("trainer", {"streaming": "off"}),
+        ("placement", {"colocated": True}),
+    ):
+        assert overlapped(job(**{section: keys})).schedule == "async"
+
+
+def test_kept_keys_are_neither_changed_nor_written(recipe, tmp_path):
+    config = load(recipe)
+    tuned = by_law(config, devices=6, keep=[RANKS, S, "buffer.groups"])
+    assert keys_of(config, [RANKS, S, "buffer.groups"]).items() <= tuned.chosen.keys.items()
+    out = tmp_path / "tuned.yaml"
+    write_tuned(out, recipe, config, [], tuned)
+    assert {RANKS, S, "buffer.groups"}.isdisjoint(tuned.keys)
+    assert {RANKS, S, "buffer.groups"}.isdisjoint(tuned.reasons)
+    assert keys_of(load(out), TUNED) == tuned.chosen.keys
+
+
+def test_every_key_has_a_reason_with_its_value_and_numbers():
+    tuned = by_law(job(), devices=6)
+    assert tuned.keys.keys() <= tuned.reasons.keys()
+    for path, value in tuned.keys.items():
+        assert tuned.reasons[path].startswith(f"{value}")
+        assert "nothing else" not in tuned.reasons[path]
+    assert "4 engines then take 8.1 s per update" in tuned.reasons[ENGINES]
+    nearest = "the nearest other split, 3 engines + 3 ranks, needs 10.8 s for generation and loses 25 %"
+    assert nearest in tuned.reasons[ENGINES]
+    assert (
+        "1 reward worker then takes 8 s per update, generation 8.1 s; takes none of the 6 gpus"
+        in tuned.reasons[REWARDERS]
+    )
+
+
+def test_the_budgets_reason_is_the_wave_and_its_neighbours():
+    slow = replace(PROFILE, publish=ServiceTime(fixed_s=20.0))
+    tuned = by_law(job(), profile=slow)
+    wave, bottleneck = tuned.times.latency, tuned.times.bottleneck[1]
+    assert (
+        f"takes {wave / bottleneck:.2f} times what generation takes per update ({wave:.3g} s / {bottleneck:.3g} s)"
+        in tuned.reasons[S]
+    )
+    assert tuned.keys[S] == 2
+    loss = 1 - bottleneck / (wave / 2)  # with one update fewer a step is half the wave
+    assert f"; 1 loses {100 * loss:.0f} %" in tuned.reasons[S]
+    assert re.search(rf", {tuned.keys[S] + 1} (changes nothing|gains 0\.\d %)", tuned.reasons[S])
+
+
+def test_the_report_compares_with_the_recipe_and_marks_one_row():
+    tuned = by_law(job(), devices=3)
+    report = text(tuned)
+    assert sum(line.startswith("| * |") for line in report.splitlines()) == 1
+    rows = {
+        cells[0]: cells[1:]
+        for line in report.splitlines()
+        if (cells := [cell.strip() for cell in line.strip("| ").split("|")])
+    }
+    assert (
+        rows["tuned"][3],
+        rows["recipe as it is"][0],
+        rows["schedule: sync"][0],
+        rows["schedule: sync_colocated"][7],
+    ) == (
+        "1.00 x",
+        "3",
+        "3",
+        "0.00",
+    )
+    assert all(f"  {path}: " in report for path in tuned.keys)
+
+
+def test_more_devices_than_the_recipes_are_compared_per_device():
+    tuned = by_law(job(), devices=6)
+    per_device = tuned.chosen.images_per_s / 6 / (tuned.recipe.images_per_s / 3)
+    assert f"{per_device:.2f} x" in text(tuned)
+
+
+def test_what_the_schedules_without_overlap_would_make_is_shown_unless_the_schema_refuses_them():
+    tuned = by_law(job(), devices=6)
+    assert {name: point.simulated.staleness_max for name, point in tuned.in_step.items()} == {
+        "sync": 0,
+        "sync_colocated": 0,
+    }
+    colocated = tuned.in_step["sync_colocated"].keys
+    assert (colocated[ENGINES], colocated[RANKS]) == (6, 6)
+    one_rank = by_law(job(run={"runtime": "inprocess"}, rollout={"engine": "diffusers"}), devices=3)
+    assert one_rank.in_step.keys() == {"sync"}
+
+
+def test_it_says_when_taking_turns_would_be_faster():
+    slow_hand_overs = replace(PROFILE, switch=ServiceTime(fixed_s=10.0))
+    uneven = replace(PROFILE, score=ServiceTime(unit_s=0.01), train=ServiceTime(unit_s=0.1))
+    assert "schedule: sync_colocated makes more of these devices" in text(by_law(job(), devices=2, profile=uneven))
+    assert "makes more of these devices" not in text(by_law(job(), devices=2, profile=slow_hand_overs))
+
+
+def test_a_spent_budget_is_reported():
+    assert "--budget 24 looks closer" in text(tune(job(), PROFILE, 6, simulate_by_law, budget=12))
+    assert "--budget" not in text(by_law(job()))
+
+
+def test_the_figure_shows_the_front_the_choice_and_the_recipe():
+    axes = picture(by_law(job(), devices=3)).axes[0]
+    assert [entry.get_text() for entry in axes.get_legend().get_texts()] == [
+        "simulated",
+        "front",
+        "recommended",
+        "recipe as it is",
+    ]
+    other = picture(by_law(job(), devices=6)).axes[0]
+    assert "recipe as it is" not in [entry.get_text() for entry in other.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "said"),
+    [
+        (
+            replace(job(), data=replace(job().data, preferences="pairs.parquet")),
+            {},
+            "data.preferences: nothing is generated",
+        ),
+        (job(), {"devices": 1}, "--devices: 1 gpus are fewer"),
+        (job(trainer={"workers": 3, "shard": 2}), {"devices": 5}, r"trainer\.shard: 2 ranks share a copy"),
+        (job(algorithm={"name": "ppo"}), {}, r"algorithm\.name: expected one of"),
+        (job(rollout={"sde": None}), {}, r"rollout\.sde: flow_grpo trains denoising steps"),
+        (job(trainer={"streaming": "on", "steps_per_update": 2}), {}, "trainer.streaming: 'on' cannot be had here"),
+        (job(), {"profile": PROFILE.scaled(0)}, "--profile: nothing takes any time in profile 'steady'"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(config, arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        by_law(config, **arguments)
+
+
+def test_a_budget_of_staleness_with_which_training_cannot_stream_is_left_out_where_it_has_to():
+    """Looks beyond S = 4, where the automatic correction needs the whole update."""
+    slow = replace(PROFILE, publish=ServiceTime(fixed_s=120.0))
+    automatic = job(algorithm={"correction": Correction()}, trainer={"streaming": "on"})
+    assert max(point.keys[S] for point in by_law(automatic, profile=slow).points) == 4
+    assert max(point.keys[S] for point in by_law(job(trainer={"streaming": "on"}), profile=slow).points) > 4
+
+
+def test_a_budget_too_small_to_scan_anything_is_refused():
+    with pytest.raises(ConfigError, match="--budget: expected at least 12 simulations, got 11"):
+        tune(job(), PROFILE, 3, simulate_by_law, budget=11)
+
+
+def test_the_recipe_itself_is_never_overwritten(recipe):
+    with pytest.raises(ConfigError, match=r"--out: .* is the recipe itself"):
+        require_writable(recipe.parent / ".." / "recipes" / "recipe.yaml", recipe)
+    assert recipe.read_text() == RECIPE
+
+
+def test_a_file_that_cannot_be_written_is_one_line(recipe, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match=r"--out: cannot write .*taken"):
+        write_tuned(tmp_path / "taken" / "tuned.yaml", recipe, load(recipe), [], by_law(load(recipe)))

@@ -1,0 +1,201 @@
+"""Tests the search, with a simulator that follows the law: what it recommends, how plain that is, and what it may
+cost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from omni_async.config.checks import check
+from omni_async.performance.law import smallest_useful_budget
+from omni_async.performance.service import ServiceTime
+from omni_async.tune.keys import (
+    ENGINES,
+    GROUPS,
+    INFLIGHT,
+    PUBLISH,
+    RANKS,
+    SWAP,
+    TRAJECTORIES,
+    WINDOW,
+    S,
+    fewest_trajectories,
+    with_keys,
+)
+from omni_async.tune.search import LOSS, MODEST, fastest, search
+from omni_async.tune.split import ranked_splits, split_by_law, worth_simulating
+from omni_async.tune.trials import Trials
+from tests.tune.tune_world import PROFILE, job, simulate_by_law
+
+
+def trials_of(config, profile=PROFILE, simulate=simulate_by_law, budget=200, **more):
+    return Trials(config, profile, simulate, kept=more.pop("kept", {}), budget=budget, **more)
+
+
+def searched(trials, devices=3):
+    return search(
+        trials, worth_simulating(trials.config, ranked_splits(trials.config, trials.profile, devices, trials.kept))
+    )
+
+
+@pytest.mark.parametrize("publish_s", [0.5, 8.0, 20.0, 60.0, 200.0])
+def test_it_recommends_the_smallest_budget_within_two_percent_of_the_best(publish_s):
+    slow = replace(PROFILE, publish=ServiceTime(fixed_s=publish_s))
+    trials = trials_of(job(), slow)
+    chosen = searched(trials)
+    best = fastest(trials.points).images_per_s
+    assert chosen.images_per_s >= (1 - LOSS) * best
+    # The law says from where on more staleness is worth nothing; the simulator here is the law.
+    times = split_by_law(trials.config, slow, chosen.keys).times
+    enough = math.ceil(times.latency * (1 - LOSS) / times.bottleneck[1]) - 1
+    assert chosen.keys[S] == enough <= smallest_useful_budget(times)
+
+
+def test_it_finds_the_split_that_balances_the_stages():
+    chosen = searched(trials_of(job()), devices=6)
+    assert (chosen.keys[ENGINES], chosen.keys[RANKS]) == (4, 2)
+
+
+def test_nothing_is_larger_than_it_has_to_be():
+    trials = trials_of(job(), replace(PROFILE, publish=ServiceTime(fixed_s=20.0)))
+    chosen = searched(trials)
+    assert (chosen.keys[WINDOW], chosen.keys[PUBLISH], chosen.keys[SWAP]) == (1, 1, "step")
+    assert chosen.keys[INFLIGHT] == job().rollout.max_inflight
+    assert chosen.keys[TRAJECTORIES] == fewest_trajectories(
+        job(), chosen.keys
+    )  # this simulator does not care about more
+    reference = fastest([point for point in trials.points if point.keys[S] == chosen.keys[S]]).images_per_s
+    assert chosen.images_per_s >= (1 - MODEST) * reference
+    fewer = trials.moved(chosen, GROUPS, chosen.keys[GROUPS] - 1)
+    assert fewer.images_per_s < (1 - MODEST) * reference
+
+
+def test_in_flight_samples_are_raised_where_they_cut_the_engines_batches():
+    chosen = searched(trials_of(job(rollout={"max_inflight": 2})))
+    assert chosen.keys[INFLIGHT] == 4
+
+
+def test_publishing_less_often_is_recommended_where_exports_stop_the_trainer():
+    def exports_cost(config, profile, **more):
+        simulated = simulate_by_law(config, profile, **more)
+        free = replace(config, weights=replace(config.weights, publish_every=1))
+        step = simulate_by_law(free, profile, **more).step_s + 30.0 / config.weights.publish_every
+        return replace(simulated, step_s=step, images_per_s=32 / step)
+
+    assert searched(trials_of(job(), simulate=exports_cost)).keys[PUBLISH] > 1
+
+
+def test_the_schedule_decides_the_swap_where_there_is_one():
+    trials = trials_of(replace(job(), schedule="async"))
+    searched(trials)
+    assert {point.keys[SWAP] for point in trials.points} == {"step"}
+
+
+def test_every_setting_that_is_simulated_passes_the_checks():
+    trials = trials_of(job(staleness={"exact": True}), replace(PROFILE, publish=ServiceTime(fixed_s=60.0)))
+    chosen = searched(trials)
+    assert all(check(with_keys(trials.config, point.keys)) is None for point in trials.points)
+    assert chosen.keys[GROUPS] >= (chosen.keys[S] + 1) * 4  # what staleness.exact demands
+
+
+def test_kept_keys_never_change():
+    kept = {S: 2, GROUPS: 9, TRAJECTORIES: 40, RANKS: 1}
+    trials = trials_of(job(), kept=kept)
+    searched(trials, devices=4)
+    assert len(trials.points) > 1
+    assert all({path: point.keys[path] for path in kept} == kept for point in trials.points)
+
+
+@pytest.mark.parametrize("budget", [12, 14, 20, 30])
+def test_a_small_budget_is_kept_and_still_gives_an_answer(budget):
+    varied = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.1))
+    trials = trials_of(job(), varied, budget=budget)
+    chosen = searched(trials, devices=6)
+    assert chosen in trials.points
+    assert chosen.images_per_s >= (1 - LOSS) * fastest(trials.points).images_per_s
+    assert trials.made <= budget
+
+
+def test_the_same_arguments_make_the_same_search():
+    first, second = trials_of(job()), trials_of(job())
+    assert searched(first, devices=6) == searched(second, devices=6)
+    assert first.points == second.points
+
+
+def test_no_setting_is_simulated_twice():
+    seen = []
+
+    def counting(config, profile, **more):
+        seen.append(config)
+        return simulate_by_law(config, profile, **more)
+
+    trials = trials_of(job(), simulate=counting)
+    searched(trials, devices=6)
+    assert len(seen) == len(trials.points) == trials.made
+    assert all(config not in seen[:number] for number, config in enumerate(seen))
+
+
+def test_where_chance_decides_the_plainer_value_wins():
+    """Lets windows seem to gain 1 %, and so does another seed."""
+
+    def by_chance(config, profile, *, seed, **more):
+        simulated = simulate_by_law(config, profile, seed=seed, **more)
+        luck = 1 + 0.01 * (config.buffer.window > 1) + 0.01 * (seed % 2)
+        return replace(simulated, step_s=simulated.step_s / luck, images_per_s=simulated.images_per_s * luck)
+
+    varied = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.1))
+    trials = trials_of(job(), varied, by_chance)
+    assert searched(trials).keys[WINDOW] == 1
+    assert trials.noise == pytest.approx(0.005, rel=0.05)
+    certain = trials_of(job(), PROFILE, by_chance)
+    assert searched(certain).keys[WINDOW] == 2
+    assert certain.noise == 0
+
+
+def test_runs_are_longer_where_fewer_jobs_average_out_what_varies():
+    def updates(**stages):
+        lengths = []
+
+        def asked(config, profile, *, updates, **more):
+            lengths.append(updates)
+            return simulate_by_law(config, profile, updates=updates, **more)
+
+        trials = trials_of(job(), replace(PROFILE, **stages), asked)
+        trials.run(job(), {})
+        return lengths[0]
+
+    assert updates() < updates(score=ServiceTime(unit_s=0.25, cv=0.2)) < updates(score=ServiceTime(unit_s=0.25, cv=0.3))
+    assert updates(score=ServiceTime(unit_s=0.25, cv=3.0)) == updates(score=ServiceTime(unit_s=0.25, cv=30.0))
+
+
+def test_large_jobs_are_simulated_in_bundles_that_no_batch_has_to_split():
+    bundles = set()
+
+    def asked(config, profile, *, bundle, **more):
+        bundles.add(bundle)
+        return simulate_by_law(config, profile, bundle=bundle, **more)
+
+    trials_of(job(), simulate=asked).run(job(), {})
+    large = job(
+        rollout={"group_size": 24, "max_batch": 12, "max_inflight": 36},
+        reward={"batch": 8},
+        trainer={"groups_per_update": 512},
+    )
+    trials_of(large, simulate=asked).run(large, {})
+    assert bundles == {1, 4}
+
+
+def test_fewer_slots_are_not_taken_for_enough_when_a_few_more_are_faster():
+    """Takes a job in which, at S = 0, whole waves lose to half ones, because halves overlap."""
+
+    def halves_overlap(config, profile, **more):
+        simulated = simulate_by_law(config, profile, **more)
+        speed = {1: 1.05, 2: 1.2}.get(config.buffer.groups, 1.0)
+        return replace(simulated, step_s=10 / speed, images_per_s=3.2 * speed)
+
+    trials = trials_of(job(staleness={"max_updates": 0}), simulate=halves_overlap, kept={S: 0})
+    chosen = searched(trials)
+    assert chosen.keys[GROUPS] == 2
+    assert chosen == fastest(trials.points) or chosen.images_per_s == fastest(trials.points).images_per_s
