@@ -29,8 +29,7 @@ def most_accelerators(
     """Return an upper bound on the accelerators, as CUDA and Ray count them, and its reason.
 
     It is None if only a driver knows. Takes no time: no torch, no Ray, no driver is asked. `kind`: as
-    `placement.accelerator`.
-    """
+    `placement.accelerator`."""
     try:
         names = [entry.name for entry in devices.iterdir()]
     except OSError:
@@ -62,8 +61,7 @@ def _visible(
 def require_accelerator(key: str, asked: float) -> torch.device:
     """Return the accelerator that torch would use.
 
-    Raises RuntimeError, under `key`, if torch sees none: what was meant for one would run on the CPU unnoticed.
-    """
+    Raises RuntimeError, under `key`, if torch sees none: what was meant for one would run on the CPU unnoticed."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -22,8 +22,7 @@ class Backend(msgspec.Struct, frozen=True):
     train: `module:Class`, an `omni_async.training.backends.base.TrainBackend`, made with (config, objective, policy,
         device, layout) on every rank.
     several_ranks: whether ranks can train one model together.
-    offload: whether weights can lie in host memory between their uses (`trainer.offload`).
-    """
+    offload: whether weights can lie in host memory between their uses (`trainer.offload`)."""
 
     name: str
     train: str

@@ -101,8 +101,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    Without `arguments` it is this process's own, and all that is left for the process to do then is to end.
-    """
+    Without `arguments` it is this process's own, and all that is left for the process to do then is to end."""
     code = _run(_parse(arguments))
     if arguments is None:
         # Python waits for threads first, that of a model which is still loading say. Nobody can catch a

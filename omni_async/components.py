@@ -39,8 +39,7 @@ def compute_velocity(
 
     `calls`: the components to call, those without a row of theirs, too, in the policy's order: under FSDP2 all ranks
     must call the same ones. Such a call adds nothing to the velocity and zeros to the gradient. Rows that need none of
-    `calls` (padding) are computed by the first of them, near its own sigma. Default: the components that are needed.
-    """
+    `calls` (padding) are computed by the first of them, near its own sigma. Default: the components that are needed."""
     calls = [name for name in policy.components if name in set(needs)] if calls is None else calls
 
     def velocity(name: str, rows: Any, at: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ def stack_rows(rows: Sequence[TensorDict], rules: Mapping[str, Rule]) -> TensorD
     pad     tensors (L, ...) of different lengths L, padded at the end with zeros (False)
     jagged  tensors (L, ...) of different lengths that stay as they are: `stacked.get(key, as_list=True)` lists them
 
-    Raises ValueError for a key without a rule.
-    """
+    Raises ValueError for a key without a rule."""
     keys = {str(key) for row in rows for key in row.keys()}  # noqa: SIM118 - a TensorDict iterates over its rows
     if unknown := sorted(keys - rules.keys()):
         raise ValueError(f"conditioning {unknown[0]!r} has no rule to stack it by; there are rules for {sorted(rules)}")

@@ -14,8 +14,7 @@ T = TypeVar("T")
 def load_registered(point: EntryPoint, cls: type[T], key: str) -> T:
     """Return what the entry point leads to.
 
-    ValueError, one line that begins with `key`, if it cannot be imported or is no `cls`.
-    """
+    ValueError, one line that begins with `key`, if it cannot be imported or is no `cls`."""
     where = f"{key}: {point.name!r} is registered as {point.value!r}, which"
     try:
         found = point.load()

@@ -25,8 +25,7 @@ class MediaShape(msgspec.Struct, frozen=True):
     """One part of a sample's media.
 
     An image (3, H, W), a video (F, 3, H, W) with its frames per second, or audio (channels, n) with its samples per
-    second.
-    """
+    second."""
 
     part: Literal["image", "video", "audio"]
     shape: tuple[int, ...]
@@ -37,8 +36,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Size and settings of one sample. Families subclass it; their fields are the keys of `rollout.sampling`.
 
     A `__post_init__` that raises ValueError refuses combinations of values. Two requests with equal specs can share a
-    batch.
-    """
+    batch."""
 
     @property
     def guided(self) -> bool:
@@ -48,15 +46,13 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def problem(self, checkpoint: Path) -> str | None:
         """Return why the model in the folder `checkpoint` makes no such sample, as `key: reason`; None if it does.
 
-        Reads configuration files, which were checked to be there and to be JSON.
-        """
+        Reads configuration files, which were checked to be there and to be JSON."""
         return None
 
     def shared_tokens(self, checkpoint: Path) -> int | None:
         """Return the number of a sample's tokens, besides text, that ranks share in equal parts; None if parts differ.
 
-        Asked of the model in the folder `checkpoint` after `problem`, and reads the same.
-        """
+        Asked of the model in the folder `checkpoint` after `problem`, and reads the same."""
         return None
 
     def media(self) -> tuple[MediaShape, ...]:
@@ -72,8 +68,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     have; `components` are the checkpoint's folders with what is trained; `prompt_images` is the number of images that a
     prompt may carry (its codec reads them by `omni_async.data.image_files.read_prompt_image`); `attention_heads` is the
     key of a component's config.json with the number of its attention heads, None where ranks cannot share a row's
-    tokens (`omni_async.policy.SequencePlan`).
-    """
+    tokens (`omni_async.policy.SequencePlan`)."""
 
     name: str
     policy: str
@@ -96,6 +91,5 @@ def family_names() -> tuple[str, ...]:
 def find_family(name: str) -> PipelineFamily:
     """Return the family registered as `name`.
 
-    ValueError lists the known ones, or says why its package, which is foreign code, gives none.
-    """
+    ValueError lists the known ones, or says why its package, which is foreign code, gives none."""
     return find_registered(name, GROUP, PipelineFamily, "model.pipeline")

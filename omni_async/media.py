@@ -32,8 +32,7 @@ class Media:
 
     image  uint8 (3, height, width), RGB
     video  uint8 (frames, 3, height, width), RGB, `fps` frames a second
-    audio  float32 (channels, n) in [-1, 1], `sample_rate` samples a second
-    """
+    audio  float32 (channels, n) in [-1, 1], `sample_rate` samples a second"""
 
     image: Any = None
     video: Any = None

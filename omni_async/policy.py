@@ -35,8 +35,7 @@ class OwnExchange:
 
     layers: the list of repeated layers, in which every attention is plain self-attention without a mask.
     tokens: the arguments of a layer that are tokens, (B, L, C); of the first they are split.
-    output: the module after the layers whose output, (B, L, C), is gathered.
-    """
+    output: the module after the layers whose output, (B, L, C), is gathered."""
 
     layers: str
     tokens: tuple[str, ...]
@@ -49,8 +48,7 @@ class SequencePlan:
 
     masked_text: inputs of the denoiser with text tokens, (B, L, C), whose L the number of ranks must divide, each with
     the input that masks it, (B, L) bool or None. Texts are padded at the end, which must move no position.
-    exchange: None where diffusers has a plan for the denoiser.
-    """
+    exchange: None where diffusers has a plan for the denoiser."""
 
     masked_text: Mapping[str, str] = field(default_factory=dict)
     exchange: OwnExchange | None = None
@@ -63,8 +61,7 @@ class Policy(Protocol):
     Conditioning is a TensorDict of batch size [B] with the keys the family's `encode` produced.
 
     components: names of the checkpoint's trained denoisers, each that of its folder: `transformer`, `transformer_2`.
-    sequence_plan: how ranks share the tokens of a row; None if they cannot.
-    """
+    sequence_plan: how ranks share the tokens of a row; None if they cannot."""
 
     path: str
     components: tuple[str, ...]

@@ -29,8 +29,7 @@ CONTROL = Resources(cpus=0.01)
 class Peers(Protocol):
     """The roles that are told of workers that join and are lost.
 
-    `stores_die`: what a worker put into the store is gone with its process.
-    """
+    `stores_die`: what a worker put into the store is gone with its process."""
 
     stores_die: bool
 
@@ -69,8 +68,7 @@ class RoleSpec:
     emulated: `emulation` replaces its devices, so that it needs none.
     scales: `omni-async scale` changes the number of its workers; a worker that is not needed any more gets `leave`.
     loading: what a new worker does before it is at work, for the console.
-    joins, lost: whom a worker that has started, and one that is gone, is reported to.
-    """
+    joins, lost: whom a worker that has started, and one that is gone, is reported to."""
 
     role: str
     workers: Callable[[Config], tuple[Worker, ...]]
@@ -218,8 +216,7 @@ WORKING = tuple(spec.role for spec in BUILT_IN if spec.works != "none")
 def roles_of(config: Config) -> dict[str, RoleSpec]:
     """Return the rows of a recipe's run by role.
 
-    First the coordinator, then the services, which others may need, and the other built-in roles.
-    """
+    First the coordinator, then the services, which others may need, and the other built-in roles."""
     coordinator, *others = BUILT_IN
     services = (_service(number, role.name) for number, role in enumerate(config.roles))
     return {spec.role: spec for spec in (coordinator, *services, *others)}

@@ -31,8 +31,7 @@ class ServiceSite:
     `name`: the worker's, which no other worker of the attempt has; `index`: its slot, from 0. `config`: the whole
     recipe; `settings`: the service's own section, or None. `host`: the address under which other machines of the run
     reach this one. `tell(text)` shows a line on the console; `addresses(role)` waits until a worker of a service is
-    ready, and returns the addresses of those that are, by name.
-    """
+    ready, and returns the addresses of those that are, by name."""
 
     name: str
     index: int
@@ -49,15 +48,13 @@ class Service:
     async def start(self) -> str:
         """Get ready, within `run.startup_timeout_s`, and return the address that others reach it by; "" if nobody does.
 
-        What it starts must be ready when this returns.
-        """
+        What it starts must be ready when this returns."""
         return ""
 
     async def run(self) -> None:
         """Serve until it is cancelled, because the run is over or the worker leaves.
 
-        It counts as lost if it ends earlier, or raises.
-        """
+        It counts as lost if it ends earlier, or raises."""
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
@@ -73,8 +70,7 @@ class ServiceRole:
 
     build: `module:function`; (ServiceSite) -> Service, called in the worker's process.
     settings: the section that `roles.<name>.settings` is; a `Section`, whose every field has a `doc`.
-    loading: what a worker does while it starts, for the console.
-    """
+    loading: what a worker does while it starts, for the console."""
 
     build: str
     settings: type[msgspec.Struct] | None = None
@@ -104,8 +100,7 @@ def service_names() -> tuple[str, ...]:
 def find_service(name: str) -> ServiceRole:
     """Return the service registered as `name`.
 
-    ValueError lists the installed ones, or says why its package, which is foreign code, gives none.
-    """
+    ValueError lists the installed ones, or says why its package, which is foreign code, gives none."""
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name in _TAKEN:
         raise ValueError(f"roles: {name!r} is a role that every run has; a package's role needs another name")

@@ -60,8 +60,7 @@ class SampleRequest(msgspec.Struct, frozen=True, gc=False):
     `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit
     integer. `spec` is the family's `SamplingSpec`. `window` is None for a noise-free (ODE) sample. `fields` are the
     trajectory tensors the objective asked for. `initial_seed`, where given, seeds the initial noise in place of `seed`,
-    so that samples of a group can share it.
-    """
+    so that samples of a group can share it."""
 
     sample_id: str
     kind: SampleKind
@@ -111,8 +110,7 @@ class Score(msgspec.Struct, frozen=True, gc=False):
     """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions.
 
     `values` are each scorer's own unweighted values, in the order of reward.scorers; a single scorer's own score leaves
-    it empty.
-    """
+    it empty."""
 
     value: float
     parts: dict[str, float] = {}
@@ -177,8 +175,7 @@ class TrainGroup(msgspec.Struct, frozen=True):
     `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `spec` is the
     `SamplingSpec` that all samples were drawn by. `seeds` draw a sample's training noise and its subset of steps; the
     two samples of a preference pair share one. `weights[i][k]`, where given, are importance weights made from the whole
-    update, and replace what the trainer would compute from the group alone.
-    """
+    update, and replace what the trainer would compute from the group alone."""
 
     group: int
     version: int

@@ -27,8 +27,7 @@ _NAME = re.compile(r"(?P<role>[^-.\d]+)(?:-(?P<index>\d+))?(?:\.(?P<number>\d+))
 class Worker:
     """One worker: its role, the index of its slot, and its number in that slot, from 1.
 
-    `index` is None if the role has one slot, or this is its first.
-    """
+    `index` is None if the role has one slot, or this is its first."""
 
     role: str
     index: int | None = None

@@ -125,8 +125,7 @@ def guided(
         conditioning: of the batch; ValueError if there is guidance and it has no negative prompt.
         scale: of the guidance.
         unconditional_gradient: whether gradients flow through the unconditional branch.
-        combine: makes the velocity of the conditional one, the unconditional one and `scale`.
-    """
+        combine: makes the velocity of the conditional one, the unconditional one and `scale`."""
     cond = predict("prompt")
     if scale <= 1:
         return cond

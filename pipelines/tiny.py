@@ -34,8 +34,7 @@ def main(build: Callable[..., Path], model: str, **flags: str) -> None:
     Args:
         build: builds the checkpoint, of a folder, a seed and the flags.
         model: its name in the help.
-        flags: further switches, each with its help.
-    """
+        flags: further switches, each with its help."""
     parser = argparse.ArgumentParser(description=f"Write a tiny random {model} checkpoint (diffusers layout).")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")

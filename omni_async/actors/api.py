@@ -63,8 +63,7 @@ class ProducerApi(Protocol):
     """The calls of the publisher to a producer.
 
     `invitation` and `parcel` are the weight transport's own: its sender makes them, the producer's receiver understands
-    them.
-    """
+    them."""
 
     async def join_weights(self, invitation: Any) -> None: ...
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport: ...
@@ -85,8 +84,7 @@ class PublisherApi(Protocol):
     async def admit(self, name: str, producer: ProducerApi) -> None:
         """Add an engine: it gets the newest version that went out, and all that follow.
 
-        EngineError if it does not take it.
-        """
+        EngineError if it does not take it."""
 
     def remove_engine(self, name: str) -> None:
         """Stop sending to an engine that is gone."""
@@ -97,8 +95,7 @@ class RankApi(Protocol):
 
     `export` returns as soon as this rank's rows of the weights are copied out (on rank 0, which lives in the trainer's
     process; None elsewhere): the trainer waits for it and for nothing else of a publish. `Snapshot` and its digest need
-    no torch.
-    """
+    no torch."""
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None: ...
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
@@ -111,22 +108,19 @@ class RankApi(Protocol):
         """Read this rank's share of a group before anything is computed with it, and keep it for this update.
 
         `start` is the number of samples of the update's groups before it, after which the deal goes on. ObjectLost if
-        the share is gone.
-        """
+        the share is gone."""
 
     async def export(self, version: int) -> Snapshot | None: ...
     async def share(self, version: int) -> SharedRows:
         """Put the rows that another rank than 0 exported as `version` into the run's store.
 
         Once for each export of a rank that holds a part of the first copy of the weights; no collective, and beside
-        everything else.
-        """
+        everything else."""
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
         """Copy out what a checkpoint holds of this rank and write it into `folder` from then on.
 
-        Returns the rest of the rank's state, as plain values.
-        """
+        Returns the rest of the rank's state, as plain values."""
 
     async def end_save(self) -> None:
         """Wait until the files of `begin_save` are written."""
@@ -150,8 +144,7 @@ class PolicyUpdate(Protocol):
     async def finish(self) -> dict[str, float]:
         """Compute what is left when all groups are in, and return the metrics of the update.
 
-        Raises Abandoned if the update is to be given up and can be.
-        """
+        Raises Abandoned if the update is to be given up and can be."""
 
 
 class UpdateRule(Protocol):

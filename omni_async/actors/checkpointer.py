@@ -36,8 +36,7 @@ _LAST_WRITE_S = 20.0
 class Checkpointer:
     """A writer of checkpoints into the folder `checkpoints` of the run.
 
-    The update rule's state is taken when a save begins.
-    """
+    The update rule's state is taken when a save begins."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -51,8 +50,7 @@ class Checkpointer:
     async def save(self, version: int) -> None:
         """Begin a checkpoint between two updates; `version` is that of the weights.
 
-        Returns when they may change again.
-        """
+        Returns when they may change again."""
         await self.settle(last=False)
         folder = self.checkpoints / folder_name(version)
         try:
@@ -72,8 +70,7 @@ class Checkpointer:
     async def settle(self, last: bool = True) -> None:
         """Wait until nothing is being written.
 
-        Raises a failure if it is the `last` one's, and otherwise reports it.
-        """
+        Raises a failure if it is the `last` one's, and otherwise reports it."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -93,8 +90,7 @@ class Checkpointer:
     async def close(self) -> None:
         """Give a checkpoint under way some time to be finished, and none if the caller is cancelled.
 
-        Other actors that it needs may be gone. An unfinished one is left, in a folder without a name.
-        """
+        Other actors that it needs may be gone. An unfinished one is left, in a folder without a name."""
         writing, self._writing = self._writing, None
         if writing is not None:
             if not is_cancelled():

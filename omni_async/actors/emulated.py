@@ -40,8 +40,7 @@ _VERSION_BYTES = 8
 class EmulatedRewarder(Rewarder):
     """A reward worker that takes the profile's time over every batch.
 
-    Where roles share devices, the first batch of an update waits for the device to be handed over.
-    """
+    Where roles share devices, the first batch of an update waits for the device to be handed over."""
 
     def __init__(
         self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
@@ -79,8 +78,7 @@ class EmulatedRewarder(Rewarder):
 class EmulatedRank:
     """The only rank of an emulated trainer, whatever `trainer.workers`. See `RankApi`.
 
-    It is busy with a group for as long as the rank that is dealt most of it.
-    """
+    It is busy with a group for as long as the rank that is dealt most of it."""
 
     def __init__(self, config: Config, profile: Profile, store: ObjectStore) -> None:
         self._config = config
@@ -99,8 +97,7 @@ class EmulatedRank:
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
         """Fetch all trajectories, as part of the profile's time for the pass that follows.
 
-        RuntimeError if one is not of the payload's size.
-        """
+        RuntimeError if one is not of the payload's size."""
         self._since = self._device.now()
         expected = self._trajectory_bytes
         for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):

@@ -20,8 +20,7 @@ class Finished:
     """A generated sample on its way into the store.
 
     `tensors` may be anything that has `nbytes`; `media` are `Media` of NumPy arrays, or mere bytes where a replayed
-    profile made them.
-    """
+    profile made them."""
 
     request: SampleRequest
     tensors: Any

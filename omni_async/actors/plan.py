@@ -29,8 +29,7 @@ class Plan:
 
     `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are made from all of them
     together. `paired`: only a group's best and worst sample are trained. `rows_per_sample`: trained rows of one sample
-    (of one pair: half).
-    """
+    (of one pair: half)."""
 
     mode: Streaming
     why: str
@@ -54,8 +53,7 @@ class Plan:
 def require_trainable(config: Config) -> Plan:
     """Return how updates are carried out.
 
-    Raises ConfigError, one line, where the objective is unknown, does not fit or cannot stream so.
-    """
+    Raises ConfigError, one line, where the objective is unknown, does not fit or cannot stream so."""
     try:
         problem = next(problems(config), None)
     except ValueError as error:  # no such objective
@@ -92,8 +90,7 @@ def _recomputes(config: Config) -> bool:
 def _weighs(config: Config) -> bool:
     """Return whether weights must be known before the first gradient.
 
-    They look at all rows, or their scale must not touch the KL term.
-    """
+    They look at all rows, or their scale must not touch the KL term."""
     correction = config.correction
     rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
     penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0

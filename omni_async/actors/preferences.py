@@ -47,16 +47,14 @@ class Pairs(Protocol):
     def media(self, pair: int) -> tuple[Media, Media]:
         """Return the chosen and the rejected image, each of any size.
 
-        Called from one thread. ValueError if there is none.
-        """
+        Called from one thread. ValueError if there is none."""
 
 
 @dataclass(eq=False)
 class PreferenceReader:
     """The reader of a dataset of pairs.
 
-    It encodes images and prompts on `device`; None: the accelerator, or the CPU where placement.rollout.gpus is 0.
-    """
+    It encodes images and prompts on `device`; None: the accelerator, or the CPU where placement.rollout.gpus is 0."""
 
     name: str
     config: Config
@@ -80,8 +78,7 @@ class PreferenceReader:
     async def run(self) -> None:
         """Read samples until the run is over.
 
-        EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped.
-        """
+        EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -181,8 +178,7 @@ class PreferenceReader:
     def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[Media], torch.Tensor]:
         """Return both images of a pair, of the spec's size, and their latents (2, *shape).
 
-        Encodes both in one batch, so that latents do not depend on what was leased together.
-        """
+        Encodes both in one batch, so that latents do not depend on what was leased together."""
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
             (shape,) = spec.media()
@@ -198,8 +194,7 @@ def fit(media: Media, height: int, width: int) -> Media:
     """Fit an image to (height, width).
 
     Take the largest centred cut of the wanted aspect ratio, resampled with Lanczos' filter. An image of that size
-    stays as it is.
-    """
+    stays as it is."""
     rows, columns = media.image.shape[1:]
     if (rows, columns) == (height, width):
         return media

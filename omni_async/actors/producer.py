@@ -69,8 +69,7 @@ class Producer:
     async def run(self) -> None:
         """Generate leased samples until the run is over.
 
-        A dead engine ends it with EngineError; a failed sample only itself.
-        """
+        A dead engine ends it with EngineError; a failed sample only itself."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -167,8 +166,7 @@ class Producer:
     async def join_weights(self, invitation: Any) -> None:
         """Join the sender that wrote `invitation`, once the engine has started, and again when engines come or go.
 
-        A version that is being received from the former sender is given up.
-        """
+        A version that is being received from the former sender is given up."""
         if self._receiving is not None:
             self._receiving.cancel()
         await self._receiver.init(invitation)
@@ -176,8 +174,7 @@ class Producer:
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
         """Stage in the background, then swap at the boundary that `weights.swap` names.
 
-        TransportError if the weights do not arrive, EngineError if they arrive wrong.
-        """
+        TransportError if the weights do not arrive, EngineError if they arrive wrong."""
         async with self._swapping:
             staging = self.clock.now()
             try:

@@ -57,8 +57,7 @@ class WeightPublisher:
         """Release memory before an export.
 
         It is that of a version which was handed over but has not left, or of the last that went out while another is
-        on its way to replace it.
-        """
+        on its way to replace it."""
         if self._waiting is not None:
             self._waiting.release()
             self._waiting = None
@@ -110,8 +109,7 @@ class WeightPublisher:
     async def admit(self, name: str, producer: ProducerApi) -> None:
         """Add an engine: it gets the newest version that went out, and all that follow.
 
-        EngineError if it does not take it.
-        """
+        EngineError if it does not take it."""
         async with self._sending:
             self._producers[name] = producer
             if not self._sender.one_by_one:
@@ -166,8 +164,7 @@ class WeightPublisher:
     async def _send(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> None:
         """Send until every engine of `names` that is still there holds the version.
 
-        Where all receive at once, and one fails, all do: then those that are left connect again, and try again.
-        """
+        Where all receive at once, and one fails, all do: then those that are left connect again, and try again."""
         left = [name for name in names if name in self._producers]
         for last in (*(False for _ in range(_TRIES)), True):
             if not self._sender.one_by_one and self._connected != self._producers.keys():
@@ -205,8 +202,7 @@ class WeightPublisher:
         """Wait until all have the version or have failed.
 
         Where engines receive it together and one fails, the rest would wait for their time-outs: their deliveries are
-        cancelled, and TransportError is raised, so that they connect again.
-        """
+        cancelled, and TransportError is raised, so that they connect again."""
         left = set(delivering)
         try:
             while left:

@@ -34,8 +34,7 @@ _COLLECTIVE_TIMEOUT_S = 600.0
 class _Share:
     """What this rank takes of a group: samples, by number, and their trajectories.
 
-    `counts`: False where it has none and takes one of another rank's, because the others' passes are collective.
-    """
+    `counts`: False where it has none and takes one of another rank's, because the others' passes are collective."""
 
     samples: Sequence[int]
     counts: bool
@@ -46,8 +45,7 @@ class Rank:
     """A trainer rank, at its place in `layout`.
 
     `build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it.
-    `paired`: the objective trains preference pairs.
-    """
+    `paired`: the objective trains preference pairs."""
 
     def __init__(
         self, layout: ParallelLayout, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False
@@ -69,8 +67,7 @@ class Rank:
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """Join the other ranks, and load the model, and the checkpoint if there is one.
 
-        The ranks meet at `rendezvous`, a torch.distributed init method; it is None where there is one.
-        """
+        The ranks meet at `rendezvous`, a torch.distributed init method; it is None where there is one."""
 
         def work() -> None:
             self._engine = self._build()
@@ -94,8 +91,7 @@ class Rank:
     def _dealt(self, number: int, start: int) -> tuple[Sequence[int], bool]:
         """Return the samples to take, and whether they count.
 
-        Of a preference pair they are both, since its noise draws are dealt instead.
-        """
+        Of a preference pair they are both, since its noise draws are dealt instead."""
         samples = range(number) if self._paired else self._layout.dealt(number, start)
         return (samples, True) if samples else (range(1), False)
 
@@ -142,8 +138,7 @@ class Rank:
 
         They are returned on rank 0; elsewhere that is None, and `share` hands them over. The memory of snapshots that
         were released is used again: two sets are enough on rank 0, where at most one snapshot is on its way when the
-        next is taken, and one elsewhere, where the next waits.
-        """
+        next is taken, and one elsewhere, where the next waits."""
         async with self._sharing:
             snapshot = await self._in_thread(lambda: self._snapshot(version))
         if self._layout.rank == 0 or snapshot is None:
@@ -154,8 +149,7 @@ class Rank:
     async def share(self, version: int) -> SharedRows:
         """Put what this rank exported as `version` into the store, while the engine goes on with the training.
 
-        That copies, as this is another process than the publisher's, and so frees the memory.
-        """
+        That copies, as this is another process than the publisher's, and so frees the memory."""
         snapshot = self._exported.pop(version)
         async with self._sharing:
             try:

@@ -46,8 +46,7 @@ class ServiceHost:
     async def run(self) -> None:
         """Serve until the run is over, or the worker is to leave and has finished what it had.
 
-        Raises ServiceEnded if the service ends by itself.
-        """
+        Raises ServiceEnded if the service ends by itself."""
         try:
             await first_of(self._serve(), self._coordinator.closing(), self._drained())
         finally:

@@ -45,8 +45,7 @@ class Trainer:
     """The trainer.
 
     `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on the ranks.
-    `checkpoints` is the folder of the run's checkpoints.
-    """
+    `checkpoints` is the folder of the run's checkpoints."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -153,8 +152,7 @@ class Trainer:
         """Report a large mismatch between engine and trainer.
 
         Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own
-        drift.
-        """
+        drift."""
         mismatch = metrics.get("engine_mismatch_nats", 0.0)
         if mismatch > _MISMATCH_NATS:
             await self.coordinator.phase(
@@ -166,8 +164,7 @@ class Trainer:
     async def _publish(self) -> None:
         """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher.
 
-        A dataset's reader needs none: for it the version's number is enough.
-        """
+        A dataset's reader needs none: for it the version's number is enough."""
         if self.config.data.preferences is not None:
             await self.coordinator.announce(self._version, "")
             for reader in self.config.engine_names:

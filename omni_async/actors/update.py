@@ -79,8 +79,7 @@ class Update:
     async def add(self, group: ReadyGroup) -> None:
         """Add a group and compute with it as early as the plan allows.
 
-        ObjectLost, with nothing changed, if a rank cannot read the group.
-        """
+        ObjectLost, with nothing changed, if a rank cannot read the group."""
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
         start = len(self.groups) * self.plan.samples_per_group
         await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self.ranks))
@@ -128,8 +127,7 @@ class Update:
     def _weights(self) -> tuple[list[list[list[float]]], dict[str, float]]:
         """Return importance weights of every group's samples and steps, and the correction's metrics.
 
-        The weights are made from all of them.
-        """
+        The weights are made from all of them."""
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         first = drifts[0].num_elements
@@ -232,8 +230,7 @@ def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of an update's optimizer steps.
 
     Maxima stay maxima, everything else is averaged over the steps that have it (steps of other windows have other
-    metrics per denoising step).
-    """
+    metrics per denoising step)."""
     columns: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():

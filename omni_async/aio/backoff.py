@@ -26,8 +26,7 @@ class Backoff(Struct, frozen=True):
 class Later:
     """Delayed calls, by name.
 
-    They wait for timers of the running loop; `cancel` and `close` end the wait without the call.
-    """
+    They wait for timers of the running loop; `cancel` and `close` end the wait without the call."""
 
     def __init__(self) -> None:
         self._timers: dict[str, asyncio.TimerHandle] = {}

@@ -19,8 +19,7 @@ class Coalescer(Generic[T, R]):
     """A batching front of `deliver`, which takes items and returns one result for each, in their order.
 
     An error that `deliver` raises goes to all their senders. A sender that is cancelled withdraws its item unless that
-    has left.
-    """
+    has left."""
 
     def __init__(self, deliver: Callable[[list[T]], Awaitable[Sequence[R]]]) -> None:
         self._deliver = deliver

@@ -27,8 +27,7 @@ class TaskFailed(RuntimeError):
 class Supervisor:
     """The owner of a run's tasks.
 
-    `async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await supervisor.wait()`
-    """
+    `async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await supervisor.wait()`"""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], str] = {}

@@ -18,8 +18,7 @@ class Event:
     """A signal without a state: `await wait()` returns at the next `notify()`.
 
     Callers loop: check a condition, wait, check again. Between a check and its wait no other task runs, so no
-    notification is missed; a cancelled waiter takes nothing with it, because every notification wakes all waiters.
-    """
+    notification is missed; a cancelled waiter takes nothing with it, because every notification wakes all waiters."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -62,8 +61,7 @@ class FairQueue:
 
     `notify()` only ever wakes the first waiter, and costs nothing while the queue is empty or closed: code that may
     have opened it calls `notify()`. A waiter that leaves, served or cancelled, wakes the next, so an open queue moves
-    on by itself. No waiter is handed anything while it waits, so a cancelled one loses nothing.
-    """
+    on by itself. No waiter is handed anything while it waits, so a cancelled one loses nothing."""
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self._is_open = is_open
@@ -130,8 +128,7 @@ class Stopped(Exception):
 async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
     """Return the result of `work`; raise Stopped if `stop` is done first.
 
-    The other one is cancelled and waited for.
-    """
+    The other one is cancelled and waited for."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

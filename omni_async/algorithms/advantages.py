@@ -24,8 +24,7 @@ def unclipped_advantages(rewards: Tensor, group_ids: Tensor, settings: Advantage
     """Return advantages (N,) float64 before the clamp. `rewards` (N,) finite, `group_ids` (N,) integers in any order.
 
     settings.std: "global" divides by the std of all N rewards, "group" by the group's own, "none" by nothing; ddof (0
-    or 1) is subtracted from the count in the variance. Equal rewards give exactly 0.
-    """
+    or 1) is subtracted from the count in the variance. Equal rewards give exactly 0."""
     if settings.std not in ("global", "group", "none"):
         raise ValueError(f"std must be 'global', 'group' or 'none', got {settings.std!r}")
     if group_ids.is_floating_point() or group_ids.shape != rewards.shape:

@@ -39,8 +39,7 @@ def aggregate_advantages(
 
     With settings.track_prompts `history` and `prompt_ids` (N,) replace groups, so that groups of one prompt share
     statistics; `history` is read only: commit `tracked_rewards` to it when the update is done. Otherwise both are
-    ignored. Groups of one get 0, as does a prompt's only reward ever.
-    """
+    ignored. Groups of one get 0, as does a prompt's only reward ever."""
     if not settings.clip_max > 0:
         raise ValueError(f"clip_max must be > 0, got {settings.clip_max}")
     columns = tracked_rewards(rewards, weights, settings)

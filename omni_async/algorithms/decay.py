@@ -14,8 +14,7 @@ def nft_decay(kind: Literal["none", "slow", "late"], update: int) -> float:
     """Return d of DiffusionNFT's old policy once `update` updates are done (1 after the first).
 
     The three published schedules (arXiv 2509.16117, decay types 0, 1, 2 of its code): `none` 0, the old policy is the
-    current one; `slow` min(.001 u, .5); `late` 0 before u = 75, then min(.0075 (u - 75), .999).
-    """
+    current one; `slow` min(.001 u, .5); `late` 0 before u = 75, then min(.0075 (u - 75), .999)."""
     if update < 0:
         raise ValueError(f"update must be >= 0, got {update}")
     match kind:

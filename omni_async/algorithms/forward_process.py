@@ -48,8 +48,7 @@ def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, gene
     sigmas (N + 1,): the sampler's own, decreasing, the last one 0. `schedule` takes the others in a random permutation,
     so none repeats before all have occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0].
     `logit_normal` does not use their values: sigmoid(z) of a standard normal z, one draw from each of K equally likely
-    strata, shifted as SD3 schedules are, sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
-    """
+    strata, shifted as SD3 schedules are, sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050)."""
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] != 0:
         raise ValueError(
             f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}"

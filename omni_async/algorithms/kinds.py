@@ -45,8 +45,7 @@ class Kind:
         their rows are dealt. Preference files are made of such pairs.
     fields: the trajectory tensors that engines must return for an objective under a configuration.
     problems: combinations of an objective and the rest of the configuration that cannot work, one message each, beside
-        those that follow from the above.
-    """
+        those that follow from the above."""
 
     name: str
     summary: str
@@ -85,8 +84,7 @@ def _step_fields(objective: Objective, config: Config) -> tuple[str, ...]:
     (`kappa_nats`) does not ask for them.
 
     An objective that takes old means gets those of the policy its ratio is taken to, which is the behaviour policy in
-    mode `bypass` and is computed by the trainer in `decoupled` and `none`.
-    """
+    mode `bypass` and is computed by the trainer in `decoupled` and `none`."""
     correction = config.correction
     fields = tuple(field for field in objective.fields if field != _MEANS)
     read = correction.kappa_nats is not None or (_MEANS in objective.fields and correction.mode == "bypass")

@@ -44,8 +44,7 @@ class Objective:
         decay(u) * itself + (1 - decay(u)) * the current policy.
     settings: the section that `algorithm.settings` is, of an objective of another package; built-in ones have sections
         of the schema. Every field has a `doc`.
-    problems: combinations with the rest of the configuration that cannot work, one message each.
-    """
+    problems: combinations with the rest of the configuration that cannot work, one message each."""
 
     name: str
     summary: str

@@ -10,8 +10,7 @@ def best_and_worst(rewards: Sequence[float]) -> tuple[int, int]:
 
     Two different samples even if all are.
 
-    ValueError for fewer than two: one sample makes no pair.
-    """
+    ValueError for fewer than two: one sample makes no pair."""
     if len(rewards) < 2:
         raise ValueError(f"a preference pair needs at least 2 samples of a prompt, got {len(rewards)}")
     best = max(range(len(rewards)), key=lambda i: rewards[i])

@@ -80,8 +80,7 @@ def _parse(name: str) -> Arm:
 def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, fewest: int = 1) -> Config:
     """Load the recipe with what all arms share; without `updates`, at least `fewest` of them.
 
-    Raises ConfigError where it cannot be benchmarked, or an override is an arm's to decide.
-    """
+    Raises ConfigError where it cannot be benchmarked, or an override is an arm's to decide."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         for owned, instead in _OWNED.items():
@@ -103,8 +102,7 @@ def arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -
     Raises ConfigError where the recipe rules the arm out.
 
     A correction that the recipe leaves to its staleness budget (`auto`) is the recipe's own in every arm: arms must do
-    the same work.
-    """
+    the same work."""
     updates = base.trainer.updates
     groups = (arm.max_updates + 1) * base.trainer.groups_per_update
     samples = groups * base.rollout.group_size

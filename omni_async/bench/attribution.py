@@ -46,8 +46,7 @@ def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> 
         spans: those of the run.
         start: in the clock's seconds, as in the spans.
         end: likewise.
-        engines: how many there are, idle ones included.
-    """
+        engines: how many there are, idle ones included."""
     trainer, engine_times, scoring, switching, weights = _sort(spans, start, end)
     claimed: list[Interval] = []
 
@@ -97,8 +96,7 @@ def _sort(
 def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict[str, float]:
     """Return each category's share of the seconds by which the arm is faster; the shares sum to 1.
 
-    A negative share is a category that takes the arm longer. Empty where both are equally fast.
-    """
+    A negative share is a category that takes the arm longer. Empty where both are equally fast."""
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 1e-9:
         return {}
@@ -108,8 +106,7 @@ def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict
 def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
     """Phrase a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`.
 
-    Shares below 1 % are left out, and all of a difference that is below 1 % of the baseline's step.
-    """
+    Shares below 1 % are left out, and all of a difference that is below 1 % of the baseline's step."""
     text = f"{ratio:.2f}x over {baseline_name}"
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 0.01 * sum(baseline.values()):

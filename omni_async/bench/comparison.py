@@ -14,8 +14,7 @@ from omni_async.bench.result import ArmRecord, Measured, Overlap, Spread, Stage,
 class Speedup(msgspec.Struct, frozen=True):
     """A speed-up over a baseline: `ratio` of the step times of the same round, over rounds.
 
-    `shares`: category -> its part of the seconds saved.
-    """
+    `shares`: category -> its part of the seconds saved."""
 
     ratio: Spread
     shares: dict[str, float]
@@ -26,8 +25,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     """An arm's numbers over its repeats; seconds are measured ones.
 
     `attribution`, `stages` and `busy` are those of the repeat with the median step time, so that they belong together;
-    `staleness` is the sum of all.
-    """
+    `staleness` is the sum of all."""
 
     name: str
     runs: int
@@ -52,8 +50,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
 def compare(overlap: Overlap) -> dict[str, ArmSummary]:
     """Summarize each arm, in the benchmark's order; arms without a measured run are left out.
 
-    `deviation` = simulated / measured - 1.
-    """
+    `deviation` = simulated / measured - 1."""
     measured = {arm.name: arm for arm in overlap.arms if arm.measured}
     return {name: _summary(arm, measured) for name, arm in measured.items()}
 

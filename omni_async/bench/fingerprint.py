@@ -19,8 +19,7 @@ _FILE = "fingerprint"
 def fingerprint(inputs: RunInputs) -> str:
     """Return a hexadecimal digest.
 
-    Of a model's files their names, sizes and times of change count, of everything else the content.
-    """
+    Of a model's files their names, sizes and times of change count, of everything else the content."""
     found = hashlib.sha256(_code().encode())
     for part in (inputs.profile, inputs.prompts, inputs.validation_prompts):
         found.update(msgspec.json.encode(part) + b"\n")

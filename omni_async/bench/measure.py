@@ -39,8 +39,7 @@ class NotMeasurableError(ValueError):
 def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> int:
     """Return the updates of a run that is long enough to measure `steps` of them, and the fewest that say anything.
 
-    Its steady part is whole periods of S + 1 updates and of publishes.
-    """
+    Its steady part is whole periods of S + 1 updates and of publishes."""
     period = math.lcm(max_updates + 1, publish_every)
     length = math.ceil(max(_FEWEST, steps) / period) * period
     return max(2, max_updates + 2) + length + max_updates
@@ -50,8 +49,7 @@ def steady_part(config: Config) -> tuple[int, int]:
     """Return the updates (first, last) at whose ends measuring starts and stops, as the simulator does.
 
     The first max(2, S + 2) updates fill the pipeline, the last S drain it, and between them lie whole periods. Raises
-    ConfigError if too few are left.
-    """
+    ConfigError if too few are left."""
     updates, budget = config.trainer.updates, config.staleness.max_updates
     needed = max(2, budget + 2) + _FEWEST + budget
     if updates < needed:
@@ -67,8 +65,7 @@ def steady_part(config: Config) -> tuple[int, int]:
 def measure(run: Path, config: Config) -> Measured:
     """Measure a run that is done from its folder `run`; `config` is the configuration it ran with.
 
-    Raises NotMeasurableError if something is missing there.
-    """
+    Raises NotMeasurableError if something is missing there."""
     try:
         summary = read_summary(run / "summary.json")
         finished = _finished(run / "metrics.jsonl")

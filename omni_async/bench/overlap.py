@@ -77,8 +77,7 @@ def run_overlap(
 
     Raises:
         ConfigError: something is wrong, and nothing has run. A run that fails is recorded with its reason instead.
-        KeyboardInterrupt: the benchmark was interrupted; the results so far are written.
-    """
+        KeyboardInterrupt: the benchmark was interrupted; the results so far are written."""
     train, simulator = train or train_here, simulator or simulated_step
     if profile is not None:
         overrides = [*overrides, f"emulation.profile={profile}"]
@@ -204,8 +203,7 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
 def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
     """Add the law of real devices, by service times measured in a run.
 
-    That is the synchronous arm's median run, or else the first arm's that has any.
-    """
+    That is the synchronous arm's median run, or else the first arm's that has any."""
     for arm in sorted(overlap.arms, key=lambda arm: arm.name != "sync"):
         if not arm.measured:
             continue

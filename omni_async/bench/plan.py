@@ -53,8 +53,7 @@ class Plan:
         """Yield jobs round by round, every arm once in each.
 
         A round starts one arm later than the one before it, so that no arm always follows the same one. Arms of a round
-        share its seed: the same prompts and the same noise.
-        """
+        share its seed: the same prompts and the same noise."""
         runnable = [(planned.arm, planned.inputs) for planned in self.arms if planned.inputs is not None]
         for number in range(self.repeats):
             first = number % len(runnable) if runnable else 0
@@ -80,8 +79,7 @@ def make_plan(
     """Make the plan; with `steps` each arm's runs are just long enough to measure that many.
 
     Raises ConfigError, one line, where nothing can be measured; an arm that the recipe rules out is skipped with the
-    reason.
-    """
+    reason."""
     if steps is not None:
         every = base_config(recipe, overrides, None).weights.publish_every
         updates = max(enough_updates(arm.max_updates, steps, every) for arm in arms)
@@ -111,8 +109,7 @@ def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, ste
 def finished_run(inputs: RunInputs) -> Path | None:
     """Return the newest run folder in `run.dir` that is done, has a timeline and would be made the same now.
 
-    That is by this code, with exactly this configuration, profile, prompts and model.
-    """
+    That is by this code, with exactly this configuration, profile, prompts and model."""
     wanted, mark = resolved_yaml(inputs.config), fingerprint(inputs)
     for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:

@@ -25,8 +25,7 @@ def predict(config: Config, profile: Profile, time_scale: float, simulator: Simu
         config: the arm's configuration.
         profile: service times in seconds.
         time_scale: measured seconds per second of the profile.
-        simulator: returns the mean seconds of a step, in the profile's time; if it fails, the reason is reported.
-    """
+        simulator: returns the mean seconds of a step, in the profile's time; if it fails, the reason is reported."""
     times = times_of(config, profile.scaled(time_scale))
     law = async_step(times, config.staleness.max_updates)
     try:

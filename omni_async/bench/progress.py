@@ -21,8 +21,7 @@ _REFRESH_PER_S = 2  # the display runs beside what is measured
 class Progress:
     """The display of `total` runs, of which some may be complete already.
 
-    A context manager; `console_of` gives the console of one run.
-    """
+    A context manager; `console_of` gives the console of one run."""
 
     def __init__(self, total: int, console: Console) -> None:
         columns = (

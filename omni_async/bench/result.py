@@ -47,8 +47,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     `step_s`: mean seconds per update; `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job.
     `attribution` sums to `step_s`. `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by
-    staleness) and `peak_memory_bytes` are the whole run's.
-    """
+    staleness) and `peak_memory_bytes` are the whole run's."""
 
     updates: int
     step_s: float
@@ -66,8 +65,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One run and its outcome.
 
     `folder` is relative to the benchmark's. `load`: the machine's 1-minute load average when the run began (None: a run
-    found complete).
-    """
+    found complete)."""
 
     round: int
     status: Literal["done", "failed"]
@@ -80,8 +78,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds as they are measured (the emulation's time scale applied).
 
-    `simulated_s`: the simulator's step, or None with `not_simulated`.
-    """
+    `simulated_s`: the simulator's step, or None with `not_simulated`."""
 
     times: StageTimes
     law_s: float
@@ -112,8 +109,7 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     """A whole benchmark.
 
-    `law`: the source of the predictions, in words. `time_scale`: of emulated devices; 1 for real ones.
-    """
+    `law`: the source of the predictions, in words. `time_scale`: of emulated devices; 1 for real ones."""
 
     recipe: str
     command: str
@@ -133,8 +129,7 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
     """Write the result.
 
-    `summary` (the table's numbers) is written beside the raw numbers for other readers; `read_overlap` ignores it.
-    """
+    `summary` (the table's numbers) is written beside the raw numbers for other readers; `read_overlap` ignores it."""
     content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
     write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 

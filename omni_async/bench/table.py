@@ -37,8 +37,7 @@ class Section:
 def sections(overlap: Overlap) -> list[Section]:
     """Return the rows, with a cell per arm of the benchmark, in its order; rows that no arm has are left out.
 
-    An arm without a number has `failed`, `skipped` or `not run` in the first row.
-    """
+    An arm without a number has `failed`, `skipped` or `not run` in the first row."""
     summaries = compare(overlap)
     state = {arm.name: "skipped" if arm.skipped else "failed" if arm.failures else "not run" for arm in overlap.arms}
 

@@ -72,8 +72,7 @@ def rotate(checkpoints: Path, keep: int, written: Path) -> None:
 
     Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used:
     their updates no longer exist, nor do the lines of the ledger that their states count. Left there, they would come
-    first when the run is resumed again, and count among the `keep` in place of whole ones.
-    """
+    first when the run is resumed again, and count among the `keep` in place of whole ones."""
     found = [*newest_first(checkpoints)]
     kept = found[found.index(written) :][:keep]
     for folder in (*found, *checkpoints.glob(".update-*")):
@@ -85,8 +84,7 @@ def finish(folder: Path) -> None:
     """Rename what was written at `partial(folder)` to its final path; it is on disk when this returns.
 
     One that is already there, of the same version, is replaced: it is damaged, or the run was resumed from it, stopped
-    before its next update, and has finished groups since. Until the new one is at the final path it is kept aside.
-    """
+    before its next update, and has finished groups since. Until the new one is at the final path it is kept aside."""
     if folder.exists():
         shutil.rmtree(_aside(folder), ignore_errors=True)
         folder.rename(_aside(folder))

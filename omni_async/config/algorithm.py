@@ -109,8 +109,7 @@ class Correction(Section, kw_only=True, frozen=True):
     def needs_update(self) -> bool:
         """Whether a row's correction depends on the other rows of its update.
 
-        Then all must be known before the first gradient.
-        """
+        Then all must be known before the first gradient."""
         return self.weights == "tempered" or self.m2 is not None
 
     @property

@@ -14,8 +14,7 @@ _LARGEST_INDEX = 10_000_000
 def family_of(folder: Path) -> str:
     """Return the name of the one installed family that takes the checkpoint in `folder`.
 
-    ValueError, one line naming the key, if there is none, or several.
-    """
+    ValueError, one line naming the key, if there is none, or several."""
     index = folder / "model_index.json"
     if not index.is_file():
         raise ValueError(f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no {index.name}")

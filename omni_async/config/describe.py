@@ -40,8 +40,7 @@ def _bound(meta: msgspec.Meta, key: str, word: str) -> str:
 def describe(annotation: Any, value: Any = None) -> str:
     """Describe the allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`.
 
-    Bounds that only keep absurd values out are named where `value` may have left them.
-    """
+    Bounds that only keep absurd values out are named where `value` may have left them."""
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
     bounds = [_bound(m, key, word) for m in metas for key, word in _BOUNDS if _matters(m, key, value)]
@@ -111,8 +110,7 @@ def fields_of(section: type[msgspec.Struct]) -> dict[str, Any]:
 def annotation_at(root: type[msgspec.Struct], path: list[str]) -> Any:
     """Return the annotation of `rollout.sde.kind`-like paths (`reward.scorers.0.name` in a list).
 
-    None if the path leaves the schema.
-    """
+    None if the path leaves the schema."""
     annotation: Any = root
     for key in path:
         items = _items_of(annotation)

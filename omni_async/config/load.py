@@ -33,8 +33,7 @@ from omni_async.services import find_service
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load the recipe at `path` with `overrides` `key.path=value`.
 
-    Imports nothing heavy. Raises ConfigError, one line.
-    """
+    Imports nothing heavy. Raises ConfigError, one line."""
     tree = read_tree(Path(path), overrides)
     with errors_of(Path(path)):
         config = decode(tree, Config)
@@ -61,8 +60,7 @@ def with_spec(config: Config) -> Config:
     """Return the configuration with its model family's name, and that family's `SamplingSpec` for every sampling.
 
     A bucket's is merged over `rollout.sampling`. A family that is not found, or that an emulated job does not name,
-    leaves the configuration as it is. Raises ConfigError with the key that the family refuses.
-    """
+    leaves the configuration as it is. Raises ConfigError with the key that the family refuses."""
     name = config.model.pipeline
     if name is None and config.emulation is not None:
         return config

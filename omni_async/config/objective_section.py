@@ -13,8 +13,7 @@ OBJECTIVES = "omni_async.objectives"
 def objective_section(name: str) -> type[Section] | None:
     """Return the section of the objective that another package installed as `name`; None if it brings none.
 
-    Raises ValueError if the package cannot be imported.
-    """
+    Raises ValueError if the package cannot be imported."""
     for point in entry_points(group=OBJECTIVES, name=name):
         section: type[Section] | None = getattr(load_registered(point, object, "algorithm.name"), "settings", None)
         return section

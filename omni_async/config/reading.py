@@ -35,8 +35,7 @@ def open_file(path: str | Path) -> BinaryIO:
     """Open a plain file for reading.
 
     Raises OSError, as from `require_file`, if it is none: checked again after opening, since the path may lead
-    elsewhere by then.
-    """
+    elsewhere by then."""
     require_file(path)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -50,8 +49,7 @@ def open_file(path: str | Path) -> BinaryIO:
 def read_file(path: str | Path, largest: int | None = None) -> bytes:
     """Read all bytes of a plain file.
 
-    Raises OSError as from `require_file`; TooLargeError if there are more than `largest`.
-    """
+    Raises OSError as from `require_file`; TooLargeError if there are more than `largest`."""
     with open_file(path) as file:
         content = file.read(-1 if largest is None else largest + 1)
     if largest is not None and len(content) > largest:

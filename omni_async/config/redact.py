@@ -35,8 +35,7 @@ class _Syntax(NamedTuple):
     """A syntax in which a text gives a value to a name.
 
     `telling` matches names that are secret in this syntax, besides those that are secret everywhere. The patterns are
-    bounded, so that a hostile text costs no more than its length.
-    """
+    bounded, so that a hostile text costs no more than its length."""
 
     names: re.Pattern[str]
     values: re.Pattern[str]
@@ -62,8 +61,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 def is_secret_key(key: str, value: Any = "") -> bool:
     """Tell whether `value` is a credential by its key: `hf_token`, `X-Api-Key`, `headers[Authorization]`.
 
-    Under `tokens` and `max_tokens` texts are credentials, and numbers are counts.
-    """
+    Under `tokens` and `max_tokens` texts are credentials, and numbers are counts."""
     last = re.split(r"[.\[]", key.rstrip("[]"))[-1]
     name = _CAMEL.sub("_", last).replace("-", "_")
     return _SECRET_KEY.fullmatch(name) is not None and (not name.lower().endswith("tokens") or _has_text(value))
@@ -72,8 +70,7 @@ def is_secret_key(key: str, value: Any = "") -> bool:
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Mask credentials in `text`: the `secrets` in any form (see `secret_forms`), and what looks like one.
 
-    That is the user and password of a URL, query values and assignments named like secrets, and bearer tokens.
-    """
+    That is the user and password of a URL, query values and assignments named like secrets, and bearer tokens."""
     text = _mask(text, secret_forms.find(text, secrets))
     text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
     for syntax in (_QUERY, _ASSIGNED):
@@ -84,8 +81,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 def redact(value: Any) -> Any:
     """Apply `redact_text` to a tree of dicts, lists and scalars.
 
-    Values under keys named like secrets are masked whole, except null and references.
-    """
+    Values under keys named like secrets are masked whole, except null and references."""
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, dict):
@@ -109,8 +105,7 @@ def secrets_in(value: Any) -> frozenset[str]:
 def one_line(text: str, longest: int = 10_000) -> str:
     """Return `text` as one line that a terminal does not obey, cut off after `longest` characters.
 
-    Line ends become spaces, other control characters their escapes.
-    """
+    Line ends become spaces, other control characters their escapes."""
     text = text.strip()
     text = text if len(text) <= longest else f"{text[:longest]}..."
     return "".join(

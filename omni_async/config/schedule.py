@@ -68,8 +68,7 @@ def apply_schedule(config: Config) -> Config:
 def num_devices(config: Config) -> float:
     """Count every accelerator of the job, reward workers' included; every CPU where the job uses none.
 
-    Shared devices count once.
-    """
+    Shared devices count once."""
     roles = _roles(config)
     kind = "gpus" if any(resources.gpus for _, resources in roles) else "cpus"
     counts = [workers * float(getattr(resources, kind)) for workers, resources in roles]
@@ -80,8 +79,7 @@ def num_existing_devices(config: Config) -> float:
     """Count the same on this machine: roles whose actors ask for more CPUs than it has share those.
 
     Emulated devices, accelerators, and those of a cluster that is joined count as requested, because they were
-    allocated.
-    """
+    allocated."""
     devices = num_devices(config)
     allocated = (
         config.emulation is not None
@@ -103,8 +101,7 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
 def _on_all_devices(config: Config) -> Config:
     """Return the configuration with as many workers of each role as fit on the devices of all roles together.
 
-    Of ranks, as many as make whole groups of those that share a sequence or a copy of the weights.
-    """
+    Of ranks, as many as make whole groups of those that share a sequence or a copy of the weights."""
     separate = replace(config, placement=replace(config.placement, colocated=False))
     total = num_devices(separate)
     kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"

@@ -16,8 +16,7 @@ from omni_async.config.redact import MASK, REFERENCE
 def resolve_references(value: Any, where: str) -> Any:
     """Return `value`, of plain values, with every `env:NAME` replaced by the environment's value.
 
-    ValueError, one line that begins with `where`, for a variable that is not set, and for a mask.
-    """
+    ValueError, one line that begins with `where`, for a variable that is not set, and for a mask."""
     if isinstance(value, dict):
         return {key: resolve_references(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,8 +37,7 @@ def resolve_references(value: Any, where: str) -> Any:
 def with_secrets(section: Any, where: str) -> Any:
     """Return a section of settings with its references replaced; anything else as it is.
 
-    ValueError as `resolve_references`.
-    """
+    ValueError as `resolve_references`."""
     if not isinstance(section, msgspec.Struct):
         return section
     return msgspec.convert(resolve_references(msgspec.to_builtins(section), where), type(section))

@@ -12,8 +12,7 @@ def doc(text: str, why: str | None = None, *, most: float | None = None, **bound
     """Return a field's documentation and bounds.
 
     `most` is an upper bound that messages name only if a value is above it. `why` gives the reason of that bound, or
-    the allowed values of a pattern, in words.
-    """
+    the allowed values of a pattern, in words."""
     extra = {"why": why, "generous": most is not None}
     return Meta(description=text, extra=extra, **bounds | ({} if most is None else {"le": most}))
 

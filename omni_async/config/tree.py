@@ -165,8 +165,7 @@ def _require_plain(
 ) -> None:
     """Refuse values that no field can mean, also inside a scorer's free-form options.
 
-    They are nan, infinity, YAML's rarer types, and endless structures.
-    """
+    They are nan, infinity, YAML's rarer types, and endless structures."""
     key_path = ".".join(path)
     values = count() if values is None else values
     if next(values) > _MOST_VALUES:
@@ -198,8 +197,7 @@ def _require_plain(
 def _is_encodable(text: str) -> bool:
     """Tell whether a text can be written to a file.
 
-    It cannot with half a surrogate pair, as from "\\ud800" or a name on the command line that is not UTF-8.
-    """
+    It cannot with half a surrogate pair, as from "\\ud800" or a name on the command line that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -23,8 +23,7 @@ class ConfigError(ValueError):
 class _Loader(yaml.SafeLoader):
     """Plain YAML, except that a key given twice is an error, and some texts mean what they do in YAML 1.2.
 
-    `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`, `off`, `yes`, `no` and dates are text.
-    """
+    `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`, `off`, `yes`, `no` and dates are text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's way)
         first: [

@@ -48,8 +48,7 @@ class Blame:
 
         Returns whether that is held against the sample: only the first one that a scorer is down for can have brought
         it down, and only if it worked before. While other workers wait for a scorer too, an outage is expected, and
-        only a repetition with the same worker counts.
-        """
+        only a repetition with the same worker counts."""
         may_be_cause = worker in self._proven and worker not in self._down
         others_down = bool(self._down - {worker})
         self._down.add(worker)

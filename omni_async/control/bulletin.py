@@ -46,8 +46,7 @@ class Bulletin:
         """Return how the ready workers of a service are reached, by name, once there is one.
 
         Returns nothing if the run is over before. ValueError for a role that the recipe does not name: nobody would
-        ever be ready.
-        """
+        ever be ready."""
         if role not in self._roles:
             raise ValueError(f"addresses: expected a role of the recipe, one of {self._roles}, got {role!r}")
         return await self._addresses.of(role)

@@ -20,8 +20,7 @@ class LedgerState(Struct, frozen=True):
     """Totals over the ledger's lines so far.
 
     How many groups were admitted, how they ended, why, and how old they were when trained; how many bytes the lines
-    are, and their digest (`ledger_prefix`).
-    """
+    are, and their digest (`ledger_prefix`)."""
 
     admitted: int = 0
     events: dict[str, int] = {}
@@ -38,8 +37,7 @@ class LedgerState(Struct, frozen=True):
 class Unfinished(Struct, frozen=True):
     """A group that was admitted and not scored yet.
 
-    `attempts` is the most generations that any of its samples needed.
-    """
+    `attempts` is the most generations that any of its samples needed."""
 
     group: int
     attempts: int = 1
@@ -48,8 +46,7 @@ class Unfinished(Struct, frozen=True):
 class Round(Struct, frozen=True):
     """A validation round that is over: its version, the mean reward and the means of the scorer's parts.
 
-    A mean is null where it is not finite.
-    """
+    A mean is null where it is not finite."""
 
     version: int
     reward: float | None
@@ -62,8 +59,7 @@ class ControlState(Struct, frozen=True):
     `version` is the policy's, `next_group` the first number that was not given out, `images` those generated for
     training, `validated` the last version a validation round began with. `ready` groups wait for the trainer; their
     references lead to trajectories that the checkpoint holds too. `unfinished` groups are generated again. `rewards`
-    has the mean reward of each of the run's updates (null: it was not finite), `rounds` its validation.
-    """
+    has the mean reward of each of the run's updates (null: it was not finite), `rounds` its validation."""
 
     version: int = 0
     next_group: int = 0
@@ -79,8 +75,7 @@ class ControlState(Struct, frozen=True):
         """Yield the groups to admit again, in the order of their admission.
 
         One that would be trained beyond the staleness budget, because that was made smaller meanwhile, is generated
-        again.
-        """
+        again."""
         groups: list[Unfinished | ReadyGroup] = [*self.unfinished, *self.ready]
         for position, one in enumerate(sorted(groups, key=lambda one: one.group)):
             trained_from = self.version + position // groups_per_update

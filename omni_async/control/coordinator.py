@@ -77,8 +77,7 @@ class Coordinator(Bulletin):
         """Start from `start`, the state that an earlier attempt of the run reached, if there was one.
 
         `ledger_sync` makes the lines given to `ledger_sink` survive a crash of the machine. `has_scored`: the scorers,
-        as they are now, have scored samples of this run, so the run waits for one that fails.
-        """
+        as they are now, have scored samples of this run, so the run waits for one that fails."""
         super().__init__(config)
         start = start or ControlState()
         self._ledger_sync = ledger_sync
@@ -173,8 +172,7 @@ class Coordinator(Bulletin):
         """Record that a scorer fails its trial before it gets a sample, in the same way every time.
 
         Returns whether that ends the run: not if samples were scored before, for then something that scorers need has
-        gone, and may come back.
-        """
+        gone, and may come back."""
         if self._samples.blame.has_scored:
             return False
         self._close("failed", reason)
@@ -240,8 +238,7 @@ class Coordinator(Bulletin):
     async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
         """Return groups for the update that starts from `version` and needs `needed` more, as many as may be trained.
 
-        The list is empty if the run is over, and the update will not be made.
-        """
+        The list is empty if the run is over, and the update will not be made."""
         taken: list[ReadyGroup] = []
         while not self._closed:
             while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
@@ -257,8 +254,7 @@ class Coordinator(Bulletin):
     def _take(self, version: int, needed: int) -> ReadyGroup | None:
         """Return the next group to train; None if there is none, or the run is over because one is too old.
 
-        With `staleness.exact` there is none while anything could still be generated.
-        """
+        With `staleness.exact` there is none while anything could still be generated."""
         if self._config.staleness.exact and not (self.versions.held == version and self._groups.all_ready):
             return None
         try:
@@ -274,8 +270,7 @@ class Coordinator(Bulletin):
         """Record that the trainer made `report.version` from these groups.
 
         They are trained, and their slots wait for the publish. A report after the run ended comes too late: its groups
-        are in the ledger as dropped. Returns whether the run goes on.
-        """
+        are in the ledger as dropped. Returns whether the run goes on."""
         self.versions.trained = report.version
         if self._ending.ended:
             return False
@@ -466,8 +461,7 @@ class Coordinator(Bulletin):
         """Return the state for a checkpoint of the newest version; the trainer asks between two updates.
 
         Once the run has ended: the state before unfinished groups were dropped. OSError if the ledger lines that it
-        counts are not safe.
-        """
+        counts are not safe."""
         self._ledger_sync()
         return self._ending.state or self._state()
 

@@ -19,8 +19,7 @@ class Ending:
     """The end of a run.
 
     `outcome` is its status and the reason, once it is closing; `state` the control plane before groups were dropped,
-    once it has ended.
-    """
+    once it has ended."""
 
     def __init__(self, groups: GroupTable, log: EventLog, ledger_sync: Callable[[], None]) -> None:
         self._groups = groups
@@ -48,8 +47,7 @@ class Ending:
     def end(self, state: ControlState) -> list[Group]:
         """Drop the groups that are left and return them, and report the end.
 
-        Called once, when the run is closing and the trainer has answered.
-        """
+        Called once, when the run is closing and the trainer has answered."""
         assert self.outcome is not None
         self.state = state
         status, reason = self.outcome

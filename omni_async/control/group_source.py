@@ -33,8 +33,7 @@ class GroupSource:
     def next(self, version: int) -> tuple[Group, ReadyGroup | None]:
         """Return a group for admission at `version`, and what an earlier attempt had of it.
 
-        That is None unless the attempt had it ready, for the same prompt and with as many samples.
-        """
+        That is None unless the attempt had it ready, for the same prompt and with as many samples."""
         if not self._begun:
             self.next_group += 1
             return self._group(self.next_group - 1, version), None

@@ -93,8 +93,7 @@ class TooStale(RuntimeError):
 class Group(SampleSet):
     """An admitted group and its samples, all drawn as `bucket` says.
 
-    `losses` counts how often the trainer could not read it, `ready` is what the trainer takes, once it is complete.
-    """
+    `losses` counts how often the trainer could not read it, `ready` is what the trainer takes, once it is complete."""
 
     def __init__(
         self,
@@ -152,8 +151,7 @@ class Group(SampleSet):
         """Return the group's line of the ledger.
 
         Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step, or minus
-        the one of admission where no policy took any.
-        """
+        the one of admission where no policy took any."""
         versions, scores, trained = self.step_versions, self.scores, self.trained_version
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(
@@ -290,8 +288,7 @@ class GroupTable:
     def take(self, version: int, needed: int) -> ReadyGroup | None:
         """Return the group that an update should train next, if it is ready. Raises TooStale.
 
-        The update starts from `version` and needs `needed` more groups.
-        """
+        The update starts from `version` and needs `needed` more groups."""
         group = self._next(version, needed)
         if group is None:
             return None

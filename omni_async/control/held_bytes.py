@@ -22,8 +22,7 @@ from omni_async.control.statistics import BytesStatistics
 class HeldBytes:
     """The bytes of live samples, of at most `bound` in all (None: no bound).
 
-    `samples_per_update` samples are trained together.
-    """
+    `samples_per_update` samples are trained together."""
 
     def __init__(self, bound: int | None, samples_per_update: int) -> None:
         self._bound = bound

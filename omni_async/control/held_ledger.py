@@ -26,8 +26,7 @@ class HeldBackSink:
     From then on a checkpoint that counts them counts lines of the file.
 
     `take_over` opens the file's sink, and with that makes lines that an earlier attempt left there after the checkpoint
-    void. It is called once, or again after it raised.
-    """
+    void. It is called once, or again after it raised."""
 
     def __init__(self, take_over: Callable[[], LedgerSink]) -> None:
         self._take_over = take_over
@@ -42,8 +41,7 @@ class HeldBackSink:
     def _hand_over(self) -> LedgerSink:
         """Write the held entries.
 
-        OSError if they cannot be written, also because the file is no longer the one that the attempt began from.
-        """
+        OSError if they cannot be written, also because the file is no longer the one that the attempt began from."""
         if self._sink is None:
             try:
                 self._sink = self._take_over()

@@ -23,8 +23,7 @@ from omni_async.types import LedgerEntry
 class ConservationError(AssertionError):
     """admitted != trained + rejected + dropped + live: a group was lost or counted twice.
 
-    Always a bug in omni_async.
-    """
+    Always a bug in omni_async."""
 
 
 class Ledger:

@@ -34,16 +34,14 @@ def encode_line(entry: Any) -> bytes:
 def extend(digest: str, line: bytes) -> str:
     """Return the digest of the lines that `digest` covers ("": none) and this one more: xxh3, 128 bits, hexadecimal.
 
-    It finds accidents, not forgeries.
-    """
+    It finds accidents, not forgeries."""
     return xxhash.xxh3_128_hexdigest(digest.encode() + line)
 
 
 def require_prefix(path: Path, counted: LedgerState) -> None:
     """Read the file's first lines and compare them with those that were counted.
 
-    Raises LedgerDamaged, or OSError if it cannot be read.
-    """
+    Raises LedgerDamaged, or OSError if it cannot be read."""
     if not counted.lines and not counted.size:
         return
     if not counted.digest:
@@ -66,8 +64,7 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
 def _first_damage(path: Path, lines: int) -> str | None:
     """Describe the first damage that the lines alone show.
 
-    A changed digit, or lines in another order, cannot be found so.
-    """
+    A changed digit, or lines in another order, cannot be found so."""
     line_of: dict[int, int] = {}
     with open_file(path) as file:
         for number, line in enumerate(islice(file, lines), 1):

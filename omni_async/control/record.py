@@ -24,8 +24,7 @@ class Record:
     def validated(self, version: int, means: Mapping[str, float]) -> None:
         """Add the round of `version`, whose `means` hold `reward` and the scorer's parts.
 
-        Adds nothing if no sample of it could be scored.
-        """
+        Adds nothing if no sample of it could be scored."""
         if "reward" in means:
             parts = {name: _finite(value) for name, value in means.items()}
             self._rounds.append(Round(version, parts.pop("reward"), parts))

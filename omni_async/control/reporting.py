@@ -19,8 +19,7 @@ def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str,
     """Return an update's event data.
 
     `staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained
-    steps. `buckets` has the mean reward of each bucket that was trained.
-    """
+    steps. `buckets` has the mean reward of each bucket that was trained."""
     scores = [sample.score for group in groups for sample in group.samples]
     return {
         "version": report.version,

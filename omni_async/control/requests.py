@@ -16,8 +16,7 @@ from omni_async.types import Prompt, SampleKind, SampleRequest, SampleResult, Sd
 def trained_steps(request: SampleRequest) -> tuple[int, ...]:
     """Return the numbers of step versions that a result of `request` may carry.
 
-    A training sample without a window carries those of all its steps, or none if it comes from a dataset.
-    """
+    A training sample without a window carries those of all its steps, or none if it comes from a dataset."""
     if request.window is not None:
         return (request.window.size,)
     return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
@@ -39,8 +38,7 @@ class RequestFactory:
     """A maker of sample requests.
 
     `fields` are the trajectory tensors training samples carry, as the trainer's objective declares them; validation
-    samples carry none.
-    """
+    samples carry none."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -71,8 +69,7 @@ class RequestFactory:
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
         """Return the requests of a round.
 
-        They have the same prompts and seeds every round, so that rounds differ by the policy alone.
-        """
+        They have the same prompts and seeds every round, so that rounds differ by the policy alone."""
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []

@@ -118,8 +118,7 @@ _EFFECTS = {(before, event): _effect(before, after) for (before, event), after i
 class SampleSet:
     """Samples that are of use only together: a group, or a validation round.
 
-    `attempts` is the most generations any of them needed, `num_missing` how many are neither scored nor failed.
-    """
+    `attempts` is the most generations any of them needed, `num_missing` how many are neither scored nor failed."""
 
     def __init__(self, kind: SampleKind, number: int, requests: list[SampleRequest], bucket: int = 0) -> None:
         self.kind = kind
@@ -135,8 +134,7 @@ class Sample:
 
     `failures` counts its own generations that failed, not those of an engine or a batch that it was lost with;
     `suspected` the reward workers and scorers that died or went down over it, possibly by chance; `went_down` are the
-    workers whose scorer did since then.
-    """
+    workers whose scorer did since then."""
 
     __slots__ = (
         "engine",
@@ -173,8 +171,7 @@ class Outcome(NamedTuple):
     """A consequence of a sample's event that the coordinator carries out.
 
     The sample is scored, or is to be scored again after a pause, or has no future and its group is rejected or dropped,
-    or the run must end.
-    """
+    or the run must end."""
 
     sample: Sample
     event: Literal["scored", "pause", "rejected", "dropped", "end run"]
@@ -185,8 +182,7 @@ class SampleTable:
     """The table of live samples.
 
     `engines` share the work, `lost_workers` get none; `images` counts the training samples that were generated, those
-    of earlier attempts included; `has_scored`: these scorers have scored a sample before.
-    """
+    of earlier attempts included; `has_scored`: these scorers have scored a sample before."""
 
     def __init__(self, config: Config, images: int = 0, has_scored: bool = False) -> None:
         self._config = config
@@ -290,8 +286,7 @@ class SampleTable:
         """Lease up to `free` samples to an engine that holds `capacity` at most.
 
         Validation samples go first, for at most `validation.share` of its slots while training samples wait, then of
-        the oldest groups. Engines are kept equally full of training samples.
-        """
+        the oldest groups. Engines are kept equally full of training samples."""
         if engine not in self.engines:
             return []
         free = min(free, self._capacity - self._slots)
@@ -375,8 +370,7 @@ class SampleTable:
     def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
         """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
 
-        A sample over which a worker or a scorer went down goes alone: if that happens again, no other is to blame.
-        """
+        A sample over which a worker or a scorer went down goes alone: if that happens again, no other is to blame."""
         if worker in self.lost_workers:
             return []
         waiting = chain(self._to_score["validation"].values(), *self._training_to_score())

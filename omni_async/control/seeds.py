@@ -56,8 +56,7 @@ def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
 def draw_window(run_seed: int, number: int, size: int, bounds: tuple[int, int]) -> SdeWindow:
     """Draw the window of a group's or an update's `number`.
 
-    Its start is uniform on lo..hi-size, both ends included.
-    """
+    Its start is uniform on lo..hi-size, both ends included."""
     lo, hi = bounds
     start = random.Random(derive("window", run_seed, number)).randint(lo, hi - size)
     return SdeWindow(start=start, size=size)

@@ -16,8 +16,7 @@ def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
     """Return False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
 
     With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are
-    equal.
-    """
+    equal."""
     columns = [[score.value for score in scores]]
     if each_scorer:
         columns += [list(column) for column in zip(*(score.values for score in scores), strict=True)]
@@ -34,8 +33,7 @@ def is_worth_training(scores: Sequence[Score], advantage: Advantage) -> bool:
 class Fruitless:
     """A counter of groups that ended one after the other without being trained.
 
-    A run in which all do would never end.
-    """
+    A run in which all do would never end."""
 
     def __init__(self, slots: int) -> None:
         self._most = max(_GROUPS, _ROUNDS * slots)

@@ -25,8 +25,7 @@ class BytesStatistics(Struct, frozen=True):
     """Bytes of live samples.
 
     `reserved` those that are held or expected, `ready` those that are held, `most` the highest `ready` since the last
-    update. `capacity` is None without a bound.
-    """
+    update. `capacity` is None without a bound."""
 
     capacity: int | None
     reserved: int

@@ -73,8 +73,7 @@ class Validation:
     """The rounds of a run that are under way, by version.
 
     `requests_of(version)` makes the samples of one; without a schedule there are none, and those up to `before` stay
-    the last.
-    """
+    the last."""
 
     def __init__(
         self,

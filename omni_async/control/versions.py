@@ -55,8 +55,7 @@ class Versions:
     def of(self, engine: str) -> int:
         """Return the version that the engine holds.
 
-        It is -1 if the engine holds nothing yet, or does not belong to this run (any more).
-        """
+        It is -1 if the engine holds nothing yet, or does not belong to this run (any more)."""
         return self._engines.get(engine, -1)
 
     def knows(self, engine: str) -> bool:
@@ -77,8 +76,7 @@ class Versions:
 
         Raises WeightMismatch unless it is a published version with the published digest, no older than before. An
         engine that joins with a version that all others had left behind still holds nothing: its samples could reach
-        the trainer too old.
-        """
+        the trainer too old."""
         if self._is_behind(report):
             return
         if report.engine not in self._engines:
@@ -110,8 +108,7 @@ class Versions:
     def _is_behind(self, report: WeightReport) -> bool:
         """Return whether a newcomer holds a version that all others had left behind.
 
-        Its digest may be forgotten already.
-        """
+        Its digest may be forgotten already."""
         return self._engines.get(report.engine) == -1 and report.version < self._left_behind
 
     def require_made(self, result: SampleResult) -> None:

@@ -28,8 +28,7 @@ MAX_IMAGE_BYTES = 2**28  # of an encoded image
 def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
     """Return the file that `text` names, a path relative to `folder`, which is resolved and `whose` folder it is.
 
-    One that leads out of it, by `..` or by a link, is refused, and one of more than 256 MiB.
-    """
+    One that leads out of it, by `..` or by a link, is refused, and one of more than 256 MiB."""
     try:
         file = (folder / text).resolve()
         inside = not Path(text).is_absolute() and file.is_relative_to(folder)
@@ -54,8 +53,7 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
 def read_image(source: Path | io.BytesIO, where: str) -> Media:
     """Decode an image: uint8 (3, height, width) RGB in its own size, upright as its EXIF data say.
 
-    Of an animation it is the first frame. Refuses what cannot be decoded or has more than 64 million pixels.
-    """
+    Of an animation it is the first frame. Refuses what cannot be decoded or has more than 64 million pixels."""
     import numpy as np
     from PIL import ImageOps
 
@@ -79,8 +77,7 @@ def prompt_image(file: Path, where: str) -> PromptImage:
 def read_prompt_image(image: PromptImage) -> Media:
     """Decode a prompt's image, as `read_image` does.
 
-    ValueError if the file is gone, or another one than when the run began.
-    """
+    ValueError if the file is gone, or another one than when the run began."""
     try:
         content = Path(image.path).read_bytes()
     except OSError as error:

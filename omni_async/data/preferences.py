@@ -41,14 +41,12 @@ class PreferencePairs:
     """The pairs of one parquet file, numbered by row from 0; every `ConfigError` is one line with file, row and column.
 
     For one thread at a time. Paths in the file are relative to its folder; one that leads out of it, by `..` or by a
-    link, is refused.
-    """
+    link, is refused."""
 
     def __init__(self, path: str) -> None:
         """Read the footer alone.
 
-        Raises ConfigError if there is no such file, it is no parquet, or a column is missing or of a wrong type.
-        """
+        Raises ConfigError if there is no such file, it is no parquet, or a column is missing or of a wrong type."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -84,8 +82,7 @@ class PreferencePairs:
         """Return all prompts in order; `Prompt.index` is the pair's number.
 
         Reads one column. Raises ConfigError for a row without a prompt, or with one of more than `max_chars`
-        characters, and for more than 2 GiB of prompts.
-        """
+        characters, and for more than 2 GiB of prompts."""
         prompts: list[Prompt] = []
         held = 0
         for row in range(len(self)):
@@ -115,8 +112,7 @@ class PreferencePairs:
     def media(self, pair: int) -> tuple[Media, Media]:
         """Return the chosen and the rejected image of a pair, each in its own size (`image_files.read_image`).
 
-        Raises ConfigError if one cannot be decoded, IndexError if there is no such pair.
-        """
+        Raises ConfigError if one cannot be decoded, IndexError if there is no such pair."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
         chosen, rejected = (

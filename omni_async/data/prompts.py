@@ -40,8 +40,7 @@ def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptChe
         checks: what scorers and the model require of every prompt.
 
     Raises:
-        ConfigError: one line with the number of the first line that is wrong, or misses what a check requires.
-    """
+        ConfigError: one line with the number of the first line that is wrong, or misses what a check requires."""
     text = _read(path, key)
     parse = _parser(path, key)
     images = _Images(Path(path))

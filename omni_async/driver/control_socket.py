@@ -38,8 +38,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request to a running job.
 
     `scale`: role -> number of workers it shall have; `stop`: end as with Ctrl-C. With neither, only the status is asked
-    for.
-    """
+    for."""
 
     scale: dict[str, Annotated[int, Meta(ge=1, le=MOST_WORKERS)]] = {}
     stop: bool = False
@@ -48,8 +47,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of the answer, with exactly one of the fields.
 
-    `doing`: the answer takes a while, and this is what the run waits for; another line follows.
-    """
+    `doing`: the answer takes a while, and this is what the run waits for; another line follows."""
 
     status: dict[str, Any] | None = None
     error: str | None = None
@@ -132,8 +130,7 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
 
     Raises:
         NotRunning: no process serves the socket.
-        ControlError: anything else went wrong, or cannot be done.
-    """
+        ControlError: anything else went wrong, or cannot be done."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:

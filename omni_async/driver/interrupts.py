@@ -27,8 +27,7 @@ _SECOND = (
 class Interruption(asyncio.Event):
     """An event that is set when the run shall end in order; `at_once` is set when it shall not even do that.
 
-    `tell` gets a line about what that means.
-    """
+    `tell` gets a line about what that means."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
@@ -40,8 +39,7 @@ class Interruption(asyncio.Event):
         """Handle a signal.
 
         A second Ctrl-C ends the run at once, and a third is handled by Python. SIGTERM comes from machines, which
-        follow it with SIGKILL: a repeated SIGTERM changes nothing.
-        """
+        follow it with SIGKILL: a repeated SIGTERM changes nothing."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -56,8 +54,7 @@ class Interruption(asyncio.Event):
         """Give Ctrl-C back to Python.
 
         From now on it breaks off what is under way, for example the writing of the timeline. SIGTERM still ends
-        nothing: the second one of `timeout` may come late.
-        """
+        nothing: the second one of `timeout` may come late."""
         _remove_handlers(signal.SIGINT)
 
 
@@ -75,8 +72,7 @@ async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIt
 def listen(event: Interruption) -> None:
     """Install the signal handlers, again after Ray has started: it takes SIGTERM for itself, and dies of it.
 
-    Does nothing once everything is to end at once.
-    """
+    Does nothing once everything is to end at once."""
     if event.at_once.is_set():
         return
     for number in _SIGNALS:

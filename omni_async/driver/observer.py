@@ -47,8 +47,7 @@ class Observer:
     """The record of one run. `watch` runs until the last event; `summary` afterwards says how the run went.
 
     `start`: the state that this process goes on from. `owns`: whether the folder is this attempt's by now, and not an
-    earlier one's.
-    """
+    earlier one's."""
 
     def __init__(
         self,
@@ -96,8 +95,7 @@ class Observer:
     def recall(self, start: ControlState) -> None:
         """Reset to the state of the run in the checkpoint.
 
-        Spans and faults of this process are all kept; validation rounds that were held are made again.
-        """
+        Spans and faults of this process are all kept; validation rounds that were held are made again."""
         self.closing = asyncio.Event()
         self.ended = None
         self._held_rounds.clear()
@@ -131,15 +129,13 @@ class Observer:
     def version(self) -> int:
         """Return the number of the last update that was made.
 
-        If the run began with another's checkpoint, that run's updates are included.
-        """
+        If the run began with another's checkpoint, that run's updates are included."""
         return self._version
 
     def take_over(self) -> None:
         """Make the folder and the MLflow run this attempt's, with what was held, because there is something to record.
 
-        Raises RunDirectoryError if that fails.
-        """
+        Raises RunDirectoryError if that fails."""
         if self.owns:
             return
         self.has_something = True
@@ -178,8 +174,7 @@ class Observer:
         """Count updates until the coordinator has no more events, after `watch` failed.
 
         What the ledger has by then counts in the summary, too, though nothing more is recorded of it: a file cannot
-        grow, for example.
-        """
+        grow, for example."""
         concluded = False
         while not concluded:
             for event in [*self._untaken, *await coordinator.events()]:
@@ -193,8 +188,7 @@ class Observer:
     async def samples_written(self, seconds: float) -> None:
         """Wait until the sample files that are being written are done, `seconds` at most.
 
-        Keeps none of an attempt that has nothing else to record.
-        """
+        Keeps none of an attempt that has nothing else to record."""
         await self._samples.finish(seconds, keep=self.owns)
 
     def _handle(self, event: RunEvent, store: ObjectStore) -> None:
@@ -304,8 +298,7 @@ class Observer:
         """Return how far the run is, for `omni-async status`.
 
         `reward` is the mean of the last 5 updates, staleness and images/s are the newest update's; `eta_s` follows from
-        the pace of this attempt's last 20 updates and is None before the first of them.
-        """
+        the pace of this attempt's last 20 updates and is None before the first of them."""
         eta = None
         if self._paces:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
@@ -369,8 +362,7 @@ class Observer:
             reason: why, in one line; None if it is done.
             peak_memory: bytes of all processes; None if that was not sampled.
             finished: when the last role ended, in seconds of the clock.
-            spans: those of this attempt, from which the busy fractions follow.
-        """
+            spans: those of this attempt, from which the busy fractions follow."""
         ended = self.ended or self._last
         summary = summarise(
             run=self._run.run_id,

@@ -112,8 +112,7 @@ class Results:
     def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
         """End the run in MLflow.
 
-        If the attempt has nothing to record it never began there, and `finish` leaves it as it is.
-        """
+        If the attempt has nothing to record it never began there, and `finish` leaves it as it is."""
         if self.mlflow is None:
             return
         run = self.run

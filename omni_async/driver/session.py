@@ -36,8 +36,7 @@ _SAMPLES_S = 30.0
 class Ending:
     """The way a run ended; the first cause stays.
 
-    `lost`: the loss that ended it, of a part without which the run can only go on from its last checkpoint.
-    """
+    `lost`: the loss that ended it, of a part without which the run can only go on from its last checkpoint."""
 
     status: Status = "done"
     reason: str | None = None
@@ -117,8 +116,7 @@ class Session:
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         """Answer `omni-async status` and `scale`; `tell` gets what is being waited for.
 
-        Raises ValueError, one line, if it can't be done.
-        """
+        Raises ValueError, one line, if it can't be done."""
         for role, workers in request.scale.items():
             if not self._keeper.workers(role):
                 scaled = [name for name, spec in self._table.items() if spec.scales and self._keeper.workers(name)]
@@ -144,8 +142,7 @@ class Session:
 async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | None]:
     """Let the roles finish, because the run is over; the trainer ends its update and writes its checkpoint.
 
-    Returns what went wrong with that, if anything, and which part was lost, if that is the cause.
-    """
+    Returns what went wrong with that, if anything, and which part was lost, if that is the cause."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             await roles.settle()

@@ -78,8 +78,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run that does not answer.
 
     running: another process has it all the same, on another machine perhaps. update: the last one in its metrics, 0 if
-    there is none; numbers: that update's. checkpoint: the newest folder.
-    """
+    there is none; numbers: that update's. checkpoint: the newest folder."""
 
     run: str
     running: bool

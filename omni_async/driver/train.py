@@ -69,8 +69,7 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     """Run to the end.
 
     Raises RunDirectoryError, MlflowUnusableError, or ConfigError for what only the cluster could tell, before anything
-    is generated; every other failure is in the summary's status and reason.
-    """
+    is generated; every other failure is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
@@ -150,8 +149,7 @@ class _Run:
     def _observe(self, inputs: RunInputs) -> Observer:
         """Make the observer.
 
-        The folder is another process's until there is something to record, if the run is resumed.
-        """
+        The folder is another process's until there is something to record, if the run is resumed."""
         return Observer(
             self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched
         )
@@ -235,8 +233,7 @@ class _Run:
         """Return inputs that go on from the newest checkpoint or, if there is none yet, from where this process began.
 
         What came after it is void. Raises CheckpointError if there are some and none can be used: to begin anew in this
-        folder would remove them.
-        """
+        folder would remove them."""
         refused: list[str] = []
         point = newest_of_run(self._config, self._run.path, refused)
         for note in refused:

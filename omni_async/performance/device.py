@@ -23,8 +23,7 @@ class Device:
         """Wait until a job of `seconds` is done.
 
         The job could start at `since`, in the loop's time (None: as soon as the device is free), and starts then or
-        when the device is free, whichever is later.
-        """
+        when the device is free, whichever is later."""
         loop = asyncio.get_running_loop()
         start = (
             loop.time()

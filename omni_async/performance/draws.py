@@ -14,8 +14,7 @@ from omni_async.performance.profile import Profile
 class Draws:
     """The service times of one worker, from a random stream of its own.
 
-    They do not depend on which worker is busy when.
-    """
+    They do not depend on which worker is busy when."""
 
     def __init__(self, name: str, seed: int, profile: Profile) -> None:
         self.name = name

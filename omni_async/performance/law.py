@@ -23,8 +23,7 @@ class StageTimes(msgspec.Struct, frozen=True):
 
     Generation T_g, reward T_r and training T_t; the publish T_s, of which `blocked` (sigma) stops the trainer; the
     pause T_p that it forces on generation; the wave latency L (of several updates, if a publish frees the slots of
-    several: then their mean, so that L / (S + 1) is still the share of an update).
-    """
+    several: then their mean, so that L / (S + 1) is still the share of an update)."""
 
     generate: float
     score: float
@@ -63,16 +62,14 @@ def async_step(times: StageTimes, max_updates: int) -> float:
 def max_speedup(times: StageTimes) -> float:
     """Return the largest speed-up of any overlap over the synchronous loop on the same partition.
 
-    What exceeds it is not overlap. Infinite if no stage takes any time.
-    """
+    What exceeds it is not overlap. Infinite if no stage takes any time."""
     return times.total / times.bottleneck[1] if times.bottleneck[1] > 0 else math.inf
 
 
 def smallest_useful_budget(times: StageTimes, variation: float = 0.0) -> int:
     """Return the smallest S at which the bottleneck is always busy; one more where `variation` exceeds 0.25.
 
-    `variation` is the largest coefficient of variation of a stage.
-    """
+    `variation` is the largest coefficient of variation of a stage."""
     if times.bottleneck[1] == 0:
         return 0
     needed = math.ceil(times.latency / times.bottleneck[1] - 1e-9) - 1

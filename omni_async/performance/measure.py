@@ -25,8 +25,7 @@ _FEWEST_UPDATES_TO_SKIP_ONE = 4
 def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, name: str, source: str) -> Profile:
     """Return the profile of the job that left `spans`.
 
-    `samples_per_rank`: of a group, on the rank that has most. `source` says what was measured; how is added.
-    """
+    `samples_per_rank`: of a group, on the rank that has most. `source` says what was measured; how is added."""
     by_kind: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
@@ -108,8 +107,7 @@ def _generate_jobs(
 ) -> list[Job]:
     """Return (samples, busy seconds) of every engine's jobs that began at `start` or later.
 
-    Pauses for swaps are left out, and jobs with validation samples, which take other steps.
-    """
+    Pauses for swaps are left out, and jobs with validation samples, which take other steps."""
     per_engine: dict[str, list[Span]] = defaultdict(list)
     for span in generated:
         per_engine[span.actor].append(span)
@@ -140,8 +138,7 @@ def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
     Samples wait inside the engine, so a span says when one was done and not for how long it was computed. Samples that
     are done together (less than half a denoising step apart) were computed together; such clusters are put together up
     to `max_batch` samples. A job begins where the one before it ended, or when its first sample came if the engine was
-    idle until then.
-    """
+    idle until then."""
     ordered = sorted(spans, key=lambda span: span.end)
     apart = 0.5 * median(map(_seconds, ordered)) / steps
     batches: list[_Batch] = []

@@ -47,8 +47,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     swap      an engine pauses to switch
     switch    a device that the roles share passes to the next (unload one, wake the next); with placement.colocated
 
-    `source` says where the numbers are from, `assumed` which of them are not from there.
-    """
+    `source` says where the numbers are from, `assumed` which of them are not from there."""
 
     name: str
     source: str
@@ -83,8 +82,7 @@ def shipped_profiles() -> list[str]:
 def load_profile(name: str) -> Profile:
     """Load a shipped profile by name, or a file whose name ends in `.json`.
 
-    Raises ConfigError, one line, if there is none, it is not one, or it says that nothing takes time.
-    """
+    Raises ConfigError, one line, if there is none, it is not one, or it says that nothing takes time."""
     if name.lower().endswith(".json"):
         return _read(Path(name))
     if name not in shipped_profiles():

@@ -22,8 +22,7 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """The time of a job: n units take (fixed_s + n * unit_s) * f seconds, with a random factor f of mean 1.
 
     `quantiles` of f, at the probabilities (i + 1/2) / len, say how it is distributed; without them it is log-normal
-    with standard deviation `cv`; with cv = 0 it is 1.
-    """
+    with standard deviation `cv`; with cv = 0 it is 1."""
 
     fixed_s: Seconds = 0.0
     unit_s: Seconds = 0.0
@@ -75,8 +74,7 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
     """Fit the service time behind observed jobs (units, seconds).
 
     By least squares fixed_s and unit_s, both >= 0, and the quantiles of each job's seconds relative to that, scaled to
-    mean 1. Jobs of one size give unit_s alone.
-    """
+    mean 1. Jobs of one size give unit_s alone."""
     jobs = [(units, seconds) for units, seconds in jobs if units > 0 and seconds >= 0]
     if not jobs:
         return NOTHING

@@ -21,8 +21,7 @@ def stage_times(
     """Return mean stage times, in the profile's seconds.
 
     `streams`: the trainer starts a group when it is ready. `recomputes_proximal`: it recomputes log-probs.
-    `samples_per_rank`: of a group, on the rank that has most.
-    """
+    `samples_per_rank`: of a group, on the rank that has most."""
     job = _Job(config, profile, streams, recomputes_proximal, samples_per_rank)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
@@ -112,8 +111,7 @@ class _Job:
         """Return the seconds of a step with S = 0.
 
         All engines start at once, so samples come in rounds; what follows is busy without a break from the first round
-        on, or from the last.
-        """
+        on, or from the last."""
         together, group = self._engines * self._batch, self._group_size
         rest = self._samples % together
         # Where the last round is not shared evenly, some engines end a sample earlier.

@@ -16,8 +16,7 @@ from omni_async.performance.service import NOTHING
 def with_estimates(profile: Profile, config: Config) -> Profile:
     """Return the profile with `proximal`, a forward pass, estimated from `train` where it has no time for it.
 
-    The same profile if it has, or has none for either.
-    """
+    The same profile if it has, or has none for either."""
     if profile.proximal != NOTHING or profile.train == NOTHING:
         return profile
     return replace(profile, proximal=profile.train.scaled(1 / _passes(config)))
@@ -27,8 +26,7 @@ def _passes(config: Config) -> int:
     """Count a group's training in forward passes.
 
     Backward costs two, or one through weights that are frozen; with gradient checkpointing activations are computed a
-    second time.
-    """
+    second time."""
     backward = 1 if config.model.lora is not None else 2
     return 1 + config.trainer.gradient_checkpointing + backward
 
@@ -36,8 +34,7 @@ def _passes(config: Config) -> int:
 def unmeasured(profile: Profile, config: Config, *, recomputes_proximal: bool) -> list[str]:
     """Return a sentence for every stage that the job needs and the profile has no time for.
 
-    `profile`: as it was read, without estimates. `recomputes_proximal`: the trainer recomputes log-probs.
-    """
+    `profile`: as it was read, without estimates. `recomputes_proximal`: the trainer recomputes log-probs."""
     sentences: list[str] = []
     if recomputes_proximal and profile.proximal == NOTHING and profile.train != NOTHING:
         sentences.append(

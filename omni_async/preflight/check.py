@@ -162,8 +162,7 @@ def _check_placement(config: Config) -> None:
 def _check_backend(config: Config) -> None:
     """Refuse in one process what the trainer's backend cannot do there.
 
-    It computes on the CPU where there is nothing else.
-    """
+    It computes on the CPU where there is nothing else."""
     trainer, found = config.trainer, most_accelerators(kind=config.placement.accelerator)
     if config.run.runtime != "inprocess" or found is None or found[0]:
         return
@@ -202,8 +201,7 @@ def _require_accelerators(config: Config) -> None:
 def _joins_a_cluster(config: Config) -> bool:
     """Return whether Ray may have more machines than this one.
 
-    It may by the recipe, by Ray's own variable, or because this process has one already.
-    """
+    It may by the recipe, by Ray's own variable, or because this process has one already."""
     if config.run.ray_address is not None or os.environ.get("RAY_ADDRESS"):
         return True
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
@@ -212,8 +210,7 @@ def _joins_a_cluster(config: Config) -> bool:
 def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
     """Return the inputs of a job without a model.
 
-    Nothing of `model`, `data`, `reward.scorers` and `validation` is used.
-    """
+    Nothing of `model`, `data`, `reward.scorers` and `validation` is used."""
     profile = load_profile(emulation.profile)
     notes = unmeasured(profile, config, recomputes_proximal=plan.proximal)
     profile = with_estimates(profile, config).scaled(emulation.time_scale)

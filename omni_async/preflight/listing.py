@@ -37,8 +37,7 @@ def _family(family: PipelineFamily) -> tuple[str, ...]:
     """Return a family's row.
 
     It has the parts of its default sample's media, its trained components, the engines that run it and how these may
-    batch its samples.
-    """
+    batch its samples."""
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
     engines = ["vllm_omni"] if family.vllm_pipeline and family.vllm_extension else []
     return (

@@ -27,8 +27,7 @@ _LFS_POINTER = b"version https://git-lfs"
 def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
     """Check that `folder` holds a whole checkpoint of the family, which makes samples of the specs.
 
-    Each spec is under the key that it stands at. Raises ConfigError, one line, naming the file or the key.
-    """
+    Each spec is under the key that it stands at. Raises ConfigError, one line, naming the file or the key."""
     index = folder / "model_index.json"
     if not index.is_file():
         raise ConfigError(
@@ -61,8 +60,7 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
     """Check that `degree` ranks can share the checkpoint's attention heads and the tokens of the specs.
 
     The checkpoint in `folder` was checked to be whole; each spec is under the key that it stands at. Raises
-    ConfigError, one line.
-    """
+    ConfigError, one line."""
     if degree == 1:
         return
     if family.attention_heads is None:

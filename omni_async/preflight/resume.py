@@ -32,8 +32,7 @@ from omni_async.tracking.summary import read_ending, read_status
 class ResumePoint:
     """A checkpoint to go on from.
 
-    `run`: the folder of the run that goes on; None: the run gets one of its own. `notes` are for the console.
-    """
+    `run`: the folder of the run that goes on; None: the run gets one of its own. `notes` are for the console."""
 
     folder: Path
     state: State
@@ -49,8 +48,7 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
     """Return where the run goes on; None: it begins.
 
     What `auto` passes over is appended to `passed`, for the console. Raises ConfigError, one line, where there should
-    be a checkpoint and none can be used.
-    """
+    be a checkpoint and none can be used."""
     resume = config.checkpoint.resume
     if resume is None:
         return None
@@ -83,8 +81,7 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
 def nothing_to_do(config: Config) -> str | None:
     """Return the message for a resumed run that has made all its updates, None for any other.
 
-    Reads nothing but the run's summary and the names of its checkpoints.
-    """
+    Reads nothing but the run's summary and the names of its checkpoints."""
     resume = config.checkpoint.resume
     if resume is None or resume == "auto":
         return None
@@ -103,8 +100,7 @@ def nothing_to_do(config: Config) -> str | None:
 def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
     """Find the newest checkpoint of a run that can be used, no later than trainer.updates.
 
-    Why others could not is appended to `refused`.
-    """
+    Why others could not is appended to `refused`."""
     refused = [] if refused is None else refused
     for point in _Search(refused).points(config, run):
         if point.state.version <= config.trainer.updates:
@@ -140,8 +136,7 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
 def _newest_runs_first(config: Config) -> Iterator[RunDirectory]:
     """Yield the runs of this name, the newest first.
 
-    Their names have the time, and a number for those that began in the same second.
-    """
+    Their names have the time, and a number for those that began in the same second."""
     folder = Path(config.run.dir)
     runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     yield from sorted((run for run in runs if run.is_of(config.run.name)), key=lambda run: run.began, reverse=True)
@@ -157,8 +152,7 @@ def _of_run(config: Config, run: Path) -> ResumePoint:
 def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
     """Refuse a checkpoint past the last update.
 
-    Nothing is left to do, and what is done can't be taken back, so the run would wait for ever.
-    """
+    Nothing is left to do, and what is done can't be taken back, so the run would wait for ever."""
     if point.state.version > config.trainer.updates:
         raise ConfigError(
             f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates ="
@@ -172,8 +166,7 @@ def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
 class _Search:
     """A search through a run's checkpoints.
 
-    `refused`: why some cannot be used; `orphan`: the newest that is whole and whose ledger is not.
-    """
+    `refused`: why some cannot be used; `orphan`: the newest that is whole and whose ledger is not."""
 
     refused: list[str] = field(default_factory=list)
     orphan: Path | None = None
@@ -234,8 +227,7 @@ def _require_same_devices(config: Config, folder: Path, state: State) -> None:
     """Refuse a checkpoint of emulated devices for real ones, and the other way round.
 
     Emulated devices train nothing: their checkpoints, without weights, would replace trained ones, and their numbers
-    those of the run.
-    """
+    those of the run."""
     trained, emulated = "optimizer_steps" in state.engine, config.emulation is not None
     if trained and emulated:
         raise CheckpointError(
@@ -250,8 +242,7 @@ def _require_same_devices(config: Config, folder: Path, state: State) -> None:
 def _require_ledger(run: Path, state: State) -> None:
     """Require the ledger lines that the state counts.
 
-    The machine may have gone down before all were on its disk, or somebody has changed them.
-    """
+    The machine may have gone down before all were on its disk, or somebody has changed them."""
     try:
         require_prefix(RunDirectory(run).ledger, state.control.ledger)
     except LedgerDamaged as error:

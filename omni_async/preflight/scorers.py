@@ -24,8 +24,7 @@ from omni_async.runtime.inputs import RunInputs
 def try_scorers(inputs: RunInputs) -> list[str]:
     """Return notes for the console: which scorers could not be tried, and why.
 
-    Raises ConfigError, one line, if one cannot be built or fails twice in the same way.
-    """
+    Raises ConfigError, one line, if one cannot be built or fails twice in the same way."""
     config = inputs.config
     if inputs.profile is not None or config.data.preferences is not None:
         return []  # no scorer is asked

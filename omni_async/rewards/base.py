@@ -14,15 +14,13 @@ if TYPE_CHECKING:
 class ScoreError(RuntimeError):
     """A sample could not be scored.
 
-    Scoring is retried, then the sample's group is rejected; the error never becomes a number.
-    """
+    Scoring is retried, then the sample's group is rejected; the error never becomes a number."""
 
 
 class Outage(ScoreError):
     """The scorer is unreachable, or has no time or room: asking later may help.
 
-    A scorer may raise it, too, while it starts up, for example.
-    """
+    A scorer may raise it, too, while it starts up, for example."""
 
 
 class WrongScorer(RuntimeError):
@@ -32,8 +30,7 @@ class WrongScorer(RuntimeError):
 class Unbounded(ScoreError):
     """A finite score so large that training on it would break the policy.
 
-    Its group is rejected; asking again would not make it smaller.
-    """
+    Its group is rejected; asking again would not make it smaller."""
 
 
 class Scorer(Protocol):
@@ -50,8 +47,7 @@ class Scorer(Protocol):
     A class may also have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every
     prompt of the recipe before anything is started. It returns what the prompt lacks, as a text for the user, or None;
     `params` are the constructor's keyword arguments, defaults included. It should import no torch: recipes are checked
-    without.
-    """
+    without."""
 
     name: str
 
@@ -65,8 +61,7 @@ class Scorer(Protocol):
         `media` are `omni_async.media.Media` of NumPy arrays or, without `accepts`, images uint8 (height, width, 3); not
         to be written to. Return as many scores as prompts, all finite; raise any exception otherwise. The same sample
         may come again: alone, if the batch it was in failed, and as a question whose answer is known, if other samples
-        fail.
-        """
+        fail."""
 
 
 def is_concurrent(scorer: object) -> bool:

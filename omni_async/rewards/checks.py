@@ -44,8 +44,7 @@ def require_media(media: Sequence[Any], prompts: Sequence[Prompt]) -> None:
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
     """Return the scores, one per prompt, with plain floats for numbers and texts that can be written.
 
-    Raises ScoreError, whatever a scorer may have returned, unless every value and part is a finite number.
-    """
+    Raises ScoreError, whatever a scorer may have returned, unless every value and part is a finite number."""
     if isinstance(scores, Coroutine):
         scores.close()  # it will never be awaited
         raise ScoreError(

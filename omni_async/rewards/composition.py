@@ -31,8 +31,7 @@ def _built(label: str, config: schema.Scorer) -> Scorer:
     """Build a scorer.
 
     WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do not
-    fit.
-    """
+    fit."""
     try:
         return registry.build(config)
     except registry.ScorerConfigError:
@@ -51,8 +50,7 @@ class WeightedScorer:
     """A weighted sum: value = sum of weight x value; `values` holds every scorer's own unweighted value.
 
     With one scorer, parts keep their names; with several they are `<scorer>/<part>`, and every scorer's own unweighted
-    value is the part `<scorer>/value`. Texts are joined with ` | `.
-    """
+    value is the part `<scorer>/value`. Texts are joined with ` | `."""
 
     name = "reward"
 
@@ -84,8 +82,7 @@ class WeightedScorer:
     def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:
         """Combine the scores of every member, in their order, into one sample's score.
 
-        Unbounded if the sum, or what a member adds to it, is beyond `max_abs`.
-        """
+        Unbounded if the sum, or what a member adds to it, is beyond `max_abs`."""
         for (label, weight, _), score in zip(self.members, row, strict=True):
             _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
         combined = self._combine(row)

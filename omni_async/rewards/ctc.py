@@ -14,8 +14,7 @@ def text_probability(frames: np.ndarray, text: Sequence[Sequence[int]], silent: 
     entries that count as it (both cases, say). `silent`: entries that write nothing, the CTC blank among them.
 
     Source: Graves et al. 2006, section 4.1, eqs. 5-8 (alpha recursion), over the text with a blank before, between and
-    after.
-    """
+    after."""
     if not text:
         raise ValueError("the probability of an empty text is not defined")
     blank = frames[:, list(silent)].sum(axis=1, dtype=np.float64)

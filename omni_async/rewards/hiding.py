@@ -21,8 +21,7 @@ def hiding(secrets: Iterable[str]) -> Iterator[None]:
     """Replace an exception whose text would show a secret, or is too long, by one of ours that does not.
 
     That is one of `secrets`, a URL's password or more than 2000 characters; it becomes an `Outage`, if it is one, or
-    else a `ScoreError`.
-    """
+    else a `ScoreError`."""
     try:
         yield
     except BaseException as error:  # sys.exit with a key in its text, too

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class JpegSizeScorer:
     """A scorer with value = +-scale x size in kB (1000 bytes); `sign: min` rewards small files, `max` large ones.
 
-    Part: `jpeg_kb`.
-    """
+    Part: `jpeg_kb`."""
 
     name = "jpeg_size"
     accepts = ("image",)

@@ -36,8 +36,7 @@ class MotionSmoothnessScorer:
     """A scorer with value in [0, 1], higher is smoother.
 
     Parts: `smoothness`, before the guard, and `motion` in grey levels. `min_motion`: the grey levels of motion below
-    which smoothness counts less, in proportion.
-    """
+    which smoothness counts less, in proportion."""
 
     name = "motion_smoothness"
     accepts = ("video",)
@@ -63,8 +62,7 @@ class MotionSmoothnessScorer:
 def smoothness_and_motion(frames: np.ndarray) -> tuple[float, float]:
     """Return the smoothness in [0, 1] and the motion, in grey levels, of uint8 (F, ...) with F >= 3.
 
-    A static video has smoothness 1 and motion 0.
-    """
+    A static video has smoothness 1 and motion 0."""
     # Frame by frame, in whole numbers: a video in float64 would take eight times its memory.
     squares = bends = bounds = 0.0
     before: np.ndarray | None = None

@@ -69,8 +69,7 @@ class OcrScorer:
     `ocr_target` (p).
 
     `width`: pixels the 48 pixels high line is padded to at least; 320 is the model's own, time is proportional to it.
-    `frames`: those that are read of a video.
-    """
+    `frames`: those that are read of a video."""
 
     name = "ocr"
     accepts = ("image", "video")

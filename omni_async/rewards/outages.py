@@ -34,8 +34,7 @@ def is_outage(error: BaseException) -> bool:
 def repeats(error: ScoreError, before: ScoreError) -> bool:
     """Return whether a scorer failed twice in the same way, and in one that time does not repair.
 
-    Addresses of objects may differ.
-    """
+    Addresses of objects may differ."""
     if isinstance(error, Outage) or isinstance(before, Outage):
         return False
     return _ADDRESS.sub("0x", str(error)) == _ADDRESS.sub("0x", str(before))

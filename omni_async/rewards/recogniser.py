@@ -22,8 +22,7 @@ class Reading:
     """The text that was read.
 
     `confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T, C): probabilities over the
-    alphabet.
-    """
+    alphabet."""
 
     text: str
     confidence: float

@@ -193,8 +193,7 @@ def secrets_of(config: schema.Scorer) -> frozenset[str]:
 def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
     """Raise `ScorerConfigError` if `build` would, or if the scorer accepts nothing of samples with such media.
 
-    Loads no model (the scorer's module is imported).
-    """
+    Loads no model (the scorer's module is imported)."""
     scorer = _load(config.name)
     _arguments(config.name, scorer, config.params)
     declared = getattr(scorer, "accepts", ("image",))

@@ -63,8 +63,7 @@ class Threads:
     def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Begin the call now.
 
-        Give it up by forgetting the future; a cancelled one frees its thread for a second call too early.
-        """
+        Give it up by forgetting the future; a cancelled one frees its thread for a second call too early."""
         thread = self._idle.pop() if self._idle else _DaemonThread(self._name)
         future = asyncio.get_running_loop().run_in_executor(thread, call)
         self._busy[future] = thread

@@ -50,8 +50,7 @@ class EngineTimes:
     """The seconds that an engine's device takes; nothing unless a method says otherwise.
 
     `in_batches`: samples start together and end together, and `step` is asked once for all steps of a batch; otherwise
-    a sample joins and leaves at any step. `gather`: how long the first sample waits for others.
-    """
+    a sample joins and leaves at any step. `gather`: how long the first sample waits for others."""
 
     in_batches = False
     gather = 0.0
@@ -176,8 +175,7 @@ class EmulatedEngine:
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         """Take a version in, for as long as `times` says, the time to check the digest included.
 
-        EngineError if the bytes differ from the manifest.
-        """
+        EngineError if the bytes differ from the manifest."""
         self._task.require()
         loop = asyncio.get_running_loop()
         started = loop.time()

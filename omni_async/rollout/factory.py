@@ -24,8 +24,7 @@ def build_engine(
 
     `engine_name` is its name in reports and errors.
 
-    ValueError if the checkpoint is not the family's, or the family does not run on that engine.
-    """
+    ValueError if the checkpoint is not the family's, or the family does not run on that engine."""
     rollout = config.rollout
     if profile is not None:
         from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes

@@ -44,8 +44,7 @@ class Staged:
 
         `base` maps every weight, as `component.name`, to its value without adapters. A full payload yields all of them;
         a LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
-        is yielded, if names or shapes do not fit.
-        """
+        is yielded, if names or shapes do not fit."""
         version = self.manifest.version
 
         def on_device(tensor: torch.Tensor) -> torch.Tensor:

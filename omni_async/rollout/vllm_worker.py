@@ -58,8 +58,7 @@ class RolloutPipelineMixin(ABC):
     """Runs `SampleRequest`s step by step with the policy's own velocity on vLLM-Omni's denoisers.
 
     Latents are float32 whatever the model's dtype; only the transformer's input is cast. They are kept in the sample:
-    vLLM-Omni's batch sees one number a request, and so no shapes and no guidance.
-    """
+    vLLM-Omni's batch sees one number a request, and so no shapes and no guidance."""
 
     supports_step_execution = True
     supports_request_batch = True
@@ -228,8 +227,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Load a version and return the version and digest the pipeline holds now.
 
         ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
-        of the load.
-        """
+        of the load."""
         started = time.perf_counter()
         pipeline = self.model_runner.pipeline
         components: dict[str, torch.nn.Module] = pipeline.components

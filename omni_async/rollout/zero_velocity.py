@@ -40,8 +40,7 @@ class ZeroVelocity:
     """The maker of samples whose steps were taken.
 
     `latent_shape(spec)`, `sigmas(steps, spec)` and `blank_conditioning(spec)` are a policy's methods, or stand in for
-    them: what is returned then fits a real trainer of that policy.
-    """
+    them: what is returned then fits a real trainer of that policy."""
 
     def __init__(
         self,

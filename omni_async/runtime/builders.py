@@ -48,8 +48,7 @@ class WorkerContext:
     """What a worker is built with.
 
     `folder`: the run's. `peers`: the workers that it calls, by name. `host`: the address of the worker's machine.
-    `own_process`: whether the worker has a process, and the threads in it, for itself.
-    """
+    `own_process`: whether the worker has a process, and the threads in it, for itself."""
 
     worker: Worker
     inputs: RunInputs

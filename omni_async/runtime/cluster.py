@@ -25,8 +25,7 @@ Work = Coroutine[Any, Any, Any]
 class PeerLost(RuntimeError):
     """Raised when a process of the run is gone or does not answer.
 
-    Its role's row in the table says whether it is replaced, or the run goes on from its last checkpoint.
-    """
+    Its role's row in the table says whether it is replaced, or the run goes on from its last checkpoint."""
 
 
 class StartError(RuntimeError):
@@ -106,8 +105,7 @@ class Cluster(ABC):
     def _all_workers(self) -> Iterator[Worker]:
         """Yield the workers that the run begins with, each after those that it needs.
 
-        The first of several that work together has the others.
-        """
+        The first of several that work together has the others."""
         for spec in self._table.values():
             first, *others = spec.workers(self._config) or (None,)
             yield from filter(None, (*others, first) if spec.works == "first" else (first, *others))
@@ -115,8 +113,7 @@ class Cluster(ABC):
     def _peers_of(self, worker: Worker) -> dict[str, Any]:
         """Return whom a worker calls: the coordinator, or everybody.
 
-        The first of several that work together calls every worker there is.
-        """
+        The first of several that work together calls every worker there is."""
         spec, name = self._table[worker.role], str(Worker("coordinator"))
         if spec.works == "first" and spec.is_at_work(worker):
             return dict(self._actors)

@@ -21,8 +21,7 @@ from omni_async.worker import Worker
 class InProcessCluster(Cluster):
     """A cluster of roles in this process.
 
-    `clock`, the wall clock by default, stamps what happens. Emulated devices sleep on the event loop's time.
-    """
+    `clock`, the wall clock by default, stamps what happens. Emulated devices sleep on the event loop's time."""
 
     stores_die = False  # what a worker stored is in the store that all roles share, and stays
 

@@ -21,8 +21,7 @@ class RunInputs:
     to record.
 
     `profile`, with times and payloads scaled, is what emulated devices replay; with None the devices are real. `notes`
-    are for the console.
-    """
+    are for the console."""
 
     config: Config
     family: PipelineFamily

@@ -42,8 +42,7 @@ class GaveUp(RuntimeError):
 class Restarts:
     """A count of the replacements in every slot.
 
-    There may be at most `most` an hour, with pauses that double while the losses follow each other closely.
-    """
+    There may be at most `most` an hour, with pauses that double while the losses follow each other closely."""
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most
@@ -71,8 +70,7 @@ class Keeper:
     """The workers of a run, each replaced in its slot when it is lost.
 
     `tell` gets a line for the console about what happens, `record` every fault that was mended. `table`: the rows of
-    the workers' roles.
-    """
+    the workers' roles."""
 
     cluster: Cluster
     supervisor: Supervisor
@@ -122,8 +120,7 @@ class Keeper:
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
         """Start or drain workers until there are `count` of the role; surplus ones may still finish what they have.
 
-        `tell` gets a line about every worker that is started or drained. Raises what a start raises, or ValueError.
-        """
+        `tell` gets a line about every worker that is started or drained. Raises what a start raises, or ValueError."""
         if self._scaling.locked():
             tell(f"{role}: waiting for a change of workers that was asked for before")
         async with self._scaling:

@@ -31,8 +31,7 @@ class ActorPlacement:
     """The placement of an actor.
 
     `bundle` is None where no placement group is needed. `cpus` and `gpus` are what the actor asks for, `threads` what
-    it may use.
-    """
+    it may use."""
 
     bundle: int | None
     cpus: float
@@ -44,8 +43,7 @@ class ActorPlacement:
 class PlacementPlan:
     """The bundles of a job and its actors' placements by slot id.
 
-    `strategy`: how the bundles are spread over machines, in Ray's words.
-    """
+    `strategy`: how the bundles are spread over machines, in Ray's words."""
 
     bundles: tuple[Resources, ...]
     actors: dict[str, ActorPlacement]
@@ -109,8 +107,7 @@ def _groups(spec: RoleSpec, workers: tuple[Worker, ...], config: Config) -> Iter
 def _share(wanted: float, of: float, available: float) -> float:
     """Return an actor's part of what the bundle has, rounded down so that all parts fit.
 
-    It is everything if no other actor wants any.
-    """
+    It is everything if no other actor wants any."""
     if wanted in (0, of):
         return wanted
     return math.floor(wanted / of * available * _PRECISION) / _PRECISION

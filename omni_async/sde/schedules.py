@@ -63,8 +63,7 @@ def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_con
 
     `scheduler_config` is `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
     shift 1, no terminal). ValueError for options that change the schedule in a way not written here (Karras,
-    exponential, beta, inverted).
-    """
+    exponential, beta, inverted)."""
     refuse_options(scheduler_config, *OTHER_SCHEDULES)
     mu = resolution_mu(image_seq_len, scheduler_config)
     sigmas = _linspace(num_inference_steps)

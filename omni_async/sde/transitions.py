@@ -49,8 +49,7 @@ def transition(
     The others are (B,). x is float32 or float64 and v is cast to it.
 
     ValueError for an unknown kind, a shape or dtype that does not fit, noise_level <= 0 (use `ode_step`), sigmas out of
-    order, and for `cps` where the scale would not be positive (sigma_next = 0 or noise_level >= 2).
-    """
+    order, and for `cps` where the scale would not be positive (sigma_next = 0 or noise_level >= 2)."""
     _check_kind(kind)
     _check_shapes(x, v=v)
     rows = _rows64(x, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max, noise_level=noise_level)
@@ -84,8 +83,7 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
     `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, which is
     what its reference uses (arXiv 2509.05952): not a log-density; `nats_per_log_prob` makes ratios comparable again.
-    scale must be > 0.
-    """
+    scale must be > 0."""
     _check_kind(kind)
     _check_shapes(mean, x_next=x_next)
     scale = _rows64(mean, scale=scale)["scale"]
@@ -151,8 +149,7 @@ def step_mixed(
 
     Noisy rows are `take_step`, the others `ode_step` with log_prob 0 and mean = x'.
 
-    Rows are selected, so the noise and the noise_level of an ODE row are never looked at (0 and NaN are fine there).
-    """
+    Rows are selected, so the noise and the noise_level of an ODE row are never looked at (0 and NaN are fine there)."""
     _check_kind(kind)
     _check_shapes(x, noise=noise)
     if noisy.dtype != torch.bool or noisy.shape != x.shape[:1]:

@@ -38,8 +38,7 @@ def in_bundles(config: Config, bundle: int) -> Config:
     """Return the configuration that counts bundles where the recipe counts samples.
 
     Raises ValueError unless all samples that run together are a whole number of bundles: anything else would be another
-    job.
-    """
+    job."""
     rollout, reward, buffer = config.rollout, config.reward, config.buffer
     together = {
         "rollout.group_size": rollout.group_size,

@@ -150,8 +150,7 @@ def profile_of(config: Config, name: str | None) -> Profile:
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
     """Return the jobs to simulate, each with its number of updates, and why others cannot be simulated.
 
-    ConfigError if an option does not fit.
-    """
+    ConfigError if an option does not fit."""
     from omni_async.simulation.bundles import in_bundles
     from omni_async.simulation.simulate import Steady, default_updates
     from omni_async.simulation.sweep import arms, synchronous

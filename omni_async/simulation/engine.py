@@ -31,8 +31,7 @@ _INSTANT_S = 1e-9
 class Batch:
     """Samples that are generated together.
 
-    `swaps`: (first denoising step, version that computes from that step on), oldest first.
-    """
+    `swaps`: (first denoising step, version that computes from that step on), oldest first."""
 
     __slots__ = ("end", "paused", "requests", "start", "step_s", "steps", "swaps")
 
@@ -69,8 +68,7 @@ class Batch:
 class SimulatedEngine:
     """A rollout engine whose batches only take time.
 
-    Calls `swapped` when it holds a version whose time `stage` could not predict.
-    """
+    Calls `swapped` when it holds a version whose time `stage` could not predict."""
 
     def __init__(self, name: str, world: World, swapped: Callable[[], None]) -> None:
         self.name = name
@@ -192,8 +190,7 @@ class SimulatedEngine:
         """Take a version that has arrived.
 
         Returns when the engine will hold it, or None if that depends on samples it must finish first; it then calls
-        `swapped`.
-        """
+        `swapped`."""
         now, batch = self._loop.now, self._batch
         in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
         if self._drains or (in_engine and self._world.config.weights.swap == "request"):

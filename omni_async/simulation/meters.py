@@ -91,8 +91,7 @@ class Meters:
         """Return the fractions of the window in which the role's workers worked, or waited.
 
         They were `busy`, waited without input (`starved`), or waited without permission to make more (`backpressured`:
-        only engines, which need no input). The rest, up to 1, is pauses.
-        """
+        only engines, which need no input). The rest, up to 1, is pauses."""
         total = self._workers[role] * self._window.seconds
         busy, waiting = (periods[role].seconds / total if total > 0 else 0.0 for periods in (self.busy, self.waiting))
         starved, backpressured = (0.0, waiting) if role == "rollout" else (waiting, 0.0)

@@ -19,8 +19,7 @@ _BAR = 40
 def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
     """Print one job: the law beside the simulation, the roles, the staleness, the buffers.
 
-    `sync`: the same job, one stage after the other.
-    """
+    `sync`: the same job, one stage after the other."""
     console.print(_steps(config, found, sync))
     console.print(_stages(found))
     rate, per_device = found.images_per_s, found.images_per_s_per_device

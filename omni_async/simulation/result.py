@@ -21,8 +21,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     Seconds are the profile's (virtual) ones. `step_s`: mean seconds between updates in the steady part of the run,
     warm-up and drain left out; `step_spread_s`: standard deviation of those. `busy`: role -> busy, starved,
     backpressured fraction of that part. `staleness`: groups trained by staleness, over the whole run. `bundle`: samples
-    that were simulated as one. `bound_fraction` = law_s / step_s.
-    """
+    that were simulated as one. `bound_fraction` = law_s / step_s."""
 
     updates: int
     virtual_s: float

@@ -42,8 +42,7 @@ class Steady:
     """Updates whose steps count: after the first `first`, up to number `last`.
 
     Left out are the warm-up, until the pipeline has filled and turned over once, and the drain, from where nothing more
-    is admitted; in between whole periods of publishes and waves.
-    """
+    is admitted; in between whole periods of publishes and waves."""
 
     def __init__(self, config: Config, updates: int) -> None:
         budget, every = config.staleness.max_updates, config.weights.publish_every
@@ -78,8 +77,7 @@ def simulate(
     `updates`: how many (None: the recipe's, at least 200). `bundle`: samples of a group that are simulated as one
     (None: 1 unless that would take minutes). `progress` is called with the number of every update. Groups are never
     rejected, validation and checkpoints are left out. Raises ValueError for too few updates or a bundle that does not
-    divide a group; RuntimeError if the run fails, which would be a bug.
-    """
+    divide a group; RuntimeError if the run fails, which would be a bug."""
     started = time.perf_counter()
     profile = with_estimates(profile, config)
     updates = default_updates(config) if updates is None else updates
@@ -169,8 +167,7 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
 def _bare(config: Config, updates: int) -> Config:
     """Remove what takes no virtual time.
 
-    That is validation, logged images, and the rejection of groups whose samples all earn the same.
-    """
+    That is validation, logged images, and the rejection of groups whose samples all earn the same."""
     advantage = replace(config.algorithm.advantage, drop_zero_variance=False)
     return replace(
         config,
@@ -203,8 +200,7 @@ def _rarely_collecting() -> Iterator[None]:
     """Make garbage collection rare.
 
     A simulation makes millions of small objects and hardly a cycle, and looking for cycles as often as usual takes a
-    fifth of its time.
-    """
+    fifth of its time."""
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000, usual[1], usual[2])
     try:

@@ -39,8 +39,7 @@ class DeadlockError(RuntimeError):
 class _NumberedTask(asyncio.Task[T]):
     """A task that is hashed by number instead of by address in memory, which differs from run to run.
 
-    asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order.
-    """
+    asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order."""
 
     def __init__(
         self,
@@ -60,8 +59,7 @@ class _NumberedTask(asyncio.Task[T]):
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """The event loop on virtual time.
 
-    Time starts at `start` seconds; `dice` draws the order of what is ready together.
-    """
+    Time starts at `start` seconds; `dice` draws the order of what is ready together."""
 
     # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here,
     # as tuples, because those compare much faster than its TimerHandles.
@@ -118,16 +116,14 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_when(self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
         """Call back at a time, like `call_at`, but cheaper.
 
-        The call cannot be cancelled, and what the callback raises ends the loop.
-        """
+        The call cannot be cancelled, and what the callback raises ends the loop."""
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, callback, args))
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Call back when nothing else is ready at this instant.
 
-        For callers that act on all that happens in it, in whatever order. What the callback raises ends the loop.
-        """
+        For callers that act on all that happens in it, in whatever order. What the callback raises ends the loop."""
         self._settling.append(callback)
 
     def sleep_until(self, when: float) -> asyncio.Future[None]:
@@ -228,8 +224,7 @@ class VirtualClock:
 def run(main: Coroutine[Any, Any, T], *, start: float = 0.0, dice: random.Random | None = None) -> T:
     """Run a coroutine as `asyncio.run` does, in virtual time from `start` seconds on.
 
-    Ready callbacks run in the order of `dice`. Raises DeadlockError as soon as nothing can go on.
-    """
+    Ready callbacks run in the order of `dice`. Raises DeadlockError as soon as nothing can go on."""
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop")
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start, dice)) as runner:

@@ -26,8 +26,7 @@ def digest_of(version: int) -> str:
 def at_once(call: Coroutine[Any, Any, T]) -> T:
     """Return the result of a call of the coordinator that does not wait, for callers that are no coroutines.
 
-    Raises RuntimeError if it would wait.
-    """
+    Raises RuntimeError if it would wait."""
     try:
         call.send(None)
     except StopIteration as finished:
@@ -42,8 +41,7 @@ class SharedDevices:
     A role has them while any of its workers works; then the role that asked first gets them. Every worker takes the
     profile's `switch` when it first works after its role got the devices back.
 
-    `take` waits for the other roles' work to end; unblocked by `leave`.
-    """
+    `take` waits for the other roles' work to end; unblocked by `leave`."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self._loop = loop
@@ -75,8 +73,7 @@ class World:
     """The state of one simulation.
 
     `bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is None
-    where every role has devices of its own.
-    """
+    where every role has devices of its own."""
 
     config: Config
     profile: Profile
@@ -93,8 +90,7 @@ class World:
     def count_groups(self, taken: int = 0) -> None:
         """Update the gauges after a call that may have admitted groups or freed slots.
 
-        The trainer took `taken` more.
-        """
+        The trainer took `taken` more."""
         self.taken += taken
         admitted, released = (
             self.coordinator.ledger.admitted,

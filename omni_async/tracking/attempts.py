@@ -14,8 +14,7 @@ class Attempt(msgspec.Struct, frozen=True):
     """One attempt of a run.
 
     `began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt continued from;
-    `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary.
-    """
+    `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary."""
 
     began: float
     ended: float
@@ -29,6 +28,5 @@ class Attempt(msgspec.Struct, frozen=True):
 def read_attempts(path: Path) -> list[Attempt]:
     """Read the attempts in the order they ended; none if there is no file.
 
-    A line that was cut off is skipped. Raises OSError if the path is not a file.
-    """
+    A line that was cut off is skipped. Raises OSError if the path is not a file."""
     return read_records(path, Attempt)

@@ -28,8 +28,7 @@ class Console(Protocol):
     def close(self, last_words: Sequence[str] = ()) -> None:
         """End the display and leave these lines below it, unwrapped.
 
-        Nothing more is shown; a second call changes nothing.
-        """
+        Nothing more is shown; a second call changes nothing."""
 
 
 def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
@@ -44,8 +43,7 @@ def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
 class LineConsole:
     """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 validation reward 0.520`.
 
-    When the reader goes away (`| head`), output stops; the run goes on.
-    """
+    When the reader goes away (`| head`), output stops; the run goes on."""
 
     def __init__(self, stream: TextIO, total_updates: int) -> None:
         self._stream = stream

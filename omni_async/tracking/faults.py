@@ -12,8 +12,7 @@ from omni_async.tracking.files import read_lines
 class Fault(msgspec.Struct, frozen=True):
     """A part that was lost.
 
-    When (the clock's seconds), why, its replacement, and how many seconds later the replacement was at work.
-    """
+    When (the clock's seconds), why, its replacement, and how many seconds later the replacement was at work."""
 
     time: float
     part: str

@@ -17,8 +17,7 @@ T = TypeVar("T")
 def write_atomic(path: Path, content: bytes) -> None:
     """Write next to `path`, then rename over it.
 
-    Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised.
-    """
+    Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -33,8 +32,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 def read_lines(path: Path) -> list[bytes]:
     """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file.
 
-    Raises OSError if the path is not a plain file.
-    """
+    Raises OSError if the path is not a plain file."""
     try:
         with open_file(path) as file:
             return [*file]

@@ -27,8 +27,7 @@ def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = No
     """Draw a grid, row by row, of (uint8 (height, width, 3) image, caption) pairs, about square by default.
 
     Small images are enlarged by a whole factor without smoothing, to cells wide enough for their captions; large ones
-    are reduced.
-    """
+    are reduced."""
     if not items:
         raise ValueError("an image grid needs at least one image")
     font = Typeface(_FONT_SIZE)
@@ -64,8 +63,7 @@ def _fit(array: np.ndarray) -> Image.Image:
 def _wrap(text: str, font: Typeface, width: int) -> list[str]:
     """Wrap a text into at most `_MAX_LINES` lines no wider than `width` pixels; the rest is cut with dots.
 
-    Lines are broken between words, and within a word that fills more than a line (not every script has spaces).
-    """
+    Lines are broken between words, and within a word that fills more than a line (not every script has spaces)."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""

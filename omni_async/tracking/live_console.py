@@ -23,8 +23,7 @@ _REFRESH_PER_S = 4
 class LiveConsole:
     """A display whose numbers are replaced in place, with phases, notes and validations scrolling by above it.
 
-    `done`: updates of earlier attempts, where the bar begins; the time left follows from the pace of this attempt.
-    """
+    `done`: updates of earlier attempts, where the bar begins; the time left follows from the pace of this attempt."""
 
     def __init__(self, stream: TextIO, total_updates: int, done: int = 0) -> None:
         self._rich = RichConsole(file=stream, highlight=False)

@@ -18,8 +18,7 @@ _QUALITY = "18"  # constant rate factor of H.264: hard to tell from the frames
 def write_media(media: Media, path: Path) -> list[Path]:
     """Write video and audio to `path` with the suffixes .mp4 (H.264, without sound) and .wav (32-bit float).
 
-    Returns the files, none for an image. Raises OSError, and then leaves no half of a file.
-    """
+    Returns the files, none for an image. Raises OSError, and then leaves no half of a file."""
     written = []
     if media.video is not None and media.fps is not None:
         written.append(path.with_name(f"{path.name}.mp4"))

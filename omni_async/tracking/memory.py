@@ -17,8 +17,7 @@ def process_tree_pss(*pids: int) -> int:
 
     Where PSS is not available (not Linux, or another user's process) the resident size is used instead, which counts
     shared pages repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster
-    joined by address is not.
-    """
+    joined by address is not."""
     tree: dict[int, psutil.Process] = {}
     for pid in pids:
         try:

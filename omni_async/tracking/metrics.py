@@ -41,8 +41,7 @@ class Metrics:
     def record(self, name: str, value: float, reduction: Reduction, weight: float = 1.0) -> None:
         """Add a number.
 
-        `weight` (of a mean: the count of numbers it averages) must be positive; a name keeps its first reduction.
-        """
+        `weight` (of a mean: the count of numbers it averages) must be positive; a name keeps its first reduction."""
         if weight <= 0:
             raise ValueError(f"metric {name!r}: weight must be positive, got {weight}")
         self._include(name, value * weight if reduction == "mean" else value, reduction, weight)

@@ -37,8 +37,7 @@ class MlflowUnusableError(RuntimeError):
 class Connection:
     """A store of runs, and the existing run of that name, if there is one (`former`).
 
-    `shown`: the store's address without credentials.
-    """
+    `shown`: the store's address without credentials."""
 
     client: MlflowClient
     experiment: str
@@ -84,8 +83,7 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool =
         goes_on: whether to look for the run of that name, which stays as it is.
 
     Raises:
-        MlflowUnusableError: the store cannot be used.
-    """
+        MlflowUnusableError: the store cannot be used."""
     run_dir = run_dir.absolute()
     uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
     shown = redact_text(uri)

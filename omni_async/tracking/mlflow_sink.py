@@ -49,8 +49,7 @@ class MlflowSink:
             goes_on: whether to find the run of that name, whose parameters stay.
 
         Raises:
-            MlflowUnusableError: the store cannot be used.
-        """
+            MlflowUnusableError: the store cannot be used."""
         self._connection: Connection = connect(config, Path(run_dir), run_name, goes_on)
         self._client = self._connection.client
         self._params = params
@@ -66,8 +65,7 @@ class MlflowSink:
     def begin(self) -> None:
         """Set the run going, if it is not: before anything is logged.
 
-        If there is no run of that name (another database, say), one is made.
-        """
+        If there is no run of that name (another database, say), one is made."""
         if not self._began:
             self._began = True
             self._put(self._begin)

@@ -85,8 +85,7 @@ class RunDirectory:
         """Reopen the folder of a run that stopped, to go on in it.
 
         Nothing in it changes before `take_over`. Raises RunDirectoryError if another process has it, or a file that is
-        needed of it cannot be read.
-        """
+        needed of it cannot be read."""
         run = cls(path)
         with refusing(f"checkpoint.resume: cannot go on in {path}", path):
             run._claim()
@@ -99,8 +98,7 @@ class RunDirectory:
         """Prepare the reopened folder for this attempt's records.
 
         Voids the metrics after `version` (`void_metrics`), puts the summary of the attempts before aside until there is
-        another, and writes this attempt's `config.yaml`.
-        """
+        another, and writes this attempt's `config.yaml`."""
         with refusing(f"cannot go on in {self.path}"):
             write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)
@@ -110,8 +108,7 @@ class RunDirectory:
     def _claim(self) -> None:
         """Lock the folder until `release`, or until this process ends; its children do not hold the lock.
 
-        Raises RunDirectoryError if another process does.
-        """
+        Raises RunDirectoryError if another process does."""
         self._lock = keep_from_children((self.path / _LOCK).open("wb", buffering=0))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,8 +140,7 @@ class RunDirectory:
     def began(self) -> tuple[str, int]:
         """When the run began, by the folder's name: the second, and the number among the runs that began in it.
 
-        For a folder that a run made.
-        """
+        For a folder that a run made."""
         made = _NAME.fullmatch(self.path.name)
         return (made["second"], int(made["number"] or 1)) if made else ("", 0)
 
@@ -186,8 +182,7 @@ class RunDirectory:
     def wall_s(self, version: int) -> float:
         """Return the seconds that the run's attempts have taken up to `version`; 0 if nothing says so.
 
-        The metrics of that update say so, or an attempt that ended there.
-        """
+        The metrics of that update say so, or an attempt that ended there."""
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.
@@ -212,8 +207,7 @@ def _record(line: bytes, version: float, validated: float | None) -> dict[str, A
 def append_jsonl(path: Path, record: Any) -> None:
     """Append one line, handed to the operating system before this returns.
 
-    Raises RunDirectoryError if it can't be written; then no part of it is in the file.
-    """
+    Raises RunDirectoryError if it can't be written; then no part of it is in the file."""
     line = msgspec.json.encode(record) + b"\n"
     with refusing(f"cannot append to {path}"), path.open("ab", buffering=0) as file:
         end = file.tell()

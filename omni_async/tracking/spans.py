@@ -22,8 +22,7 @@ class SpanLog:
     """The spans of a run.
 
     `keep_s`: how long before the newest span's end a span is kept in memory, without its arguments. `held`: the file is
-    left alone until `open`.
-    """
+    left alone until `open`."""
 
     def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path

@@ -49,8 +49,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
     `peak_memory_bytes` and `faults` (parts that were lost and came back). `unwritten`: file of the run folder -> why it
-    could not be written at the end.
-    """
+    could not be written at the end."""
 
     run: str
     status: Status
@@ -115,8 +114,7 @@ def summarise(
         peak_memory_bytes: the most that all processes held at once.
         wall_before: seconds of earlier attempts.
         untimed_images: of `images`, those of earlier attempts whose time was not recorded.
-        faults: parts that were lost and came back.
-    """
+        faults: parts that were lost and came back."""
     wall = wall_before + max(0.0, finished - started)
     rate = (images - untimed_images) / wall if wall > 0 else 0.0
     counts = histogram(staleness)

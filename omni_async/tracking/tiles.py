@@ -15,8 +15,7 @@ _BACKGROUND, _WAVE = 32, 200  # grey levels
 def tile(media: Media) -> NDArray[np.uint8]:
     """Return an image of the media, uint8 (height, width, 3).
 
-    Of a video it is the first, the middle and the last frame, side by side; of sound alone the waveform.
-    """
+    Of a video it is the first, the middle and the last frame, side by side; of sound alone the waveform."""
     if media.image is not None:
         return media.pixels
     if media.video is not None:

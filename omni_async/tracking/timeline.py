@@ -30,8 +30,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
 
     Times are whole microseconds since the earliest span, which began at `otherData.origin_s` seconds since the epoch.
     Lanes are assigned by the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto
-    would otherwise drop or nest.
-    """
+    would otherwise drop or nest."""
     origin = min((span.start for span in spans), default=0.0)
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
@@ -111,8 +110,7 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
 
     An actor's overlapping spans count once. The three exclude each other in this order: an engine that generates eight
     samples while a ninth slot waits for a prompt is busy. The rest up to 1 is time nothing was recorded for, or a
-    scorer's outage.
-    """
+    scorer's outage."""
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         per_actor[Worker.parse(span.actor).slot].append(span)  # a replacement has the same

@@ -15,8 +15,7 @@ _VANISHED = 1e-3
 class GradientWatch:
     """Compares the gradient norms of the newest updates with those of the first.
 
-    Warns once, and again only after the norms had recovered.
-    """
+    Warns once, and again only after the norms had recovered."""
 
     def __init__(self) -> None:
         self._first: list[float] = []

@@ -17,8 +17,7 @@ class UpdateView(TypedDict, total=False):
     """The numbers shown of one update; unknown ones are left out.
 
     `staleness` is a mean, `staleness_counts` maps staleness -> groups, `buffers` name -> (held, capacity), `busy` role
-    -> fraction, `extra` further numbers by name.
-    """
+    -> fraction, `extra` further numbers by name."""
 
     update: int
     reward: float
@@ -39,8 +38,7 @@ def validated(version: int, value: float, parts: Mapping[str, float]) -> str:
 def validation_curve(points: Sequence[ValidationPoint]) -> str:
     """Format the change of the numbers that the first and the last round have.
 
-    As `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`.
-    """
+    As `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`."""
     first, last = points[0], points[-1]
     if len(points) == 1:
         return validated(first.version, first.value, first.parts)

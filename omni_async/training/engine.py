@@ -48,8 +48,7 @@ class TrainEngine:
     """The training engine of one rank, as the module describes it. `device` is the rank's accelerator unless given.
 
     digest0: the digest of the weights as loaded, in `model.dtype` (rank 0, after `setup`); an engine that loaded the
-    same checkpoint has it too. optimizer_steps: the steps taken so far, those before a resume included.
-    """
+    same checkpoint has it too. optimizer_steps: the steps taken so far, those before a resume included."""
 
     def __init__(
         self, config: Config, policy: Policy, layout: ParallelLayout, device: torch.device | None = None
@@ -97,8 +96,7 @@ class TrainEngine:
         Returns metrics over all ranks' rows since the last step.
 
         `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser.
-        TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated.
-        """
+        TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated."""
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")
         loss_scale = grad_scale * self._normalise()
@@ -161,8 +159,7 @@ class TrainEngine:
 
         Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
         `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
-        payload bit for bit.
-        """
+        payload bit for bit."""
         if self.layout.rank >= self.layout.shard_size:
             return None
         drawing = self._model.auxiliary.tensors()

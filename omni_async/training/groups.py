@@ -26,8 +26,7 @@ class GroupBatch:
     forward-process ones final (*shape), sigmas and conditioning.
     size: the samples of the whole group, on all ranks together.
     counts: False where this rank has none of them, and one of another rank's here: it is computed, because that is
-        collective, and adds nothing.
-    """
+        collective, and adds nothing."""
 
     group: int
     spec: SamplingSpec
@@ -73,8 +72,7 @@ def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, late
     ValueError names the first sample that is not usable, and why.
 
     `sigmas` is the trainer's own schedule: a trajectory made with another one, even by one bit, would be trained with
-    wrong ratios.
-    """
+    wrong ratios."""
     window = len(group.trajectories[0].get("steps", ()))
     for i, (trajectory, advantage) in enumerate(zip(group.trajectories, group.advantages, strict=True)):
         try:

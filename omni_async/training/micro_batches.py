@@ -39,8 +39,7 @@ def micro_batches(
 
     `needs[i]`: the component that row i needs. `most`: the rows of the rank that has most. `largest`: takes a list of
     numbers and returns the largest over all ranks of each; called once where there are several components, and else
-    never.
-    """
+    never."""
     size = whole_units(size, unit)
     if len(components) == 1:
         yield from _cut(range(len(needs)), size, unit, -(-most // size), tuple(components))

@@ -38,8 +38,7 @@ def enable(
     ranks.
 
     Raises ValueError for a denoiser that has no plan of how to; one whose attention does not follow its plan is refused
-    in its first forward, with a TrainingError.
-    """
+    in its first forward, with a TrainingError."""
     mesh = init_device_mesh(
         device.type, (layout.data_size, 1, layout.sequence), mesh_dim_names=("data", "ring", "ulysses")
     )

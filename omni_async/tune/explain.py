@@ -164,8 +164,7 @@ class Explainer:
 def reasons(trials: Trials, chosen: Point, ranked: Sequence[Split], devices: int) -> dict[str, str]:
     """Return a sentence for every key that was not kept.
 
-    There is one for `schedule` too, where the recipe's own would stop everything from overlapping.
-    """
+    There is one for `schedule` too, where the recipe's own would stop everything from overlapping."""
     return Explainer(trials, chosen, ranked, devices).reasons()
 
 

@@ -19,8 +19,7 @@ def front(points: Sequence[Point], chosen: Point) -> list[Point]:
     """Return the front, freshest first.
 
     Each point is faster than all before it whose staleness, mean and maximum, is no higher. `chosen` is always among
-    them.
-    """
+    them."""
     kept: list[Point] = []
     for point in sorted(points, key=_freshness):
         fresher = [

@@ -60,8 +60,7 @@ def count(keys: Keys, path: str) -> int:
 def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
     """Return keys under which nothing but S and the split can bind.
 
-    Every admitted group and sample has a slot, every version is published at once.
-    """
+    Every admitted group and sample has a slot, every version is published at once."""
     groups = (max_updates + 1) * config.trainer.groups_per_update
     return {
         **split,
@@ -78,8 +77,7 @@ def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
 def fewest_trajectories(config: Config, keys: Keys) -> int:
     """Return the trajectory slots below which engines cannot fill their batches.
 
-    What smaller batches cost is not asked: a profile that was measured at one size cannot say.
-    """
+    What smaller batches cost is not asked: a profile that was measured at one size cannot say."""
     batch = min(config.rollout.max_batch, count(keys, INFLIGHT))
     admitted = (count(keys, S) + 1) * config.trainer.groups_per_update * config.rollout.group_size
     return min(count(keys, ENGINES) * batch, admitted)
@@ -94,8 +92,7 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
     """Return the keys with one of them changed.
 
     With S, publish_every or the window, there is a slot for every group that S admits, and publish_every stays allowed;
-    with the split, the trajectory slots grow with the samples that engines and reward workers hold.
-    """
+    with the split, the trajectory slots grow with the samples that engines and reward workers hold."""
     after = {**keys, path: value}
     if value == keys[path]:
         return after

@@ -54,8 +54,7 @@ BUFFER_NAMES = {TRAJECTORIES: "trajectories", GROUPS: "replay"}
 def search(trials: Trials, splits: Sequence[Split]) -> Point:
     """Return the recommended point; `trials` then holds everything that was tried.
 
-    `splits`: the best by the law first.
-    """
+    `splits`: the best by the law first."""
     variation = max(stage.variation for stage in trials.profile.stages().values())
     # No budget is smaller than a kept publish interval allows.
     fewest = count(trials.kept, PUBLISH) - 1 if PUBLISH in trials.kept else 0
@@ -107,16 +106,14 @@ def fastest(points: Sequence[Point]) -> Point:
 def tolerated(noise: float, loss: float) -> float:
     """Return the fraction of images per second that is given up for something smaller or plainer.
 
-    It is no less than chance may take or give.
-    """
+    It is no less than chance may take or give."""
     return max(loss, _NOISES * noise)
 
 
 def _recommendable(trials: Trials) -> float:
     """Return the images per second that a recommendation needs.
 
-    That is within LOSS of the best, and no fewer than the recipe makes, where anything makes as many.
-    """
+    That is within LOSS of the best, and no fewer than the recipe makes, where anything makes as many."""
     best = fastest(trials.points).images_per_s
     return max((1 - tolerated(trials.noise, LOSS)) * best, min(trials.floor, best))
 
@@ -143,8 +140,7 @@ def refine(trials: Trials, start: Point) -> Point:
     """Move from `start` with roomy buffers to the most modest point that is nearly as fast.
 
     It is at most MODEST slower than any found on the way. Ends when a whole round of keys changes nothing, so that all
-    of them were compared at the point that is returned.
-    """
+    of them were compared at the point that is returned."""
     here, seen = start, [start]
     for _ in range(_ROUNDS):
         before = here
@@ -181,8 +177,7 @@ def _enough(trials: Trials, seen: Sequence[Point]) -> float:
 def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> Point:
     """Return the plainest point that is fast enough, else the fastest.
 
-    All of them differ from `here` by this key alone.
-    """
+    All of them differ from `here` by this key alone."""
     others = trials.compared(here, path)
     order = (
         [*values(trials.config, here.keys, path)]
@@ -197,8 +192,7 @@ def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> 
 def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enough: float) -> list[Point]:
     """Return the points tried on the ascending grid.
 
-    They are on the way to the smallest value that makes `enough` images per second.
-    """
+    They are on the way to the smallest value that makes `enough` images per second."""
     tried: list[Point] = []
     low, high = 0, len(grid) - 1
     while low <= high:
@@ -231,8 +225,7 @@ def _grid(fewest: int, most: int, unit: int) -> list[int]:
 def _reserved(here: Point, path: str) -> int:
     """Return the most slots of a buffer that were ever reserved at once.
 
-    The simulator may count bundles, so only the fraction is meaningful.
-    """
+    The simulator may count bundles, so only the fraction is meaningful."""
     occupancy = here.simulated.buffers[BUFFER_NAMES[path]]
     return math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)
 

@@ -62,8 +62,7 @@ def devices_each(config: Config) -> dict[str, float]:
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
     """Return whether the roles run on fewer CPUs than they take together, as an operating system lets them.
 
-    Their numbers are then the recipe's.
-    """
+    Their numbers are then the recipe's."""
     return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING
 
 
@@ -71,8 +70,7 @@ def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) ->
     """Return every split that uses the devices up, best first.
 
     A role whose number of workers is kept may leave some idle. Returns the kept split alone where CPUs are shared.
-    Raises ConfigError if there are too few accelerators.
-    """
+    Raises ConfigError if there are too few accelerators."""
     law = _Law(config, profile)
     if share_cpus(config, devices, kept):
         return [law.of({path: count(kept, path) for path in SPLIT})]

@@ -62,8 +62,7 @@ class Trials:
 
         `kept`: keys that stay as they are, whatever is asked for. `progress` is called with the number of simulations
         made, and the last one. `floor`: images per second that no recommendation may fall short of, where anything
-        reaches them.
-        """
+        reaches them."""
         self.config = config
         self.profile = profile
         self.kept = kept
@@ -102,8 +101,7 @@ class Trials:
     def at(self, keys: Keys) -> Point | None:
         """Return the result of these keys.
 
-        None if the schema refuses the keys, or if they have not been simulated and the budget is spent.
-        """
+        None if the schema refuses the keys, or if they have not been simulated and the budget is spent."""
         keys = {**keys, **self.kept}
         name = tuple(sorted(keys.items()))
         if name not in self._points:
@@ -118,8 +116,7 @@ class Trials:
     def refusal(self, keys: Keys) -> str | None:
         """Return why the schema refuses these keys, or why the algorithm cannot stream, which also depends on S.
 
-        It has to where `trainer.streaming: on` demands it.
-        """
+        It has to where `trainer.streaming: on` demands it."""
         config = with_keys(self.config, {**keys, **self.kept})
         problem = check(config)
         if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
@@ -131,8 +128,7 @@ class Trials:
     def measure_noise(self, point: Point) -> None:
         """Measure the change that another seed makes, as a fraction of images per second: half the range over a few.
 
-        Smaller differences mean nothing.
-        """
+        Smaller differences mean nothing."""
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
             speeds = [
@@ -157,8 +153,7 @@ class Trials:
 def steady_updates(config: Config, profile: Profile) -> int:
     """Return the updates that a run needs.
 
-    The more the service times vary and the fewer jobs average that out, the more.
-    """
+    The more the service times vary and the fewer jobs average that out, the more."""
     samples = config.trainer.groups_per_update * config.rollout.group_size
     jobs = (
         (profile.generate, samples / config.rollout.max_batch),

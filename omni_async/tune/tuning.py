@@ -45,8 +45,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     point of the search; front: see `omni_async.tune.front`. recipe: the recipe as it is, on
     `recipe_devices`. in_step: schedules without overlap on the chosen devices, by name. times: of the chosen split, by
     the law. noise: the change that another seed makes, as a fraction of images/s. spent: the budget ended the search.
-    shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's.
-    """
+    shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's."""
 
     devices: int
     kind: str
@@ -87,8 +86,7 @@ def tune(
     """Search for the best keys of a recipe.
 
     `config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. Raises ConfigError if there is
-    nothing to tune.
-    """
+    nothing to tune."""
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so nothing overlaps and there is nothing to tune")
     if budget < SMALLEST_BUDGET:
@@ -133,8 +131,7 @@ def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
     """Simulate the recipe.
 
     If it fits on the devices, nothing slower may be recommended, and it is a candidate itself where nothing but tuned
-    keys sets it apart from the others.
-    """
+    keys sets it apart from the others."""
     keys = keys_of(config, TUNED)
     point = trials.at(keys) if fits and trials.config == config else None
     point = point or trials.run(config, keys)

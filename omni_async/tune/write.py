@@ -23,8 +23,7 @@ _WIDTH = 140
 def require_writable(out: Path, recipe: Path) -> None:
     """Check, before anything is searched, that the file can be written and would not replace the recipe.
 
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     if out.exists() and out.samefile(recipe):
         raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
     try:
@@ -41,8 +40,7 @@ def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str
     """Write the tuned recipe.
 
     `config` is the recipe with the command line's overrides, which go into the file too. Raises ConfigError if it
-    cannot be written.
-    """
+    cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(
@@ -88,8 +86,7 @@ def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned
 def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the command line changed, as a tree of final values, without what tuning chose.
 
-    Of a section given as a whole, the rest of it.
-    """
+    Of a section given as a whole, the rest of it."""
     resolved: Any = msgspec.to_builtins(config)
     tree: dict[str, Any] = {}
     for override in overrides:

@@ -28,8 +28,7 @@ class BucketSet:
     A larger tensor gets a bucket of its own.
 
     The first `fill` lays them out; later ones copy into the same memory, whose pages are there already.
-    `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`.
-    """
+    `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`."""
 
     def __init__(
         self, bucket_bytes: int, allocate: Callable[[int], Bucket] = lambda nbytes: np.empty(nbytes, np.uint8)
@@ -64,8 +63,7 @@ class BucketSet:
         `shapes` are those of the whole tensors where `tensors` are only this rank's rows of them.
 
         The iterable is consumed lazily, so a generator that makes one tensor at a time never holds the whole model
-        twice. ValueError for a repeated name, or tensors that are not those of the first `fill`.
-        """
+        twice. ValueError for a repeated name, or tensors that are not those of the first `fill`."""
         first, number, device = not self._targets, 0, None
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -135,8 +133,7 @@ def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tupl
     A tensor of one piece is a view: it keeps its bucket alive and must not be written. One of several is put together
     when its turn comes.
 
-    Read-only arrays (Ray's object store maps them so) are fine. WeightError if a bucket is missing or too short.
-    """
+    Read-only arrays (Ray's object store maps them so) are fine. WeightError if a bucket is missing or too short."""
     writable = [_writable_alias(bucket) for bucket in buckets]
     for spec in manifest.tensors:
         pieces = tensor_pieces(spec, writable, manifest.version)

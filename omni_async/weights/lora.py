@@ -52,8 +52,7 @@ def merged_weights(
     ranks share, some rows; `rows(product, stored)` then returns the same rows of a whole product. The product is always
     made whole, from the whole adapters that `load_adapter` returns, so that every rank's rows are to the bit those of
     one rank. All are called in a fixed order: per base weight, for the weight, then its A and B. ValueError if an
-    adapter fits no base weight or lacks its other half.
-    """
+    adapter fits no base weight or lacks its other half."""
     pairs = _pairs(adapters)
     unknown = sorted(set(pairs) - set(base))
     if unknown:

@@ -51,8 +51,7 @@ class Snapshot:
     The trainer does not wait for the digest's computation.
 
     `release` is called when `buckets` are no longer read; their memory may be overwritten from then on. `references`:
-    the buckets' in the run's store, None for one that is not there; empty if none is.
-    """
+    the buckets' in the run's store, None for one that is not there; empty if none is."""
 
     version: int
     payload: Literal["full", "lora"]

@@ -64,8 +64,7 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
     Every word of the corpus becomes one token if ``vocab_size`` allows, which keeps prompts short for the DiT.
 
     Raises:
-        ValueError: if ``vocab_size`` is too small for the template's prefix to take 34 tokens.
-    """
+        ValueError: if ``vocab_size`` is too small for the template's prefix to take 34 tokens."""
     # Special tokens are added afterwards, so they only separate words here. Every word must be frequent enough to be
     # merged.
     texts = [PROMPT_PREFIX, PROMPT_SUFFIX, *corpus]
@@ -190,8 +189,7 @@ def build_components(
         hidden: features of the text encoder, a multiple of 16.
         layers, heads, head_dim: shape of the DiT; ``head_dim`` a multiple of 4.
         vae_base_dim, vae_dim_mult: channels of the VAE, which always downsamples 8 times to 16 latent channels.
-        vocab_size, corpus: see ``build_tokenizer``.
-    """
+        vocab_size, corpus: see ``build_tokenizer``."""
     if head_dim % 4 or head_dim < 8:
         raise ValueError(f"head_dim must be a multiple of 4 and at least 8 (rotary axes are even), got {head_dim}")
     if hidden % 16:

@@ -39,8 +39,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     Rules do not see each other: each judges all rows, and a row stays if every rule keeps it. Weights that `band` sets
     to 0 are masked. Tempering comes after the rules: rows that they leave out do not affect its exponent. k1, k2, k3
     and m2 read the same L as the weights: per latent element with log_ratio `mean`; kappa_nats is in nats always.
-    ValueError for settings that `problems` objects to, and for kappa_nats without drift.kappa.
-    """
+    ValueError for settings that `problems` objects to, and for kappa_nats without drift.kappa."""
     for problem in problems(settings):
         raise ValueError(problem)
     log_ratio = per_element(drift.log_ratio, settings, num_elements)
@@ -80,8 +79,7 @@ def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float
     rows. The denominator counts the rows that are left (`kept`) or all of them (`all`), each as 1, or as its weight
     where weights are normalised: the loss is the sum of weight x loss over the rows that are left, divided by the
     denominator. So with `all` a masked row dilutes the loss by what it would have weighed (VeRL's batch normalisation,
-    which knows no masks).
-    """
+    which knows no masks)."""
     rows = float(corrected.weight.numel())
     if settings.normalises:
         return rows, (corrected.weight if settings.denominator == "kept" else corrected.unmasked).sum().item()

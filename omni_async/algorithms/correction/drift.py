@@ -24,8 +24,7 @@ class Drift:
 
     Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
     `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or
-    dtypes, values that are not finite, kappa < 0 and tensors with a gradient: a correction is data.
-    """
+    dtypes, values that are not finite, kappa < 0 and tensors with a gradient: a correction is data."""
 
     log_ratio: Tensor
     kappa: Tensor | None = None
@@ -58,8 +57,7 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
     (N, ...) to (...), a fraction of N in (0, 1].
 
     The result is exact, and computed relative to the largest weight, so that weights may be beyond the range of exp.
-    -inf is a weight of 0; all of them 0 give 0.
-    """
+    -inf is a weight of 0; all of them 0 give 0."""
     values = log_weights.to(torch.float64)
     top = values.amax(dim=0)
     weights = (values - top).exp()

@@ -25,8 +25,7 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tenso
     A symmetric bound t is (1 / t, t). (VeRL bounds b / p instead, so its lo_hi is (1 / hi, 1 / lo) here.)
 
     `sum` and `mean`: the ratio of the sample and its geometric mean over steps. `max`: all steps must lie in the band;
-    the maximum of a signed quantity would test one side alone.
-    """
+    the maximum of a signed quantity would test one side alone."""
     low, high = math.log(band[0]), math.log(band[1])
     if level == "max":
         smallest, largest = log_ratio.amin(dim=1, keepdim=True), log_ratio.amax(dim=1, keepdim=True)
@@ -56,8 +55,7 @@ def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
     The most rows that can be kept under it.
 
     The mean is a batch statistic over all N W rows. Among equal L^2 the rows that come first (sample-major) stay. If
-    even the smallest L^2 is >= bound nothing is kept.
-    """
+    even the smallest L^2 is >= bound nothing is kept."""
     squares = log_ratio.square().flatten()
     ascending, order = squares.sort(stable=True)
     means = ascending.cumsum(dim=0) / torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)

@@ -15,8 +15,7 @@ def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor)
     The result has shape and dtype of `behaviour` and is detached from both. `behaviour` are recorded log-probs,
     `current` those of the policy in training, of the same shape and unit; `staleness` integers >= 0 of that shape, a
     step's own where versions changed in mid-trajectory. Steps of staleness 0 get behaviour: how engine and trainer
-    differ stays in the ratio.
-    """
+    differ stays in the ratio."""
     for name, value in (("current", current), ("staleness", staleness)):
         if value.shape != behaviour.shape:
             raise ValueError(

@@ -24,8 +24,7 @@ def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
 
     It is found to a relative 1e-9, from below.
 
-    `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1.
-    """
+    `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1."""
     if not 0 < ess_target < 1:
         raise ValueError(f"ess_target must lie in (0, 1), got {ess_target}")
     values = log_ratio.flatten()

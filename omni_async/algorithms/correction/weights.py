@@ -26,8 +26,7 @@ def importance_weights(
     truncated at `cap`. `weights: none` gives ones. Rows that are not kept have weights like any other.
 
     Clamping and truncating keep the order of weights and shrink large ones most, which cannot lower the effective
-    sample size.
-    """
+    sample size."""
     if settings.weights == "none":
         return torch.ones_like(log_ratio), 1.0
     values = exponents(log_ratio, settings, num_elements)
@@ -50,8 +49,7 @@ def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Ten
     Its steps share the result.
 
     `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D. `sequence`: the
-    sum over steps of either; VeRL-Omni's level of that name is the one of L / D.
-    """
+    sum over steps of either; VeRL-Omni's level of that name is the one of L / D."""
     values = per_element(log_ratio, settings, num_elements)
     if settings.level == "step":
         return values

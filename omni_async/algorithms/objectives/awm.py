@@ -37,8 +37,7 @@ def awm(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
     0, old_velocity for awm.off_policy.
 
     Metrics: flow_error <(v - (noise - final))^2>; ratio_deviation |rho - 1|; clipped_low / clipped_high, 1 where rho is
-    outside; approx_kl (p - p_old)^2 / 2; kl_ref, kl_ema: K, with ref_velocity and ema_velocity.
-    """
+    outside; approx_kl (p - p_old)^2 / 2; kl_ref, kl_ema: K, with ref_velocity and ema_velocity."""
     settings = algorithm.awm
     _check(inputs, algorithm)
     aim, sigma = target(inputs.final.double(), inputs.noise.double()), inputs.sigma.double()
@@ -85,8 +84,7 @@ def log_likelihood(error: Tensor, sigma: Tensor, settings: Awm) -> Tensor:
     """Return p (R,), at most 0, of the flow-matching error m (R,) at sigma (R,), both float64.
 
     weighting `uniform` -m; `sigma` -m sigma; `sigma_squared` -m sigma^2; `huber` -(sqrt(m + e) - sqrt(e)) sigma;
-    `ghuber` -((m + e)^p - e^p) sigma / p with p = `power`; e = 1e-10 keeps the gradient finite at m = 0.
-    """
+    `ghuber` -((m + e)^p - e^p) sigma / p with p = `power`; e = 1e-10 keeps the gradient finite at m = 0."""
     match settings.weighting:
         case "uniform":
             return -error

@@ -20,8 +20,7 @@ class TransitionInputs:
     belong to the policy the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale,
     nats_per_log_prob are (R,), the last three as `omni_async.sde` defines them for `kind`: nats_per_log_prob (log_prob
     - old_log_prob) is the log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies the
-    policy-gradient part of the loss and nothing else.
-    """
+    policy-gradient part of the loss and nothing else."""
 
     log_prob: Tensor
     old_log_prob: Tensor
@@ -65,8 +64,7 @@ class ForwardInputs:
 
     velocity (R, ...) is the current policy's at x_sigma = (1 - sigma) final + sigma noise, and carries the gradient;
     `old_`, `ref_` and `ema_velocity` are other policies' there. final, noise (R, ...); sigma, advantage (R,).
-    `progress` in [0, 1] is the share of the run's updates that is done.
-    """
+    `progress` in [0, 1] is the share of the run's updates that is done."""
 
     velocity: Tensor
     final: Tensor

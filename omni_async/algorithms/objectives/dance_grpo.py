@@ -12,8 +12,7 @@ from omni_async.config.algorithm import Algorithm
 def dance_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) with r, c, w as in `flow_grpo`, for any transition kind.
 
-    ValueError for kl_coef > 0: there is no KL in DanceGRPO. Metrics as `flow_grpo`.
-    """
+    ValueError for kl_coef > 0: there is no KL in DanceGRPO. Metrics as `flow_grpo`."""
     if algorithm.kl_coef > 0:
         raise ValueError(
             f"algorithm.kl_coef: dance_grpo has no KL term, got {algorithm.kl_coef}; flow_grpo is the same loss"

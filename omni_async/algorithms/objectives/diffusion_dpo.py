@@ -25,8 +25,7 @@ def diffusion_dpo(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
     ValueError without ref_velocity, for an odd number of rows, and where noise or sigma differ within a pair.
 
     Metrics, the pair's in both rows: margin -b d, the implicit reward of the winner minus the loser's; accuracy, 1
-    where d < 0; winner_error, loser_error: e.
-    """
+    where d < 0; winner_error, loser_error: e."""
     if inputs.ref_velocity is None:
         raise ValueError("diffusion_dpo needs ref_velocity: it compares with the reference policy")
     _check_pairs(inputs)

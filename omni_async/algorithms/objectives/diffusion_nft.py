@@ -32,8 +32,7 @@ def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
     ValueError without old_velocity, and without ref_velocity where kl_coef > 0.
 
     Metrics: preference r; positive_loss and negative_loss, the two errors over their weights; old_deviation <(v -
-    v_old)^2>; with ref_velocity kl_ref <(v - v_ref)^2>.
-    """
+    v_old)^2>; with ref_velocity kl_ref <(v - v_ref)^2>."""
     if inputs.old_velocity is None:
         raise ValueError("diffusion_nft needs old_velocity, the velocity of the policy that draws the samples")
     if algorithm.kl_coef > 0 and inputs.ref_velocity is None:
@@ -66,8 +65,7 @@ def preference(advantage: Tensor, clip_max: float, adv_mode: AdvMode) -> Tensor:
 
     `all` A clamped to +-clip_max; `positive_only` and `negative_only` that part of it, the other one 0; `one_only` 1
     where A > 0, else 0; `binary` the sign of A. The last two are not scaled by clip_max, as in the published code: r is
-    1/2 or 1/2 +- 1 / (2 clip_max).
-    """
+    1/2 or 1/2 +- 1 / (2 clip_max)."""
     clamped = advantage.detach().double().clamp(-clip_max, clip_max)
     match adv_mode:
         case "positive_only":

@@ -26,8 +26,7 @@ def flow_dppo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput
     range is ignored, and A is taken as given. w, KL as in `flow_grpo`.
 
     ValueError without old_mean, and for kl_coef > 0 without ref_mean. Metrics: ratio_deviation |r - 1|; dropped, 1 or
-    0; approx_kl (log r)^2 / 2; with ref_mean kl_ref.
-    """
+    0; approx_kl (log r)^2 / 2; with ref_mean kl_ref."""
     if inputs.old_mean is None:
         raise ValueError("flow_dppo needs old_mean, the means of the policy that old_log_prob belongs to; got None")
     settings = algorithm.dppo

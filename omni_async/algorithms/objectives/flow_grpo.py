@@ -18,7 +18,6 @@ def flow_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput
     without one. KL: `surrogate.reference_kl`. ValueError where kl_coef > 0 and there is no ref_mean.
 
     Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside 1 +- c; approx_kl (log r)^2 / 2;
-    with ref_mean kl_ref.
-    """
+    with ref_mean kl_ref."""
     loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
     return objective_output(inputs, algorithm, loss, metrics)

@@ -36,8 +36,7 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
     clip_range_nats; for kl_coef > 0 without ref_mean.
 
     Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of the r above, approx_kl of the log-ratio as it was;
-    guard_bias.
-    """
+    guard_bias."""
     if inputs.kind != "flow":
         raise ValueError(
             "grpo_guard rescales ratios by std sqrt(step size), the noise scale of kind 'flow' alone; got"

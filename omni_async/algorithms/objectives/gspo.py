@@ -23,8 +23,7 @@ def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     GSPO's own c (3e-4) is for tokens: here it is of order 1 / D, as in `flow_grpo`.
 
     ValueError for kl_coef > 0 without ref_mean. Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of s,
-    repeated on the sample's rows; approx_kl of each row's own log-ratio.
-    """
+    repeated on the sample's rows; approx_kl of each row's own log-ratio."""
     loss, metrics = clipped_surrogate(
         inputs,
         algorithm,

@@ -16,8 +16,7 @@ def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
 
     MixGRPO's public code calls the middle term its KL: a pull to the policy of old_log_prob, from the sampled log-ratio
     alone. w does not multiply it. ValueError and metrics as `flow_grpo`; approx_kl is the middle term without its
-    coefficient.
-    """
+    coefficient."""
     log_ratio = log_ratios(inputs)
     loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratios_nats(inputs))
     coef = algorithm.mix.log_ratio_coef

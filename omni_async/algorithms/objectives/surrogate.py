@@ -24,8 +24,7 @@ def log_ratios(inputs: TransitionInputs) -> Tensor:
 
     Its exponential is the D-th root of the ratio of densities, as in the public code of flow_grpo, VeRL-Omni and
     DanceGRPO; hence clip ranges of order 1 / D. For kind "cps" it is no ratio of densities at all, since the log-prob
-    lacks the factor 1 / (2 scale^2).
-    """
+    lacks the factor 1 / (2 scale^2)."""
     return inputs.log_prob.to(torch.float64) - inputs.old_log_prob.detach().to(torch.float64)
 
 
@@ -54,8 +53,7 @@ def clipped_surrogate(
     such meaning: then clip_range_nats is a ValueError.
 
     Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside, whether or not the clip takes the
-    gradient, as in flow_grpo.
-    """
+    gradient, as in flow_grpo."""
     advantage = inputs.advantage.detach().to(torch.float64)
     ratio = log_ratio.exp()
     if algorithm.clip_range_nats is None:
@@ -92,8 +90,7 @@ def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorith
 
     kl_form "published": s = std, as flow_grpo and VeRL-Omni compute it; "exact": s = scale, the KL between the two
     Gaussians. For kind "flow" the published value is the exact one times the step size; for "dance" and "cps" they
-    agree. "mean": <(mean - ref_mean)^2> and no divisor (Flow-Factory's x-space form).
-    """
+    agree. "mean": <(mean - ref_mean)^2> and no divisor (Flow-Factory's x-space form)."""
     square = mean_square_difference(inputs.mean, ref_mean)
     if algorithm.kl_form == "mean":
         return square
@@ -109,8 +106,7 @@ def objective_output(
     Only policy_loss is weighted.
 
     Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean, kl_ref in the form of `kl_form`. ValueError where
-    kl_coef > 0 and there is no ref_mean.
-    """
+    kl_coef > 0 and there is no ref_mean."""
     loss = policy_loss if inputs.weight is None else inputs.weight.detach().to(torch.float64) * policy_loss
     if penalty is not None:
         loss = loss + penalty

@@ -142,8 +142,7 @@ class RayCluster(Cluster):
         """Return the placement of a worker that the job did not begin with.
 
         A Ray that was started for this run counts the CPUs that the run asked for at its start, not those of the
-        machine: one more worker shares them.
-        """
+        machine: one more worker shares them."""
         resources, emulated = spec.resources(self._config), self._is_emulated(spec)
         cpus = 0.0 if emulated or self._has_own_ray else resources.cpus
         return ActorPlacement(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))

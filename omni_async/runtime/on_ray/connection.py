@@ -33,8 +33,7 @@ class Connection:
     """This process's connection to Ray.
 
     `started`: it was made by `connect`, and `close` ends it, with Ray itself if that was started too. `local`: Ray's
-    processes, where this process started them.
-    """
+    processes, where this process started them."""
 
     def __init__(self, started: bool, local: LocalRay | None) -> None:
         self.started = started
@@ -48,8 +47,7 @@ class Connection:
     async def lost(self, health_timeout_s: float) -> str:
         """Wait until Ray is gone and return what has become of it.
 
-        A cluster of another owner is gone once its head has not answered for `health_timeout_s`.
-        """
+        A cluster of another owner is gone once its head has not answered for `health_timeout_s`."""
         if self._lost is None:
             waiting = in_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
             self._lost = asyncio.ensure_future(waiting)
@@ -84,8 +82,7 @@ def connect(
         stop: set when it is not wanted any more.
 
     Raises:
-        StartError: one line, if Ray cannot be reached or started.
-    """
+        StartError: one line, if Ray cannot be reached or started."""
     global _current
     if ray.is_initialized():
         return Connection(False, _current.local if _current else None)
@@ -154,8 +151,7 @@ def _require_listener(address: str) -> None:
 def _about_tokens() -> str:
     """Return what a cluster with a token requires of a process that joins it.
 
-    To one without a token Ray reports no more than that it cannot connect.
-    """
+    To one without a token Ray reports no more than that it cannot connect."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         return (
             "; the token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token must be the cluster's, on"
@@ -177,8 +173,7 @@ def reread_environment() -> None:
 def _leave() -> None:
     """End this process's connection, or what is left of one that was not completed.
 
-    Bounded, because a global store that is gone may be waited for.
-    """
+    Bounded, because a global store that is gone may be waited for."""
     leaving = threading.Thread(target=_shut_down, name="leave-ray", daemon=True)
     leaving.start()
     leaving.join(_DISCONNECT_S)
@@ -189,8 +184,7 @@ def _leave() -> None:
 def _shut_down() -> None:
     """Shut Ray's client down while other threads run.
 
-    A reference that one of them drops once the core worker is gone would end the process, without a word.
-    """
+    A reference that one of them drops once the core worker is gone would end the process, without a word."""
     worker: Any = ray._private.worker.global_worker
     if (core := getattr(worker, "core_worker", None)) is not None:
         worker.core_worker = _WithoutCounting(core)
@@ -220,8 +214,7 @@ def _one_line(error: BaseException) -> str:
 async def _until_silent(health_timeout_s: float) -> str:
     """Wait until another owner's cluster is lost, and return how.
 
-    Its head does not answer, or reports that the node of this process is gone.
-    """
+    Its head does not answer, or reports that the node of this process is gone."""
     here = ray.get_runtime_context().get_node_id()
     while True:
         await asyncio.sleep(min(_CHECK_S, health_timeout_s / 4))
@@ -239,8 +232,7 @@ async def _until_silent(health_timeout_s: float) -> str:
 async def in_thread(function: Callable[[], T]) -> T:
     """Return the result of a call to Ray that blocks, and never returns if Ray is lost meanwhile.
 
-    Its thread is then left behind, which holds up neither a cancellation nor the end of the process.
-    """
+    Its thread is then left behind, which holds up neither a cancellation nor the end of the process."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 

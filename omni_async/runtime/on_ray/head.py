@@ -61,8 +61,7 @@ def main() -> None:
 def end_with(driver: int, folder: Path) -> None:
     """End Ray as soon as the driver says so or is gone.
 
-    A process that it forked may hold the pipe open for longer, so its death counts, too.
-    """
+    A process that it forked may hold the pipe open for longer, so its death counts, too."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0] and os.getppid() == driver:
         pass
     end(folder, 0)
@@ -95,8 +94,7 @@ def tell(answers: IO[str], **answer: Any) -> None:
 def end(folder: Path, code: int) -> NoReturn:
     """Kill every process that was started here, including actors and what they started.
 
-    Of the files only logs stay, and not what was spilled.
-    """
+    Of the files only logs stay, and not what was spilled."""
     family = psutil.Process().children(recursive=True)
     for process in family:
         try:

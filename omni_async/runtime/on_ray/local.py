@@ -41,8 +41,7 @@ class StartFailed(RuntimeError):
 class LocalRay:
     """A Ray on this machine, which starts at once with `cpus` CPUs; `address` waits for it.
 
-    `folder` holds its logs, and no other user may look into it.
-    """
+    `folder` holds its logs, and no other user may look into it."""
 
     def __init__(self, cpus: int) -> None:
         use_a_token()
@@ -68,8 +67,7 @@ class LocalRay:
     def address(self, seconds: float, stop: threading.Event) -> str:
         """Return the address once Ray is up.
 
-        Raises StartFailed if that takes longer than `seconds`, does not work, or is not wanted any more.
-        """
+        Raises StartFailed if that takes longer than `seconds`, does not work, or is not wanted any more."""
         answer = self._answer(seconds, stop)
         if "address" not in answer:
             raise StartFailed(answer.get("error") or answer["lost"], final=answer.get("final", False))
@@ -126,8 +124,7 @@ def use_a_token() -> None:
     """Make Ray's processes and this one prove themselves to each other with a token that is written nowhere.
 
     It is left alone if the user has chosen a token or to do without. Ray would write one to the home folder for
-    everybody to read.
-    """
+    everybody to read."""
     if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
         return
     if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
@@ -147,8 +144,7 @@ def environment() -> dict[str, str]:
     """Return the environment that Ray's processes, and so all actors, start with.
 
     It is that of the processes that Ray keeps ready for any actor, not that of a job: for that, Ray would start another
-    process for each actor.
-    """
+    process for each actor."""
     passed_on = {name: value for name, value in os.environ.items() if name not in {*_DRIVERS_OWN, _LIFELINE}}
     # vLLM and diffusers look for a hub otherwise, when they are imported.
     passed_on.setdefault("HF_HUB_OFFLINE", "1")

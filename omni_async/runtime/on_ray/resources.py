@@ -39,8 +39,7 @@ def actor_options(kind: str, cpus: float, gpus: float) -> dict[str, Any]:
 async def reserve(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
     """Return the job's placement group, which may have to wait for its room.
 
-    `grows`: whether Ray may get more machines. Raises ConfigError or StartError if it can never have that.
-    """
+    `grows`: whether Ray may get more machines. Raises ConfigError or StartError if it can never have that."""
     wanted = _bundles(plan, kind)
     if not grows:
         await in_thread(partial(_require_room, wanted, kind))
@@ -53,8 +52,7 @@ async def reserve(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup
 async def wait_for_room(group: PlacementGroup, plan: PlacementPlan, kind: str) -> None:
     """Wait until the group has its room.
 
-    Raises ConfigError if there is no accelerator of this kind, StartError if there is too little of anything else.
-    """
+    Raises ConfigError if there is no accelerator of this kind, StartError if there is too little of anything else."""
     try:
         async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
             await group.ready()
@@ -73,8 +71,7 @@ def _bundles(plan: PlacementPlan, kind: str) -> list[dict[str, float]]:
 def _require_kind(asked: float, kind: str) -> None:
     """Raise ConfigError if the cluster has accelerators, and none of this kind.
 
-    One that has none at all may be about to get some.
-    """
+    One that has none at all may be about to get some."""
     have = ray.cluster_resources()
     if not have.get(kind) and any(have.get(other) for other in KINDS):
         raise _lacks(asked, kind, have)
@@ -91,8 +88,7 @@ def _lacks(asked: float, kind: str, have: dict[str, float]) -> ConfigError:
 def _require_room(wanted: Sequence[dict[str, float]], kind: str) -> None:
     """Raise StartError if all machines together, were they free, are too small.
 
-    Raises ConfigError if they have no such accelerator.
-    """
+    Raises ConfigError if they have no such accelerator."""
     have = ray.cluster_resources()
     need = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in ("CPU", kind)}
     if need[kind] and not have.get(kind):

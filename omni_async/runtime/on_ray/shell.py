@@ -83,8 +83,7 @@ class Proxy:
     """A role in another process: `await proxy.method(*args)`.
 
     Picklable, so roles can be handed each other. `waiting_calls`: the methods that may wait long; all others use the
-    concurrency group `control`.
-    """
+    concurrency group `control`."""
 
     def __init__(self, name: str, actor: Any, waiting_calls: frozenset[str]) -> None:
         self._name = name

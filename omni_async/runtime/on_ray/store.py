@@ -165,8 +165,7 @@ def _shared_tensor(value: _Tensor) -> torch.Tensor:
 def _torch() -> Any:
     """Import torch, and trigger unseen its one warning a process that it cannot prevent writes to read-only memory.
 
-    `ObjectStore.get` forbids such writes.
-    """
+    `ObjectStore.get` forbids such writes."""
     import torch
 
     read_only = np.zeros(1, np.uint8)

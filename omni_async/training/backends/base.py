@@ -34,8 +34,7 @@ class TrainBackend(Protocol):
     trainable: the parameters that the optimizer changes, as `component.name` with their diffusers names: adapters under
     LoRA, everything otherwise.
     auxiliary: the auxiliary policies that the objective wants, and the moving average if `trainer.ema` asks for one.
-    digest: the digest of the weights as loaded, in `dtype`, under their diffusers names (rank 0 only, else empty).
-    """
+    digest: the digest of the weights as loaded, in `dtype`, under their diffusers names (rank 0 only, else empty)."""
 
     device: torch.device
     dtype: torch.dtype

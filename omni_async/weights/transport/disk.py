@@ -110,8 +110,7 @@ class DiskReceiver:
 class VersionFile:
     """A file of a version while it is written, bucket by bucket in their order: under `path` whole or not at all.
 
-    Every method but `discard` raises OSError as the file system does.
-    """
+    Every method but `discard` raises OSError as the file system does."""
 
     def __init__(self, path: Path, manifest: WeightManifest) -> None:
         """TransportError for a dtype that safetensors files lack, WeightError for a tensor that lacks bytes."""
@@ -214,8 +213,7 @@ def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, 
 
     Returns it with `manifest` as its tensors are laid out there.
 
-    WeightError if it is not a file of that version, or not whole. The caller checks the contents by their digest.
-    """
+    WeightError if it is not a file of that version, or not whole. The caller checks the contents by their digest."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
