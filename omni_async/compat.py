@@ -38,8 +38,9 @@ def _define_torchvision_schemas() -> None:
 
 
 class _TolerantPathFinder(PathFinder):
-    """The ordinary path finder, except that unloadable packages look absent and torchvision finds its schemas
-    defined."""
+    """The path finder of a mixed installation.
+
+    Unloadable packages look absent to it, and torchvision finds its schemas defined."""
 
     torchvision_pending = False
 
@@ -56,8 +57,9 @@ class _TolerantPathFinder(PathFinder):
 
 
 def tolerate_cuda_builds_beside_cpu_torch() -> None:
-    """Replaces the ordinary path finder in `sys.meta_path` if this installation is mixed; calling it again changes
-    nothing."""
+    """Replace the ordinary path finder in `sys.meta_path` if this installation is mixed.
+
+    Calling it again changes nothing."""
     torchvision = _installed("torchvision")
     mixed = "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision
     if mixed and PathFinder in sys.meta_path:

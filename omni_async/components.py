@@ -17,7 +17,7 @@ from omni_async.policy import Policy
 
 
 def named_parameters(components: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields every parameter as `component.name`, as weights are called wherever they travel or are stored."""
+    """Yield every parameter as `component.name`, as weights are called wherever they travel or are stored."""
     for component, module in components.items():
         for name, parameter in module.named_parameters():
             yield f"{component}.{name}", parameter
@@ -35,7 +35,7 @@ def compute_velocity(
     calls: Sequence[str] | None = None,
     unconditional_gradient: bool = True,
 ) -> Tensor:
-    """Computes the policy's velocity, float32, of rows (B, ...) of which row i needs the component `needs[i]`.
+    """Compute the policy's velocity, float32, of rows (B, ...) of which row i needs the component `needs[i]`.
 
     `calls`: the components to call, those without a row of theirs, too, in the policy's order: under FSDP2 all ranks
     must call the same ones. Such a call adds nothing to the velocity and zeros to the gradient. Rows that need none of
@@ -66,7 +66,7 @@ def compute_velocity(
 
 
 def _sigma_of(policy: Policy, component: str) -> float:
-    """Returns some sigma whose rows need the component."""
+    """Return some sigma whose rows need the component."""
     for step in range(1001):
         if policy.component_of(1 - step / 1000) == component:
             return 1 - step / 1000

@@ -1,5 +1,7 @@
-"""Loads what other packages register in entry points, which are foreign code and may break in any way, and what a table
-names as `module:name`."""
+"""Loads what other packages register in entry points, and what a table names as `module:name`.
+
+Other packages are foreign code and may break in any way.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,16 @@ def load_registered(point: EntryPoint, cls: type[T], key: str) -> T:
 
 
 def load_named(name: str) -> Any:
-    """Imports the object that `module:name` names."""
+    """Import the object that `module:name` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def find_registered(name: str, group: str, cls: type[T], key: str, known: Collection[str] = ()) -> T:
-    """Returns the `cls` that is registered as `name` in the entry-point group `group`. ValueError, one line that begins
-    with `key`, if there is none, with the names to choose from (`known` are further ones), or as `load_registered`."""
+    """Return the `cls` that is registered as `name` in the entry-point group `group`.
+
+    ValueError, one line that begins with `key`, if there is none, with the names to choose from (`known` are further
+    ones), or as `load_registered`."""
     points = {point.name: point for point in entry_points(group=group)}
     if name not in points:
         raise ValueError(f"{key}: expected one of {sorted({*known, *points})}, got {name!r}")

@@ -16,15 +16,18 @@ class ObjectLost(LookupError):
 
 class ObjectStore(Protocol):
     async def put(self, value: Any) -> Any:
-        """Stores `value`; the object lives as long as the returned reference is held anywhere."""
+        """Store `value`; the object lives as long as the returned reference is held anywhere."""
 
     async def put_all(self, values: Sequence[Any]) -> list[Any]:
-        """Returns a reference for each of the values. Small ones may be stored together, and then live and travel
-        together: give values in one call that the same readers want at about the same time."""
+        """Return a reference for each of the values.
+
+        Small ones may be stored together, and then live and travel together: give values in one call that the same
+        readers want at about the same time."""
 
     async def get(self, reference: Any) -> Any:
-        """Returns the stored value, shared with every holder of the reference: it must not be written to. Raises
-        ObjectLost if it is gone."""
+        """Return the stored value, shared with every holder of the reference: it must not be written to.
+
+        Raises ObjectLost if it is gone."""
 
 
 class LocalStore:
@@ -41,6 +44,6 @@ class LocalStore:
 
 
 def nbytes(value: Any) -> int:
-    """Returns the bytes of an array, a tensor or a TensorDict, or of any object with the same attributes for it."""
+    """Return the bytes of an array, a tensor or a TensorDict, or of any object with the same attributes for it."""
     size = getattr(value, "nbytes", None)
     return int(value.bytes() if size is None else size)

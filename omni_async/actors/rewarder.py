@@ -55,7 +55,7 @@ class Rewarder:
         self._tracer = Tracer(name, coordinator, clock)
 
     async def start(self) -> None:
-        """Tries the scorers, which were built with their models loaded. WrongScorer if that has ended the run."""
+        """Try the scorers, which were built with their models loaded. WrongScorer if that has ended the run."""
         self._trial = asyncio.create_task(self._try_out())
         try:
             await asyncio.wait({self._trial}, timeout=_START_S)
@@ -67,13 +67,14 @@ class Rewarder:
             raise WrongScorer(wrong)
 
     async def _try_out(self) -> str | None:
-        """Returns why the run is over, if the scorers are wrong."""
+        """Return why the run is over, if the scorers are wrong."""
         wrong = await self._panel.try_out()
         return wrong if wrong is not None and await self._coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
-        """Scores samples until the run is over; scores under way then are of no use any more. Raises ScorerHangs if
-        this worker has to be replaced."""
+        """Score samples until the run is over; scores under way then are of no use any more.
+
+        Raises ScorerHangs if this worker has to be replaced."""
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
             await first_of(self._work(), self._coordinator.closing())
@@ -84,7 +85,7 @@ class Rewarder:
             await self._tracer.flush()
 
     async def leave(self) -> None:
-        """Takes no more samples, and ends when those under way are scored."""
+        """Take no more samples, and ends when those under way are scored."""
         await self._coordinator.scorer_leaves(self.name)
 
     async def _work(self) -> None:
@@ -117,7 +118,7 @@ class Rewarder:
             ]
 
     async def _fetch(self, jobs: list[ScoreJob]) -> list[Media | Failure]:
-        """Fetches each job's media. If they are missing, that says nothing about the scorers."""
+        """Fetch each job's media. If they are missing, that says nothing about the scorers."""
         return await asyncio.gather(*(self._media(job) for job in jobs))
 
     async def _score(self, media: list[Media], jobs: list[ScoreJob]) -> list[Score | Failure]:

@@ -1,5 +1,6 @@
-"""Calls one scorer of a reward so that its failures affect nothing else: in threads, with a timeout, a hedge and a
-circuit breaker.
+"""Calls one scorer of a reward so that its failures affect nothing else.
+
+That is: in threads, with a timeout, a hedge and a circuit breaker.
 
 `score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the
 pauses between attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel
@@ -53,13 +54,15 @@ _LONGEST_REASON = 300
 
 
 class ScorerHangs(RuntimeError):
-    """Too many calls of a scorer have not returned, and only the end of the process stops their threads. The worker has
-    to be replaced."""
+    """Too many calls of a scorer have not returned, and only the end of the process stops their threads.
+
+    The worker has to be replaced."""
 
 
 class Failure(Struct, frozen=True):
-    """The reason why there is no score, and what to do about it: "outage" because the scorer is down. `wrong`: the
-    scorer has scored no drawn sample yet, and failed twice with the same text."""
+    """The reason why there is no score, and what to do about it: "outage" because the scorer is down.
+
+    `wrong`: the scorer has scored no drawn sample yet, and failed twice with the same text."""
 
     reason: str
     fault: Fault = "retry"
@@ -67,9 +70,11 @@ class Failure(Struct, frozen=True):
 
 
 class GuardedScorer:
-    """A scorer with timeout, hedge and circuit breaker. `report` gets a sentence when the scorer is down for longer
-    than a first pause, when it is given up, and when it is back. `probe`: a synthetic sample to try it with; without
-    one no error counts as a mistake of the scorer itself."""
+    """A scorer with timeout, hedge and circuit breaker.
+
+    `report` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it
+    is back. `probe`: a synthetic sample to try it with; without one no error counts as a mistake of the scorer
+    itself."""
 
     def __init__(
         self,
@@ -107,8 +112,9 @@ class GuardedScorer:
         return self._breaker.reason
 
     async def try_out(self) -> str | None:
-        """Scores the probe. Returns why the scorer is wrong, if it is; a scorer that is only unreachable counts as down
-        from then on."""
+        """Score the probe.
+
+        Returns why the scorer is wrong, if it is; a scorer that is only unreachable counts as down from then on."""
         if self._probe is None:
             return None
         media, prompts = self._probe.media, self._probe.prompts
@@ -125,15 +131,16 @@ class GuardedScorer:
         return None
 
     async def score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
-        """Returns one outcome per sample. While the scorer is down this is an attempt, if `recover` allowed one. Raises
-        ScorerHangs."""
+        """Return one outcome per sample.
+
+        While the scorer is down this is an attempt, if `recover` allowed one. Raises ScorerHangs."""
         outcomes = await self._score(media, prompts)
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
         return [self._judged(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
 
     def _judged(self, failure: Failure) -> Failure:
-        """Returns the failure as the sample's own, if the scorer has answered since, or is given up."""
+        """Return the failure as the sample's own, if the scorer has answered since, or is given up."""
         if not self.down:
             return replace(failure, fault="retry")
         if not self._breaker.given_up:
@@ -160,12 +167,14 @@ class GuardedScorer:
         return [self._failure(str(answer), wrong)]
 
     def _failure(self, reason: str, wrong: bool = False) -> Failure:
-        """Returns the failure of a sample; while the scorer is down it is the scorer's."""
+        """Return the failure of a sample; while the scorer is down it is the scorer's."""
         return Failure(reason, "outage" if self.down else "retry", wrong)
 
     async def _one_by_one(self, media: MediaList, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
-        """Scores samples one by one. An attempt to see whether a scorer that is down answers ends when it has taken a
-        time-out's time: it may hang with each of them."""
+        """Score samples one by one.
+
+        An attempt to see whether a scorer that is down answers ends when it has taken a time-out's time: it may hang
+        with each of them."""
         outcomes: list[Score | Failure] = []
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -196,8 +205,11 @@ class GuardedScorer:
             await self._report(f"scorer {self._label!r} answers again after {seconds:.0f} s")
 
     async def recover(self) -> None:
-        """Returns when the scorer answers, or an attempt should be made with the next samples, or it is given up and
-        they should fail. Raises ScorerHangs."""
+        """Return when samples may be sent.
+
+        Then the scorer answers, or an attempt should be made with them, or it is given up and they should fail.
+
+        Raises ScorerHangs."""
         breaker = self._breaker
         while breaker.state is State.OPEN:
             if breaker.given_up:
@@ -234,8 +246,7 @@ class GuardedScorer:
         )
 
     async def _call(self, media: MediaList, prompts: Prompts) -> Answer:
-        """Returns the first answer of a call, or of a second one made beside it if it is slow and the scorer allows
-        that."""
+        """Return the first answer of a call, or of a second one beside a slow one if the scorer allows that."""
         if self._threads.busy >= _MOST_HANGING and not await self._threads.one_returns(self._config.timeout_s):
             if not self.down:
                 raise ScorerHangs(self._hanging())  # the scorer answers some calls, but has threads for no more
@@ -271,8 +282,9 @@ class GuardedScorer:
 
 
 def _answer(label: str, scorer: Scorer, media: MediaList, prompts: Prompts) -> Answer:
-    """Calls the scorer, in a thread. Raises nothing: a future does not take every exception, and an event loop ends at
-    some (SystemExit)."""
+    """Call the scorer, in a thread.
+
+    Raises nothing: a future does not take every exception, and an event loop ends at some (SystemExit)."""
     try:
         return require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
     except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)
@@ -285,6 +297,6 @@ def _failed(label: str, error: BaseException) -> ScoreError:
 
 
 def _shorten(reason: str) -> str:
-    """Makes the reason one line that can be written and shown."""
+    """Make the reason one line that can be written and shown."""
     reason = one_line(" ".join(reason.split()))
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."

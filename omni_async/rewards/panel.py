@@ -1,5 +1,7 @@
-"""Calls all scorers of a reward, each guarded by itself. Waits for them one after the other, as each `GuardedScorer`
-does."""
+"""Calls all scorers of a reward, each guarded by itself.
+
+Waits for them one after the other, as each `GuardedScorer` does.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from omni_async.types import Prompt, Score
 
 
 class Panel:
-    """All guarded scorers of a reward. `report` gets messages about them for the user. `probe`: the sample that they
-    are tried with before any sample is drawn."""
+    """All guarded scorers of a reward.
+
+    `report` gets messages about them for the user. `probe`: the sample that they are tried with before any sample is
+    drawn."""
 
     def __init__(
         self,
@@ -56,12 +60,12 @@ class Panel:
         return [guard.outage for guard in self._guards if guard.down]
 
     async def recover(self) -> None:
-        """Returns when samples may be sent to every scorer, even if they will fail."""
+        """Return when samples may be sent to every scorer, even if they will fail."""
         for guard in self._guards:
             await guard.recover()
 
     async def score(self, media: Sequence[Media], prompts: Sequence[Prompt]) -> list[Score | Failure]:
-        """Returns one outcome per sample. A sample that a scorer fails is not shown to those after it."""
+        """Return one outcome per sample. A sample that a scorer fails is not shown to those after it."""
         failures: dict[int, Failure] = {}
         for i, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
             try:

@@ -49,7 +49,7 @@ def validation_curve(points: Sequence[ValidationPoint]) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Formats rows of as many cells each with their columns aligned."""
+    """Format rows of as many cells each with their columns aligned."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
