@@ -17,6 +17,7 @@ the same choice.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -162,17 +163,20 @@ class TrainEngine:
         payload bit for bit."""
         if self.layout.rank >= self.layout.shard_size:
             return None
-        drawing = self._model.auxiliary.tensors()
-        base = {name: drawing.get(f"old.{name}", p) for name, p in self._base.items()}
-        adapters = {name: drawing.get(f"old.{name}", p) for name, p in self._adapters.items()}
+        adapters = self._drawing(self._adapters)
         payload, lora = self.config.weights.payload, self.config.model.lora
         if payload == "lora" and lora is not None:
             copy_out(buckets, adapters, {}, 1.0, None, self.layout.rank)
             about = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.target_modules)}
         else:
             scale, about = lora.alpha / lora.rank if lora is not None else 1.0, None
-            copy_out(buckets, base, adapters, scale, self._model.dtype, self.layout.rank)
+            copy_out(buckets, self._drawing(self._base), adapters, scale, self._model.dtype, self.layout.rank)
         return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
+
+    def _drawing(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the weights with the old policy's in place of the current ones, where the objective has one."""
+        further = self._model.auxiliary.tensors()
+        return {name: further.get(f"old.{name}", weight) for name, weight in weights.items()} if further else weights
 
     def bucket_set(self) -> BucketSet:
         """Make memory for snapshots, pinned where they come from an accelerator."""

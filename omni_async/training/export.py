@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -25,12 +25,16 @@ def copy_out(
 
     `adapters` are merged as `merged_weights` does. Collective where there are adapters: these are gathered, one pair at
     a time."""
-    rows = merged_weights(
-        base,
-        adapters,
-        scale,
-        load=lambda stored: own_rows(stored, rank),
-        load_adapter=whole,
-        rows=lambda product, stored: rows_like(product, stored, rank),
-    )
-    buckets.fill(rows, dtype, {name: stored.shape for name, stored in base.items()})
+    rows: Iterator[tuple[str, Tensor]]
+    if adapters:
+        rows = merged_weights(
+            base,
+            adapters,
+            scale,
+            load=lambda stored: own_rows(stored, rank),
+            load_adapter=whole,
+            rows=lambda product, stored: rows_like(product, stored, rank),
+        )
+    else:
+        rows = ((name, own_rows(stored, rank)) for name, stored in base.items())
+    buckets.fill(rows, dtype, base)

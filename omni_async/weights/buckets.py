@@ -56,11 +56,11 @@ class BucketSet:
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
         dtype: torch.dtype | None = None,
-        shapes: Mapping[str, Sequence[int]] | None = None,
+        whole: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Copy every tensor once, from its device and in `dtype` if given, straight into its bucket.
 
-        `shapes` are those of the whole tensors where `tensors` are only this rank's rows of them.
+        `whole`: the tensors of which `tensors` are only this rank's rows.
 
         The iterable is consumed lazily, so a generator that makes one tensor at a time never holds the whole model
         twice. ValueError for a repeated name, or tensors that are not those of the first `fill`."""
@@ -70,8 +70,8 @@ class BucketSet:
         held = 0
         for name, tensor in tensors:
             if first:
-                whole = tensor.shape if shapes is None else shapes[name]
-                self._lay_out(name, dtype or tensor.dtype, tensor.shape, tuple(whole))
+                described = tensor if whole is None else whole[name]
+                self._lay_out(name, dtype or tensor.dtype, tensor.shape, tuple(described.shape))
             known, target = self._targets[number] if number < len(self._targets) else ("absent", torch.empty(0))
             if (name, tensor.shape) != (known, target.shape):
                 raise ValueError(

@@ -30,7 +30,6 @@ def copied(
     tensors: dict[str, Tensor], ranks: int, bucket_bytes: int, dtype: torch.dtype | None = None
 ) -> list[SharedRows]:
     """Has every rank copy its rows of `tensors`, as FSDP2 deals them; rank 0 has all of what has no rows."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     found = []
     for rank in range(ranks):
         buckets = BucketSet(bucket_bytes)
@@ -38,7 +37,7 @@ def copied(
         for name, tensor in tensors.items():
             chunks = tensor.chunk(ranks) if tensor.dim() else [tensor]
             rows.append((name, chunks[rank] if rank < len(chunks) else tensor.reshape(-1)[:0]))
-        buckets.fill(rows, dtype, shapes)
+        buckets.fill(rows, dtype, tensors)
         found.append(SharedRows(buckets.specs, buckets.buckets))
     return found
 
