@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,7 +38,18 @@ def find_registered(name: str, group: str, cls: type[T], key: str, known: Collec
 
     ValueError, one line that begins with `key`, if there is none, with the names to choose from (`known` are further
     ones), or as `load_registered`."""
-    points = {point.name: point for point in entry_points(group=group)}
-    if name not in points:
-        raise ValueError(f"{key}: expected one of {sorted({*known, *points})}, got {name!r}")
-    return load_registered(points[name], cls, key)
+    points = entry_points(group=group)
+    if name not in points.names:
+        raise ValueError(f"{key}: expected one of {sorted({*known, *points.names})}, got {name!r}")
+    return load_registered(the_one(points, name, key), cls, key)
+
+
+def the_one(points: EntryPoints, name: str, key: str) -> EntryPoint:
+    """Return the entry point called `name`.
+
+    ValueError, one line that begins with `key`, if packages register different things under that name: the order of
+    the path would decide whose is taken."""
+    found = {point.value: point for point in points.select(name=name)}
+    if len(found) > 1:
+        raise ValueError(f"{key}: {name!r} is registered more than once, as {sorted(found)}; uninstall all but one")
+    return next(iter(found.values()))

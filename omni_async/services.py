@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from omni_async.entry_points import load_registered
+from omni_async.entry_points import load_registered, the_one
 from omni_async.worker import BUILT_IN_ROLES
 
 GROUP = "omni_async.roles"
@@ -101,11 +101,13 @@ def find_service(name: str) -> ServiceRole:
     """Return the service registered as `name`.
 
     ValueError lists the installed ones, or says why its package, which is foreign code, gives none."""
-    points = {point.name: point for point in entry_points(group=GROUP)}
+    points = entry_points(group=GROUP)
     if name in _TAKEN:
         raise ValueError(f"roles: {name!r} is a role that every run has; a package's role needs another name")
-    if name not in points:
+    if name not in points.names:
         if not points:
             raise ValueError(f"roles: no installed package brings a role; install the one that brings {name!r}")
-        raise ValueError(f"roles: expected one of {sorted(points)}, which the installed packages bring, got {name!r}")
-    return load_registered(points[name], ServiceRole, "roles")
+        raise ValueError(
+            f"roles: expected one of {sorted(points.names)}, which the installed packages bring, got {name!r}"
+        )
+    return load_registered(the_one(points, name, "roles"), ServiceRole, "roles")

@@ -17,6 +17,10 @@ class ServiceEnded(RuntimeError):
     """Raised when a service ends before the run does."""
 
 
+# What a service may take to clear itself away: the replacement of a lost one waits for that.
+_CLOSING_S = 10.0
+
+
 class ServiceNotStarted(RuntimeError):
     """Raised when a service does not start, or is none."""
 
@@ -49,6 +53,10 @@ class ServiceHost:
         Raises ServiceEnded if the service ends by itself."""
         try:
             await first_of(self._serve(), self._coordinator.closing(), self._drained())
+        except Exception:
+            with contextlib.suppress(Exception):  # that it failed counts
+                await self._coordinator.service_lost(self.name)  # before anything else: nobody should be sent there
+            raise
         finally:
             await self.close()
 
@@ -71,4 +79,5 @@ class ServiceHost:
             return
         self._closed = True
         with contextlib.suppress(Exception):  # how it ended counts, not how it was cleared away
-            await self._service.close()
+            async with asyncio.timeout(_CLOSING_S):
+                await self._service.close()

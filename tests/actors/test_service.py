@@ -79,6 +79,25 @@ async def test_one_that_ends_before_the_run_counts_as_lost() -> None:
     assert service.told == ["close"]
 
 
+@pytest.mark.virtual_time
+async def test_one_that_is_lost_is_given_a_time_to_close_and_its_address_goes_first() -> None:
+    desk = Desk()
+
+    class Stuck(Told):
+        async def close(self) -> None:
+            self.told.append(f"close, {len(desk.addresses.known)} known")
+            await asyncio.Event().wait()
+
+    service = Stuck()
+    host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
+    await host.start()
+    service.ends.set()
+    before = asyncio.get_running_loop().time()
+    with pytest.raises(ServiceEnded):
+        await host.run()
+    assert service.told == ["close, 0 known"] and asyncio.get_running_loop().time() - before == 10.0
+
+
 async def test_one_that_leaves_finishes_what_it_has_while_its_address_is_told_to_nobody() -> None:
     desk, service = Desk(), Told()
     host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,23 @@ def test_a_service_on_ray_is_replaced_when_it_is_killed_or_stopped_and_is_scaled
 
 def test_a_recipe_without_the_package_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = recipe(tmp_path, COUNTER)
-    monkeypatch.setattr(services, "entry_points", lambda **_: ())
+    monkeypatch.setattr(services, "entry_points", lambda **_: EntryPoints())
     services.find_service.cache_clear()
     with pytest.raises(ConfigError, match=r"no installed package brings a role; install the one that brings .counter."):
         load(path)
+
+
+def test_a_name_that_two_packages_register_is_refused_whatever_the_order_of_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other" / "other-1.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[omni_async.roles]\ncounter = tests.runtime.outside_role:NONE\n")
+    monkeypatch.syspath_prepend(other.parent)
+    services.find_service.cache_clear()
+    with pytest.raises(ConfigError, match=r"roles.*'counter' is registered more than once, as \['tests\.runtime\."):
+        load(recipe(tmp_path, COUNTER))
 
 
 def test_the_documented_role_is_accepted_and_answers(
