@@ -79,7 +79,7 @@ class ForwardLoss(LossOfObjective):
             progress=self._progress,
             **others,
         )
-        output = self._compute(inputs, self._algorithm)
+        output = self._computed(inputs)
         if counts:
             self._record_staleness(rows.staleness)
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)

@@ -4,11 +4,14 @@ Rows in micro-batches, their losses, and the end of steps and updates."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from omni_async.algorithms.objectives.base import ForwardInputs, ObjectiveOutput, TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config
@@ -16,6 +19,7 @@ from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
 from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks
+from omni_async.training.errors import TrainingError
 from omni_async.training.groups import Drawn, GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.training.micro_batches import MicroBatch, micro_batches
@@ -75,6 +79,36 @@ class LossOfObjective:
 
     def _micro_batches(self, needs: Sequence[str], unit: int, most: int) -> Iterator[MicroBatch]:
         return micro_batches(needs, self._size, unit, most, self._policy.components, largest_over_ranks)
+
+    def _computed(self, inputs: TransitionInputs | ForwardInputs) -> ObjectiveOutput:
+        """Compute the objective of R rows.
+
+        TrainingError, with the objective's name, if it raises, or returns anything but numbers per row: another shape
+        would be averaged into some gradient."""
+        where = f"objective {self._objective.name} ({self._objective.compute})"
+        try:
+            output = self._compute(inputs, self._algorithm)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(last.filename).name}, line {last.lineno}"
+            raise TrainingError(f"{where} failed: {type(error).__name__}: {error} ({place})") from error
+        if not isinstance(output, ObjectiveOutput):
+            raise TrainingError(f"{where} returned a {type(output).__name__}, expected an ObjectiveOutput")
+        rows = tuple(inputs.advantage.shape)
+        for name, values in {
+            "loss": output.loss,
+            **{f"metric {key}": one for key, one in output.metrics.items()},
+        }.items():
+            if not isinstance(values, Tensor):
+                raise TrainingError(
+                    f"{where}: its {name} is a {type(values).__name__}, expected a tensor of shape {rows}"
+                )
+            if tuple(values.shape) != rows:
+                got = tuple(values.shape)
+                raise TrainingError(f"{where}: its {name} has shape {got}, expected {rows}, a number per row")
+        if not output.loss.requires_grad:
+            raise TrainingError(f"{where}: its loss has no gradient; compute it from log_prob, mean or velocity")
+        return output
 
     def _record_staleness(self, staleness: Tensor) -> None:
         self._metrics.record("row_staleness/mean", staleness.double())

@@ -76,7 +76,7 @@ class TransitionLoss(LossOfObjective):
         old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
         drift = self._drift(rows, step.scale, proximal)
         weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
-        output = self._compute(
+        output = self._computed(
             TransitionInputs(
                 log_prob=value,
                 old_log_prob=old_log_prob,
@@ -91,8 +91,7 @@ class TransitionLoss(LossOfObjective):
                 kind=self._sde.kind,
                 weight=weight,
                 steps_per_sample=self._steps_per_sample(rows),
-            ),
-            self._algorithm,
+            )
         )
         if counts:
             self._record_drift(rows, drift)
