@@ -114,6 +114,7 @@ def linear_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> t
 def guided(
     predict: Callable[[str], torch.Tensor],
     conditioning: Mapping[str, Any] | TensorDict,
+    key: str,
     scale: float,
     unconditional_gradient: bool,
     combine: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = linear_guidance,
@@ -123,6 +124,7 @@ def guided(
     Args:
         predict: returns the velocity of a branch, one of `branches`.
         conditioning: of the batch; ValueError if there is guidance and it has no negative prompt.
+        key: the key of the spec that `scale` is, for errors.
         scale: of the guidance.
         unconditional_gradient: whether gradients flow through the unconditional branch.
         combine: makes the velocity of the conditional one, the unconditional one and `scale`."""
@@ -130,7 +132,7 @@ def guided(
     if scale <= 1:
         return cond
     if "negative_prompt_embeds" not in conditioning:
-        raise ValueError(f"guidance of {scale} needs conditioning with a negative prompt")
+        raise ValueError(f"{key} = {scale} needs conditioning with a negative prompt")
     with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
         uncond = predict("negative_prompt")
     return combine(cond, uncond, scale)

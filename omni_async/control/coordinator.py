@@ -214,6 +214,7 @@ class Coordinator(Bulletin):
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
         why = self._groups.end(group, event, reason) or self.ledger.problem
+        self._pauses.cancel(sample.request.sample_id for sample in group.samples)
         self._samples.end(group)
         if why is not None:
             self._close("failed", why)

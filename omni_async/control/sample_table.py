@@ -295,21 +295,20 @@ class SampleTable:
         if waiting := self._num_queued["validation"]:
             share = math.ceil(self._share * min(capacity, math.ceil(self._capacity / len(self.engines))))
             allowed = share - self._num_leased_to["validation", engine] if queued else free
-            chosen = self._next("validation", max(0, min(free, allowed, waiting)))
+            chosen = self._take("validation", max(0, min(free, allowed, waiting)), engine)
         if queued:
             even = math.ceil((queued + leased) / len(self.engines))
             count = min(free - len(chosen), max(1, even - self._num_leased_to["train", engine]), queued)
-            chosen += self._next("train", count)
-        for sample in chosen:
-            sample.engine = engine
-            self._move(sample, LEASE)
+            chosen += self._take("train", count, engine)
         return [sample.request for sample in chosen]
 
-    def _next(self, kind: SampleKind, count: int) -> list[Sample]:
+    def _take(self, kind: SampleKind, count: int, engine: str) -> list[Sample]:
         found: list[Sample] = []
         while len(found) < count:
             sample = self._validation.popleft() if kind == "validation" else heapq.heappop(self._training)[2]
-            if sample.state is QUEUED:
+            if sample.state is QUEUED:  # a restored sample that is made again stands there twice
+                sample.engine = engine
+                self._move(sample, LEASE)
                 found.append(sample)
         return found
 

@@ -110,7 +110,8 @@ class QwenImagePolicy(DiffusersPolicy):
             )[0]
             return v.float()
 
-        return guided(predict, conditioning, spec.true_cfg_scale, unconditional_gradient, combine_guidance)
+        scale = spec.true_cfg_scale
+        return guided(predict, conditioning, "true_cfg_scale", scale, unconditional_gradient, combine_guidance)
 
     def call(self, transformer: torch.nn.Module, **inputs: Any) -> Any:
         """Run the denoiser; where it takes other arguments than diffusers', a subclass adds them."""

@@ -90,7 +90,7 @@ class StableDiffusion3Policy(DiffusersPolicy):
             )[0]
             return v.float()
 
-        return guided(predict, conditioning, spec.guidance_scale, unconditional_gradient)
+        return guided(predict, conditioning, "guidance_scale", spec.guidance_scale, unconditional_gradient)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Stack conditioning, which has one length for every prompt of a spec."""

@@ -94,7 +94,7 @@ class Wan22Policy(DiffusersPolicy):
         scale = spec.guidance_scale
         if name == LOW and spec.guidance_scale_2 is not None:
             scale = spec.guidance_scale_2
-        return guided(predict, conditioning, scale, unconditional_gradient)
+        return guided(predict, conditioning, "guidance_scale", scale, unconditional_gradient)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Stack conditioning, which has one length for every prompt of a spec."""

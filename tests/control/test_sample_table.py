@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from omni_async.control.requests import RequestFactory
 from omni_async.control.sample_table import SAMPLE_TRANSITIONS, Sample, SampleEvent, SampleSet, SampleState, SampleTable
-from omni_async.types import SampleKind, Score, ScoreResult
+from omni_async.types import SampleKind, SampleResult, Score, ScoreResult
 
 WITH_SLOT = {"LEASED", "ABANDONED", "GENERATED", "SCORING", "PAUSED"}
 ENGINES = ("a", "b", "c")
@@ -28,6 +28,7 @@ class World:
         self.table = SampleTable(self.config)
         self.table.engines |= set(ENGINES)
         self.owners: list[SampleSet] = []
+        self.restored = False
 
     def add(self, kind: SampleKind = "train") -> SampleSet:
         number, prompts = len(self.owners), make_prompts(2)
@@ -45,8 +46,7 @@ class World:
 
     def generate(self, sample: Sample) -> None:
         assert self.table.answered(sample.engine, sample.request.sample_id) is sample
-        size = sample.request.window.size if sample.request.window else 0
-        self.table.generated(sample, make_result(sample.request, sample.engine, (0,) * size))
+        self.table.generated(sample, made(sample, sample.engine))
 
     def add_generated(self, kind: SampleKind = "train") -> SampleSet:
         owner = self.add(kind)
@@ -60,6 +60,11 @@ class World:
         fault = "retry" if how == "score" else how
         result = ScoreResult(sample.request.sample_id, sample.request.attempt, score, fault=fault)  # type: ignore[arg-type]
         return [outcome.event for outcome in self.table.scored(worker, [result])]
+
+
+def made(sample: Sample, engine: str) -> SampleResult:
+    size = sample.request.window.size if sample.request.window else 0
+    return make_result(sample.request, engine, (0,) * size)
 
 
 def ids(found: list[Sample]) -> list[str]:
@@ -167,10 +172,14 @@ def test_counts_and_queues_always_agree_with_the_states(dice: random.Random, slo
         one = dice.choice(live) if live else None
         state = one.state.name if one else ""
         match dice.choice(
-            ["add", "lease", "lease", "answer", "jobs", "score", "score", "score", "lose", "end", "worker"]
+            ["add", "restore", "lease", "lease", "answer", "jobs", "score", "score", "score", "lose", "end", "worker"]
         ):
             case "add":
                 world.add(dice.choice(["train", "train", "validation"]))
+            case "restore":
+                world.restored = True
+                for sample in world.add().samples:
+                    table.restore(sample, made(sample, "engine-of-before"), Score(0.5))
             case "lease":
                 free = dice.randint(1, 5)
                 before = [sample for sample in live if sample.state is SampleState.QUEUED]
@@ -243,7 +252,7 @@ def agree(world: World) -> None:
     training = [s for s in live if s.owner.kind == "train"]
     made = sum(s.result is not None for s in training if s.state is not SampleState.FAILED)
     expected = sum(s.result is None for s in training if s.state is not SampleState.FAILED)
-    share = SAMPLE_BYTES if world.table.images else 100 * SAMPLE_BYTES // 4
+    share = SAMPLE_BYTES if world.table.images or world.restored else 100 * SAMPLE_BYTES // 4
     counted = table.bytes.statistics()
     assert (counted.ready, counted.reserved) == (made * SAMPLE_BYTES, made * SAMPLE_BYTES + expected * share)
     queued = any(sample.state is SampleState.QUEUED for sample in live)

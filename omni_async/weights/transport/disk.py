@@ -34,6 +34,7 @@ _LARGEST_HEADER = 100_000_000
 _WRITE_BUFFER = 2**20
 _OURS = re.compile(r"version-\d{6,}\.(safetensors|tmp)")
 _DTYPES = {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
+del _DTYPES["float8"]  # there are two, below
 _DTYPES |= {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _NAMES = {short: name for name, short in _DTYPES.items()}
 
