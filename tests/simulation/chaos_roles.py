@@ -266,19 +266,19 @@ class MemoryCheckpointer(Checkpointer):
 
     async def save(self, version: int) -> None:
         await self.settle(last=False)
-        control = await self._coordinator.continuation()
+        control = await self.coordinator.continuation()
         if control.version != version:
             return
-        await asyncio.gather(*(rank.begin_save("") for rank in self._ranks))
+        await asyncio.gather(*(rank.begin_save("") for rank in self.ranks))
         self._writing = asyncio.create_task(self._write_it(control), name=f"checkpoint {control.version}")
 
     async def _write_it(self, control: ControlState) -> None:
-        await asyncio.gather(*(rank.end_save() for rank in self._ranks))
+        await asyncio.gather(*(rank.end_save() for rank in self.ranks))
         ready = []
         gone = []
         for group in control.ready:
             try:
-                found = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+                found = await asyncio.gather(*(self.store.get(sample.trajectory) for sample in group.samples))
             except ObjectLost:
                 gone.append(Unfinished(group.group))
                 continue
@@ -291,13 +291,13 @@ class MemoryCheckpointer(Checkpointer):
     async def take_up_from(self, control: ControlState) -> None:
         groups = []
         for group in control.ready:
-            references = await self._store.put_all([sample.trajectory for sample in group.samples])
+            references = await self.store.put_all([sample.trajectory for sample in group.samples])
             samples = [
                 replace(sample, trajectory=there) for sample, there in zip(group.samples, references, strict=True)
             ]
             groups.append(replace(group, samples=tuple(samples)))
         if groups:
-            await self._coordinator.take_up(groups)
+            await self.coordinator.take_up(groups)
 
 
 class SimulatedTrainer(Trainer):
@@ -305,14 +305,14 @@ class SimulatedTrainer(Trainer):
 
     def __init__(self, keep: Callable[[ControlState], None], *args: Any) -> None:
         super().__init__(*args)
-        self._tracer = QuietTracer("trainer", self._coordinator, self._clock)
+        self._tracer = QuietTracer("trainer", self.coordinator, self.clock)
         there = self._checkpointer
         self._checkpointer = self.memory = MemoryCheckpointer(
-            there._config, there._ranks, there._rule, there._coordinator, there._store, there._checkpoints, self._tracer
+            there.config, there.ranks, there.rule, there.coordinator, there.store, there.checkpoints, self._tracer
         )
         self.memory.keep = keep
 
     async def start_from(self, control: ControlState) -> None:
         self._version = control.version
         await self.memory.take_up_from(control)
-        await self._coordinator.require_fields(("latents",))
+        await self.coordinator.require_fields(("latents",))

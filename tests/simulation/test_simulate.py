@@ -15,6 +15,7 @@ from simulation_world import make_config, make_profile
 
 from omni_async.cli import main
 from omni_async.control.coordinator import Coordinator
+from omni_async.control.status import buffer_statistics
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as module
 from omni_async.simulation.bundles import choose_bundle, in_bundles
@@ -100,7 +101,7 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
             )
 
         def _counters(self) -> dict[str, int]:
-            buffers = self._buffer_statistics()
+            buffers = buffer_statistics(self._groups, self._samples)
             slots = buffers["slots"]
             return {
                 "slots": slots["live"] + slots["awaiting_publication"],
