@@ -135,10 +135,10 @@ class CollectiveSender:
     async def finish(self, delivered: bool) -> None:
         waiting, self._waiting = self._waiting, []
         for broadcast in waiting:
-            if delivered:
+            broadcast.add_done_callback(_forget)  # if one fails, so do those after it; the first failure is reported
+        if delivered:
+            for broadcast in waiting:
                 await broadcast
-            else:
-                broadcast.add_done_callback(_forget)  # it fails too, later; the first failure is reported
 
 
 class CollectiveReceiver:
