@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from omni_async.algorithms.objectives.base import ObjectiveOutput
 from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
@@ -227,3 +228,29 @@ def test_gradient_checkpointing_needs_a_model_that_can():
             return found
 
     assert started(config, Able())._model.components["transformer"].enabled
+
+
+def _place(inputs, algorithm):
+    return {}["nothing"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "said"),
+    [
+        (lambda i, a: ObjectiveOutput(i.log_prob.mean(), {}), r"its loss has shape \(\), expected \(8,\)"),
+        (lambda i, a: ObjectiveOutput(i.log_prob[:, None] - i.log_prob, {}), r"its loss has shape \(8, 8\), expected"),
+        (
+            lambda i, a: ObjectiveOutput(i.log_prob, {"two": i.advantage[:2]}),
+            r"its metric two has shape \(2,\), expect",
+        ),
+        (lambda i, a: ObjectiveOutput(i.log_prob, {"one": 1.0}), r"its metric one is a float, expected a tensor of"),
+        (lambda i, a: ObjectiveOutput(i.log_prob.detach(), {}), "its loss has no gradient"),
+        (lambda i, a: i.log_prob, "returned a Tensor, expected an ObjectiveOutput"),
+        (_place, r"failed: KeyError: 'nothing' \(test_engine.py, line \d+\)"),
+    ],
+)
+def test_an_objective_that_does_not_return_numbers_per_row_is_refused_by_name(compute, said):
+    engine = started(make_config())
+    engine._loss._compute = compute
+    with pytest.raises(TrainingError, match=r"objective flow_grpo \(omni_async\.[a-z_.]+:[a-z_]+\).*" + said):
+        engine.accumulate(tiny_group(TinyPolicy(), engine.config), 1 / 8)
