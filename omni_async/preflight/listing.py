@@ -27,8 +27,10 @@ def listing() -> Iterator[str]:
     yield f"{'scorers':<16}{', '.join(names())}"
     yield f"{'roles':<16}{', '.join(service_names()) or 'none is installed'}"
     yield "algorithms"
-    for name, objective in sorted(objectives().items()):
-        yield f"  {name:<14}{objective.summary}"
+    known = objectives()
+    width = max(map(len, known)) + 1
+    for name, objective in sorted(known.items()):
+        yield f"  {name:<{width}}{objective.summary}"
         for path, field, _ in walk(objective.settings, "algorithm.settings.") if objective.settings else ():
             yield f"{'':16}{path}: {describe(field)}. {description(field)}"
 
