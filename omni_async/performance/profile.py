@@ -84,7 +84,7 @@ def load_profile(name: str) -> Profile:
 
     Raises ConfigError, one line, if there is none, it is not one, or it says that nothing takes time."""
     if name.lower().endswith(".json"):
-        return _read(Path(name).expanduser().absolute())
+        return _read(Path(name).expanduser())
     if name not in shipped_profiles():
         raise ConfigError(
             f"emulation.profile: no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file that"
