@@ -327,8 +327,9 @@ class Coordinator(Bulletin):
             return
         if newcomer and self.versions.held is not None:
             self._weights.notify()
-        self._held_may_differ(before)
-        self._settle()
+        if self.versions.held != before:
+            self._held_may_differ(before)
+            self._settle()
 
     def _held_may_differ(self, before: int | None) -> None:
         held = self.versions.held
