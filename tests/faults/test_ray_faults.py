@@ -172,7 +172,8 @@ def test_workers_are_added_and_removed_while_the_job_runs(tmp_path: Path) -> Non
         run.wait_for(lambda: [name for name in run.parts() if name.startswith("rollout")] == ["rollout-0"])
         run.stop()
 
-    run = Disturbed(tmp_path, profile("generate", 0.05))
+    # Nobody is lost here, also on a machine so busy that a worker stands still for seconds.
+    run = Disturbed(tmp_path, profile("generate", 0.05), run={"health_timeout_s": 60.0})
     summary = run.run(disturb)
     run.require_whole(summary)
     assert summary.faults == 0
