@@ -14,6 +14,7 @@ loop, never in a thread, so it runs on a loop of virtual time too. It waits for 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,8 +47,8 @@ _OFFSETS = 4096
 Make = Callable[[SampleRequest, VersionSpans], Trajectory]
 
 
-class EngineTimes:
-    """The seconds that an engine's device takes; nothing unless a method says otherwise.
+class EngineTimes(ABC):
+    """The seconds that an engine's device takes; nothing but steps unless a method says otherwise.
 
     `in_batches`: samples start together and end together, and `step` is asked once for all steps of a batch; otherwise
     a sample joins and leaves at any step. `gather`: how long the first sample waits for others."""
@@ -55,8 +56,9 @@ class EngineTimes:
     in_batches = False
     gather = 0.0
 
+    @abstractmethod
     def step(self, samples: int, num_steps: int) -> float:
-        raise NotImplementedError
+        """Return the seconds of one denoising step of `samples` samples, of `num_steps` each."""
 
     def decode(self) -> float:
         return 0.0
