@@ -140,7 +140,7 @@ class Roles:
         while jobs := await self._coordinator.next_to_score(name, self._config.reward.batch):
             await asyncio.sleep(0)
             results = [ScoreResult(job.sample_id, job.attempt, Score(_reward(job))) for job in jobs]
-            await self._coordinator.scored(name, {job.sample_id: job.kind for job in jobs}, results)
+            await self._coordinator.scored(name, results)
 
     async def _trainer(self) -> None:
         per_update = self._config.trainer.groups_per_update

@@ -141,7 +141,7 @@ class PreferenceReader:
                 results = [
                     ScoreResult(job.sample_id, job.attempt, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs
                 ]
-            await self.coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
+            await self.coordinator.scored(self.name, results)
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 

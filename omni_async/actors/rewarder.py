@@ -98,7 +98,7 @@ class Rewarder:
             _, jobs = await asyncio.gather(self._report(jobs, results), self._next_jobs())
 
     async def _report(self, jobs: list[ScoreJob], results: list[ScoreResult]) -> None:
-        await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
+        await self._coordinator.scored(self.name, results)
 
     async def _next_jobs(self) -> list[ScoreJob]:
         if self._panel.down:

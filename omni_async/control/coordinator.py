@@ -162,8 +162,8 @@ class Coordinator(Bulletin):
         self._samples.blame.asks(worker)
         return await self._rewarders.take(lambda: [] if self._closed else self._samples.jobs(worker, limit), worker)
 
-    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
-        """Record scores and failures. `kinds` maps the sample ids to train or validation, as their jobs do."""
+    async def scored(self, worker: str, results: list[ScoreResult]) -> None:
+        """Record scores and failures."""
         for outcome in self._samples.scored(worker, results):
             self._carry_out(outcome)
         self._settle()
@@ -327,9 +327,7 @@ class Coordinator(Bulletin):
             return
         if newcomer and self.versions.held is not None:
             self._weights.notify()
-        if self.versions.held != before:
-            self._held_may_differ(before)
-            self._settle()
+        self._held_may_differ(before)
 
     def _held_may_differ(self, before: int | None) -> None:
         held = self.versions.held
@@ -339,6 +337,7 @@ class Coordinator(Bulletin):
         self._groups.publish(held)
         if (round_ := self._validation.begin(held)) is not None:
             self._samples.add(round_)
+        self._settle()
         self._finish_if_complete()
 
     def _admit(self) -> None:

@@ -53,7 +53,6 @@ async def reward_worker(name: str, world: World) -> None:
         reserved.add(-len(jobs))
         await coordinator.scored(
             name,
-            {job.sample_id: job.kind for job in jobs},
             [ScoreResult(job.sample_id, job.attempt, _SCORE) for job in jobs],
         )
 

@@ -231,8 +231,7 @@ class Desk:
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         return await self._take(self.jobs, limit)
 
-    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
-        assert kinds.keys() == {result.sample_id for result in results}
+    async def scored(self, worker: str, results: list[ScoreResult]) -> None:
         self.scored_batches.append(results)
         self._event.notify()
 

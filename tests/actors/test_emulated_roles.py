@@ -64,7 +64,7 @@ class Desk:
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         return self._batches.pop(0) if self._batches else []
 
-    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
+    async def scored(self, worker: str, results: list[ScoreResult]) -> None:
         self.results += results
 
     async def closing(self) -> None:

@@ -195,7 +195,7 @@ async def score(
             results.append(ScoreResult(job.sample_id, job.attempt, error=value))
         else:
             results.append(ScoreResult(job.sample_id, job.attempt, score=Score(value)))
-    await coordinator.scored(worker, {job.sample_id: job.kind for job in jobs}, results)
+    await coordinator.scored(worker, results)
 
 
 def distinct(job: ScoreJob) -> float:

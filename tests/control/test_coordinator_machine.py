@@ -324,7 +324,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         before = self.rounds_failed(job)
         fault = "outage" if how == "down" else "retry"
         result = ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout", fault)
-        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [result]))
+        now(self.coordinator.scored(worker, [result]))
         self.scored.append(held)
         if value is not None or self.rounds_failed(job) > before:
             self.unscored.pop(job.sample_id, None)
@@ -348,7 +348,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
         now(
             self.coordinator.scored(
                 worker,
-                {job.sample_id: job.kind},
                 [ScoreResult(job.sample_id, job.attempt, score, "late" if failed else None)],
             )
         )
@@ -455,7 +454,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
         now(
             self.coordinator.scored(
                 worker,
-                {job.sample_id: job.kind},
                 [ScoreResult(job.sample_id, job.attempt, error="gone", fault="replace")],
             )
         )
@@ -705,11 +703,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 )
             )
         for worker, job in self.jobs:
-            now(
-                self.coordinator.scored(
-                    worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, Score(1.0))]
-                )
-            )
+            now(self.coordinator.scored(worker, [ScoreResult(job.sample_id, job.attempt, Score(1.0))]))
         if self.groups:
             now(self.coordinator.update_done(report(self.version + 1, self.groups)))
         for engine, version in self.sending.items():

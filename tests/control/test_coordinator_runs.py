@@ -149,7 +149,7 @@ def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own
         ScoreResult(job.sample_id, job.attempt, Score(1.0, values=values))
         for job, values in zip(jobs, ((1.0, 0.0), (0.0, 1.0)), strict=True)
     ]
-    now(c.scored("reward-0", {job.sample_id: job.kind for job in jobs}, results))
+    now(c.scored("reward-0", results))
     assert [entry.event for entry in entries] == ([] if event is None else [event])
 
 
@@ -586,7 +586,7 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
             ScoreResult(j.sample_id, j.attempt, Score(v, {"ocr": v / 2}, text="HI"))
             for j, v in zip(jobs, (1.0, 3.0), strict=True)
         ]
-        await c.scored("reward-0", {j.sample_id: j.kind for j in jobs}, results)
+        await c.scored("reward-0", results)
         (group,) = now(c.next_groups(0, 1))
         assert group.rewards == [1.0, 3.0] and group.oldest_version == 0
         await c.update_done(report(1, [group]))

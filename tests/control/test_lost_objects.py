@@ -52,10 +52,9 @@ def nothing_to_take(c: Coordinator) -> bool:
     return False
 
 
-def gone(job: ScoreJob) -> tuple[str, dict[str, str], list[ScoreResult]]:
+def gone(job: ScoreJob) -> tuple[str, list[ScoreResult]]:
     return (
         "reward-0",
-        {job.sample_id: job.kind},
         [ScoreResult(job.sample_id, job.attempt, error="its node died", fault="replace")],
     )
 
@@ -365,7 +364,7 @@ def test_a_retry_of_an_image_that_is_lost_meanwhile_does_not_come_back() -> None
             await hold(c, 0)
             await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
             first, second = await c.next_to_score("reward-0", 2)
-            await c.scored("reward-0", {first.sample_id: "train"}, [ScoreResult(first.sample_id, 1, error="timeout")])
+            await c.scored("reward-0", [ScoreResult(first.sample_id, 1, error="timeout")])
             await score(c, [second], distinct)
             await c.objects_lost("rollout-0")
             await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
@@ -431,7 +430,7 @@ def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_
             assert not entries
             (job,) = [job for job in await c.next_to_score("reward-0", 2) if job.sample_id == "g0.s0"]
             down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
-            await c.scored("reward-0", {job.sample_id: "train"}, [down])
+            await c.scored("reward-0", [down])
         assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"]
 
     play(main())
@@ -448,7 +447,7 @@ def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_t
         async def goes_down(worker: str) -> None:
             (job,) = await c.next_to_score(worker, 1)
             down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
-            await c.scored(worker, {job.sample_id: "train"}, [down])
+            await c.scored(worker, [down])
 
         for number in range(8):
             c._samples.blame.scores(f"reward-{number}")

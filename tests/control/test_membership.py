@@ -99,7 +99,6 @@ def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_by_one(
         assert await c.next_to_score("reward-0", 4) == [], "and it gets no more"
         await c.scored(
             "reward-1",
-            {job.sample_id: job.kind for job in again},
             [ScoreResult(job.sample_id, job.attempt, error="x") for job in again],
         )
 

@@ -45,7 +45,6 @@ def test_a_run_ends_without_waiting_for_retries() -> None:
         jobs = await c.next_to_score("reward-0", 2)
         await c.scored(
             "reward-0",
-            {job.sample_id: "train" for job in jobs},
             [ScoreResult(job.sample_id, job.attempt, error="x") for job in jobs],
         )
         asking, closing = asyncio.create_task(c.next_to_score("reward-0", 2)), asyncio.create_task(c.closing())
@@ -69,13 +68,13 @@ def test_a_retry_of_a_group_that_ended_meanwhile_does_not_come_back() -> None:
         await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
         first, second = await c.next_to_score("reward-0", 2)
         for job, pause_s in ((first, 20), (second, 15)):
-            await c.scored("reward-0", {job.sample_id: "train"}, [ScoreResult(job.sample_id, job.attempt, error="x")])
+            await c.scored("reward-0", [ScoreResult(job.sample_id, job.attempt, error="x")])
             await asyncio.sleep(pause_s)
         again = await c.next_to_score(
             "reward-0", 2
         )  # at 35: the first one's pause ended at 30, the second's ends at 50
         assert [job.sample_id for job in again] == [first.sample_id]
-        await c.scored("reward-0", {first.sample_id: "train"}, [ScoreResult(first.sample_id, first.attempt, error="x")])
+        await c.scored("reward-0", [ScoreResult(first.sample_id, first.attempt, error="x")])
         assert [(entry.group, entry.reason) for entry in entries] == [(0, "reward failed 2 times: x")]
         await asyncio.sleep(60)
         requests = await c.next_samples("rollout-0", 2, 2)
@@ -96,11 +95,10 @@ def test_a_postponed_score_costs_no_try() -> None:
         now(
             c.scored(
                 "reward-0",
-                {job.sample_id: "train"},
                 [ScoreResult(job.sample_id, job.attempt, error="down", fault="outage")],
             )
         )
     assert entries == []
     (job, *_) = now(c.next_to_score("reward-0", 1))
-    now(c.scored("reward-0", {job.sample_id: "train"}, [ScoreResult(job.sample_id, job.attempt, error="unreadable")]))
+    now(c.scored("reward-0", [ScoreResult(job.sample_id, job.attempt, error="unreadable")]))
     assert [entry.reason for entry in entries] == ["reward failed 1 times: unreadable"]

@@ -30,9 +30,7 @@ async def generated(coordinator: Coordinator, count: int) -> list[ScoreJob]:
 
 
 async def fail(coordinator: Coordinator, job: ScoreJob, **how: bool) -> None:
-    await coordinator.scored(
-        "reward-0", {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="misspelt", **how)]
-    )
+    await coordinator.scored("reward-0", [ScoreResult(job.sample_id, job.attempt, error="misspelt", **how)])
 
 
 async def closing(coordinator: Coordinator) -> tuple[str, str] | None:

@@ -61,7 +61,7 @@ class Checks:
                         f"{result.sample_id}: {args[0]} was lost, and its result is used",
                     )
             case "scored" if args[0] in coordinator._samples.lost_workers:
-                for result in args[2]:
+                for result in args[1]:
                     used = result.score is not None and _score(coordinator, result.sample_id) is result.score
                     require(not used, f"{result.sample_id}: {args[0]} was lost, and its result is used")
             case "continuation" if not coordinator._closed:

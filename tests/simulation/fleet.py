@@ -254,9 +254,7 @@ class Attempt:
         fleet, coordinator, loop = self.fleet, self.coordinator, self.loop
         while jobs := await coordinator.next_to_score(name, self.config.reward.batch):
             await loop.sleep_until(loop.time() + fleet.about(self.times.score_s))
-            await coordinator.scored(
-                name, {job.sample_id: job.kind for job in jobs}, [self._scored(job) for job in jobs]
-            )
+            await coordinator.scored(name, [self._scored(job) for job in jobs])
 
     def _scored(self, job: ScoreJob) -> ScoreResult:
         if self.fleet.chance(0.0005):

@@ -111,9 +111,8 @@ class FakeCoordinator:
             await self._changed.wait()
         return [self._jobs.popleft() for _ in range(min(limit, len(self._jobs)))]
 
-    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
-        assert list(kinds) == [result.sample_id for result in results]
-        self.scored_at.append((_now(), tuple(kinds)))
+    async def scored(self, worker: str, results: list[ScoreResult]) -> None:
+        self.scored_at.append((_now(), tuple(result.sample_id for result in results)))
 
     async def announce(self, version: int, digest: str) -> None:
         self.announced.append((_now(), version))
