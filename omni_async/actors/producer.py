@@ -19,8 +19,7 @@ from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.finished import Finished
 from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
-from omni_async.aio.coalescing import Coalescer
-from omni_async.aio.waiting import is_cancelled
+from omni_async.aio.waiting import Coalescer, is_cancelled
 from omni_async.config import Config
 from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore

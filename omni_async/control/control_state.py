@@ -20,7 +20,7 @@ class LedgerState(Struct, frozen=True):
     """Totals over the ledger's lines so far.
 
     How many groups were admitted, how they ended, why, and how old they were when trained; how many bytes the lines
-    are, and their digest (`ledger_prefix`)."""
+    are, and their digest."""
 
     admitted: int = 0
     events: dict[str, int] = {}

@@ -34,19 +34,16 @@ from typing import Any
 from omni_async.aio.backoff import Backoff, Later
 from omni_async.aio.waiting import Event, FairQueue
 from omni_async.config import Config
-from omni_async.control.bulletin import Bulletin
+from omni_async.config.redact import redact_text
 from omni_async.control.control_state import ControlState
 from omni_async.control.ending import Ending
-from omni_async.control.group_source import GroupSource
+from omni_async.control.events import Bulletin
 from omni_async.control.group_table import Group, GroupTable, TooStale
 from omni_async.control.ledger import Ledger
-from omni_async.control.record import Record
-from omni_async.control.reporting import round_data, round_shown, update_data, update_shown
-from omni_async.control.requests import RequestFactory, require_trained_steps
+from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
+from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
 from omni_async.control.sample_table import Outcome, Sample, SampleTable
-from omni_async.control.signal import is_worth_training
-from omni_async.control.status import buffer_statistics, control_state, statistics
-from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
+from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.types import (
     LedgerEntry,
@@ -87,8 +84,9 @@ class Coordinator(Bulletin):
         self._factory = RequestFactory(config)
         self._source = GroupSource(config, prompts, self._factory, start)
         requests_of = partial(self._factory.validation, prompts=tuple(validation_prompts))
-        self._validation = Validation(ValidationSchedule.of(config, start.validated), requests_of, start.validated)
-        self._groups = GroupTable(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
+        self._validation = Validation(config, requests_of, start.validated)
+        self.ledger = Ledger(ledger_sink, start.ledger)
+        self._groups = GroupTable(config, run_id, self.ledger, start.version)
         self._samples = SampleTable(config, start.images, has_scored)
         self._record = Record(start)
         self.versions = Versions(start.version)
@@ -102,14 +100,6 @@ class Coordinator(Bulletin):
         self._ready = Event()
         self._weights = Event()
         self._ending = Ending(self._groups, self._log, ledger_sync)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._groups.ledger
-
-    @property
-    def _closed(self) -> bool:
-        return self._ending.outcome is not None
 
     def _settle(self) -> None:
         """Admit groups, and wake the first producer and reward worker that can go on."""
@@ -205,17 +195,17 @@ class Coordinator(Bulletin):
 
     def _complete(self, group: Group) -> None:
         """Hand a group to the trainer, or reject it if it has nothing to teach."""
-        if not is_worth_training(group.scores, self._config.algorithm.advantage):
-            self._end_group(group, "rejected", "zero reward variance")
-        else:
+        if group.is_worth_training(self._config.algorithm.advantage):
             self._groups.complete(group)
             self._ready.notify()
+        else:
+            self._end_group(group, "rejected", "zero reward variance")
 
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
         why = self._groups.end(group, event, reason) or self.ledger.problem
         self._pauses.cancel(sample.request.sample_id for sample in group.samples)
-        self._samples.end(group)
+        self._samples.end_samples(group)
         if why is not None:
             self._close("failed", why)
         self._ready.notify()
@@ -226,8 +216,8 @@ class Coordinator(Bulletin):
             return
         del self._validation.rounds[round_.version]
         self._record.validated(round_.version, round_.means())
-        self._log.add("validation", round_data(round_), round_shown(round_, self._config.tracking.images))
-        self._samples.end(round_)
+        self._log.add("validation", *round_event(round_, self._config.tracking.images))
+        self._samples.end_samples(round_)
         self._finish_if_complete()
 
     # ---- trainer -----------------------------------------------------------------------------------------------------
@@ -244,13 +234,12 @@ class Coordinator(Bulletin):
         while not self._closed:
             while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
                 taken.append(ready)
-            if taken or self._closed:
-                break
-            await self._ready.wait()
-        if self._closed:
-            self._end()
-            return []
-        return taken
+            if taken and not self._closed:
+                return taken
+            if not self._closed:
+                await self._ready.wait()
+        self._end()
+        return []
 
     def _take(self, version: int, needed: int) -> ReadyGroup | None:
         """Return the next group to train; None if there is none, or the run is over because one is too old.
@@ -273,16 +262,13 @@ class Coordinator(Bulletin):
         They are trained, and their slots wait for the publish. A report after the run ended comes too late: its groups
         are in the ledger as dropped. Returns whether the run goes on."""
         self.versions.trained = report.version
-        if self._ending.ended:
+        if self._ending.state is not None:
             return False
         trained = self._groups.trained(report)
         for group, _ in trained:
-            self._samples.end(group)
-        groups = [ready for _, ready in trained]
-        tracking = self._config.tracking
-        shown = report.version % tracking.images_every == 0 or report.version in (1, self._last_version)
-        data = {
-            **update_data(report, groups),
+            self._samples.end_samples(group)
+        data, shown = update_event(report, [ready for _, ready in trained], self._config)
+        data |= {
             "images": self._samples.images,
             "held": self.versions.held,
             "buffers": buffer_statistics(self._groups, self._samples),
@@ -290,7 +276,7 @@ class Coordinator(Bulletin):
         }
         self._samples.bytes.begin_update()
         self._record.updated(data["reward"])
-        self._log.add("update", data, update_shown(groups, tracking.images) if shown else ())
+        self._log.add("update", data, shown)
         if self.ledger.problem is not None:
             self._close("failed", self.ledger.problem)
         if self._closed:
@@ -336,7 +322,7 @@ class Coordinator(Bulletin):
         self._ready.notify()
         self._groups.publish(held)
         if (round_ := self._validation.begin(held)) is not None:
-            self._samples.add(round_)
+            self._samples.add_samples(round_)
         self._settle()
         self._finish_if_complete()
 
@@ -348,7 +334,7 @@ class Coordinator(Bulletin):
         while self._groups.may_admit and self._samples.bytes.has_room(self._source.next_bucket, self._group_size):
             group, former = self._source.next(version)
             self._groups.admit(group)
-            self._samples.add(group)
+            self._samples.add_samples(group)
             if former is not None:
                 problems = [self._samples.restore(*each) for each in group.restored(former)]
                 self._groups.complete(group)  # first: if the run is over now, the next attempt has it ready, too
@@ -430,13 +416,14 @@ class Coordinator(Bulletin):
         self._close("failed", reason)
 
     def _close(self, status: str, reason: str | None) -> None:
-        if not self._ending.close(status, reason):
+        if self._closed:
             return
+        self._closed = True
+        self._ending.decide(status, reason)
         for round_ in self._validation.cancel():
-            self._samples.end(round_)
+            self._samples.end_samples(round_)
         self._pauses.close()
-        self._addresses.close()
-        for waiting in (self._producers, self._rewarders, self._weights, self._ready):
+        for waiting in (self._producers, self._rewarders, self._weights, self._ready, self._addresses_changed):
             waiting.notify()
         if not self._groups.in_training:
             self._end()
@@ -448,9 +435,9 @@ class Coordinator(Bulletin):
         self._log.add("concluded", {})
 
     def _end(self) -> None:
-        if not self._ending.ended:
-            for group in self._ending.end(self._state()):
-                self._samples.end(group)
+        if self._ending.state is None:
+            for group in self._ending.drop_groups(self._state()):
+                self._samples.end_samples(group)
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
@@ -471,4 +458,9 @@ class Coordinator(Bulletin):
 
     async def statistics(self) -> dict[str, Any]:
         """Return what buffers hold, how groups ended, and which versions and addresses there are."""
-        return statistics(self._groups, self._samples, self.versions, self._addresses)
+        return {
+            "buffers": buffer_statistics(self._groups, self._samples),
+            "conservation": self.ledger.counters(),
+            "engines": dict(self.versions.engines),
+            "addresses": {name: redact_text(address) for name, address in self._addresses.items()},
+        }

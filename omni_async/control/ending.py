@@ -28,23 +28,12 @@ class Ending:
         self.outcome: tuple[str, str | None] | None = None
         self.state: ControlState | None = None
 
-    @property
-    def closed(self) -> bool:
-        return self.outcome is not None
-
-    @property
-    def ended(self) -> bool:
-        return self.state is not None
-
-    def close(self, status: str, reason: str | None) -> bool:
-        """Decide how the run ends. Returns whether that was open."""
-        if self.closed:
-            return False
+    def decide(self, status: str, reason: str | None) -> None:
+        """Decide how the run ends. Called once, when it begins to close."""
         self.outcome = (status, reason)
         self._log.add("closing", {"status": status, "reason": reason})
-        return True
 
-    def end(self, state: ControlState) -> list[Group]:
+    def drop_groups(self, state: ControlState) -> list[Group]:
         """Drop the groups that are left and return them, and report the end.
 
         Called once, when the run is closing and the trainer has answered."""
@@ -52,20 +41,20 @@ class Ending:
         self.state = state
         status, reason = self.outcome
         dropped = self._groups.drop_all(f"run {status}" + (f": {reason}" if reason else ""))
+        ledger = self._groups.ledger
         try:
             self._groups.check()
         except ConservationError as error:
-            self.outcome = ("failed", str(error))
-        problem = self._groups.ledger.problem
-        if self.outcome[0] == "done":
+            status, reason = "failed", str(error)
+        problem = ledger.problem
+        if status == "done":
             try:
                 # Where no update was left to make, nothing has made the lines of a former attempt void yet.
                 self._ledger_sync()
             except OSError as error:
                 problem = problem or f"the ledger cannot be written: {error}"
-        if problem is not None and self.outcome[0] != "failed":
-            self.outcome = ("failed", problem)
-        status, reason = self.outcome
-        summary = self._groups.ledger.summary()
-        self._log.add("ended", {"status": status, "reason": reason, "images": state.images, **summary})
+        if problem is not None and status != "failed":
+            status, reason = "failed", problem
+        self.outcome = (status, reason)
+        self._log.add("ended", {"status": status, "reason": reason, "images": state.images, **ledger.summary()})
         return dropped

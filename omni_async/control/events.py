@@ -1,4 +1,8 @@
-"""Carries the run's events to the driver (console, MLflow, files). One consumer, long-polling."""
+"""Passes on what the control plane decides nothing about: events to the driver, and the addresses of services.
+
+`events` waits for anything that happened, `addresses` for a worker of the service to be ready; the end of the run
+unblocks both.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from omni_async.aio.waiting import Event
-from omni_async.types import Prompt, Score
+from omni_async.config import Config
+from omni_async.config.redact import redact_text
+from omni_async.types import Prompt, Score, Span
+from omni_async.worker import Worker
 
 EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing", "ended", "concluded"]
 
@@ -29,6 +36,8 @@ class RunEvent(Struct, frozen=True):
 
 
 class EventLog:
+    """Events on their way to one consumer, the driver."""
+
     def __init__(self) -> None:
         self._events: list[RunEvent] = []
         self._event = Event()
@@ -43,3 +52,49 @@ class EventLog:
             await self._event.wait()
         events, self._events = self._events, []
         return events
+
+
+class Bulletin:
+    """The calls of a coordinator that need neither samples nor groups."""
+
+    def __init__(self, config: Config) -> None:
+        self._roles = [one.name for one in config.roles]
+        self._log = EventLog()
+        self._addresses: dict[str, str] = {}  # of the workers of services, by name
+        self._addresses_changed = Event()
+        self._closed = False  # the run is over, or about to be
+
+    async def events(self) -> list[RunEvent]:
+        """Return what happened since the last call, at least one event."""
+        return await self._log.take()
+
+    async def report_spans(self, spans: list[Span]) -> None:
+        """Pass stretches of time on to the driver."""
+        self._log.add("spans", {"spans": spans})
+
+    async def phase(self, text: str) -> None:
+        """Pass a message for the user on to the driver."""
+        self._log.add("phase", {"text": text})
+
+    async def service_ready(self, worker: str, address: str) -> None:
+        """Make known how a service's worker is reached."""
+        self._addresses[worker] = address
+        self._addresses_changed.notify()
+        await self.phase(f"{worker}: ready" + (f" at {redact_text(address)}" if address else ""))
+
+    async def service_lost(self, worker: str) -> None:
+        """Forget the address of a service's worker that is gone, or leaves."""
+        self._addresses.pop(worker, None)
+
+    async def addresses(self, role: str) -> dict[str, str]:
+        """Return how the ready workers of a service are reached, by name, once there is one.
+
+        Returns nothing if the run is over before. ValueError for a role that the recipe does not name: nobody would
+        ever be ready."""
+        if role not in self._roles:
+            raise ValueError(f"addresses: expected a role of the recipe, one of {self._roles}, got {role!r}")
+        while True:
+            found = {name: address for name, address in self._addresses.items() if Worker.parse(name).role == role}
+            if found or self._closed:
+                return found
+            await self._addresses_changed.wait()

@@ -36,19 +36,15 @@ younger group takes a position in an update, enough positions must be left for a
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
-import msgspec
-
 from omni_async.config import Config
+from omni_async.config.algorithm import Advantage
 from omni_async.control.control_state import Unfinished
 from omni_async.control.ledger import Ledger
-from omni_async.control.requests import trained_steps
 from omni_async.control.sample_table import Sample, SampleSet
-from omni_async.control.signal import Fruitless
-from omni_async.control.statistics import BufferStatistics, SlotStatistics
 from omni_async.types import (
     LedgerEntry,
     Prompt,
@@ -84,6 +80,20 @@ GROUP_TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
     (TRAINED, PUBLISH): GONE,
 }
 _HOLDS_PLACE = frozenset({MAKING, READY})
+# So many groups, or four times as many as there are slots, may end untrained one after the other: a run in which all do
+# would never end.
+_FRUITLESS = 32
+
+
+def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
+    """Return False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
+
+    With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are
+    equal."""
+    columns = [[score.value for score in scores]]
+    if each_scorer:
+        columns += [list(column) for column in zip(*(score.values for score in scores), strict=True)]
+    return any(len(column) > 1 and min(column) != max(column) for column in columns)
 
 
 class TooStale(RuntimeError):
@@ -113,15 +123,6 @@ class Group(SampleSet):
         self.losses = 0
         self.ready: ReadyGroup | None = None
 
-    def would_be(self, ready: ReadyGroup) -> bool:
-        """Return whether the complete group will have the prompt, window, bucket, samples and steps of `ready`."""
-        steps = {sample.sample_id: sample.step_versions.num_steps for sample in ready.samples}
-        return (
-            (self.prompt, self.window, self.bucket) == (ready.prompt, ready.window, ready.bucket)
-            and {sample.request.sample_id for sample in self.samples} == steps.keys()
-            and all(steps[one.request.sample_id] in trained_steps(one.request) for one in self.samples)
-        )
-
     def restored(self, ready: ReadyGroup) -> Iterator[tuple[Sample, SampleResult, Score]]:
         """Yield the group's samples with what they were in `ready`."""
         former = {sample.sample_id: sample for sample in ready.samples}
@@ -140,6 +141,12 @@ class Group(SampleSet):
     @property
     def scores(self) -> list[Score]:
         return [s.score for s in self.samples if s.score is not None]
+
+    def is_worth_training(self, advantage: Advantage) -> bool:
+        """Return whether the complete group goes to the trainer, or is rejected because it has nothing to teach."""
+        # Against the rewards its prompt had before, even a group of equal rewards has a signal.
+        may_reject = advantage.drop_zero_variance and not advantage.track_prompts
+        return not may_reject or has_signal(self.scores, each_scorer=advantage.aggregate != "rewards")
 
     @property
     def step_versions(self) -> tuple[int, int] | None:
@@ -194,7 +201,8 @@ class GroupTable:
         self._num_places = config.buffer.groups
         self._num_slots = (self._budget + 1) * self._per_update
         self._wanted = ledger.events["trained"] + (config.trainer.updates - start_version) * self._per_update
-        self._fruitless = Fruitless(self._num_slots)
+        self._most_fruitless = max(_FRUITLESS, 4 * self._num_slots)
+        self._num_fruitless = 0  # groups in a row that ended without being trained
         self.ledger = ledger
         self.groups: dict[int, Group] = {}
         # Indexes and counts over `groups`: those with a place in the replay buffer, and by what version they are due.
@@ -254,7 +262,7 @@ class GroupTable:
 
     def complete(self, group: Group) -> None:
         """Hand the group to the trainer: every sample is scored."""
-        self._fruitless.reset()
+        self._num_fruitless = 0
         group.ready = group.make_ready()
         self._move(group, COMPLETE)
 
@@ -347,12 +355,10 @@ class GroupTable:
         """Reject or drop a group. Returns why the run should end, if too many have ended so in a row."""
         self._move(group, END)
         self.ledger.end(group.entry(self._run_id, event, reason))
-        if not self._fruitless.too_many():
+        self._num_fruitless += 1
+        if self._num_fruitless < self._most_fruitless:
             return None
-        return (
-            f"{self._fruitless.in_a_row} groups in a row ended without being trained; the last one was {event}:"
-            f" {reason}"
-        )
+        return f"{self._num_fruitless} groups in a row ended without being trained; the last one was {event}: {reason}"
 
     def drop_all(self, reason: str) -> list[Group]:
         """Drop and return all groups: the run is over, and the trainer will not answer for its own."""
@@ -376,7 +382,8 @@ class GroupTable:
 
     def statistics(self) -> dict[str, dict[str, Any]]:
         waiting = self._num[TRAINED]
+        live = len(self.groups) - waiting
         return {
-            "slots": msgspec.structs.asdict(SlotStatistics(self._num_slots, len(self.groups) - waiting, waiting)),
-            "replay": msgspec.structs.asdict(BufferStatistics(self._num_places, len(self._placed), self._num[READY])),
+            "slots": {"capacity": self._num_slots, "live": live, "awaiting_publication": waiting},
+            "replay": {"capacity": self._num_places, "reserved": len(self._placed), "ready": self._num[READY]},
         }

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 from omni_async.config.sizes import size_text
-from omni_async.control.statistics import BytesStatistics
 
 
 class HeldBytes:
@@ -73,5 +72,5 @@ class HeldBytes:
         """Begin to measure `most` anew."""
         self._most = self._held
 
-    def statistics(self) -> BytesStatistics:
-        return BytesStatistics(self._bound, self.reserved, self._held, self._most)
+    def statistics(self) -> dict[str, int | None]:
+        return {"capacity": self._bound, "reserved": self.reserved, "ready": self._held, "most": self._most}

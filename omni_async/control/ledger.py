@@ -1,23 +1,33 @@
-"""Records that every admitted group ends in exactly one event, and checks it.
+"""Records that every admitted group ends in exactly one event, and keeps the file of those lines.
 
-Owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment it
-happens. A sink's failure is reported in `problem`, which the code that ended the group reads: the counters stay right,
-and the run can end in order.
+`Ledger` owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment
+it happens. A sink's failure is reported in `problem`, which the code that ended the group reads: the counters stay
+right, and the run can end in order.
+
+No run goes on from lines that were damaged: a checkpoint counts them, and has their number of bytes and their digest.
+That is a chain, line by line: the one in a checkpoint is enough to extend it. The lines are not read again to write a
+checkpoint, and a resumed run reads them once. Lines end in a line feed and in nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Set
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from omni_async.config.reading import require_file
+import msgspec
+import xxhash
+
+from omni_async.config.reading import open_file, require_file
 from omni_async.control.control_state import LedgerState
-from omni_async.control.ledger_prefix import encode_line, extend, require_prefix
 from omni_async.types import LedgerEntry
+
+_ENCODER = msgspec.json.Encoder()
 
 
 class ConservationError(AssertionError):
@@ -95,6 +105,9 @@ class Ledger:
         return {"conservation": self.counters(), "reasons": dict(self.reasons), "staleness": staleness}
 
 
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
 class JsonlSink:
     """A sink that appends a line per event and hands it to the operating system.
 
@@ -136,3 +149,111 @@ def _keep(path: Path, counted: LedgerState) -> None:
             shutil.copyfileobj(file, void)
             void.flush()
             file.truncate(counted.size)
+
+
+class LedgerSink(Protocol):
+    def __call__(self, entry: LedgerEntry) -> None: ...
+
+    def sync(self) -> None:
+        """Make every line survive a crash of the machine."""
+
+
+class HeldBackSink:
+    """A sink that holds entries in memory until a group is trained, or until `sync`.
+
+    From then on a checkpoint that counts them counts lines of the file. Entries that a resumed attempt makes before its
+    first update, for groups that it rejected or dropped, are void if it ends there: the checkpoint that it went on from
+    does not count these lines, and the next attempt makes the groups again.
+
+    `take_over` opens the file's sink, and with that makes lines that an earlier attempt left there after the checkpoint
+    void. It is called once, or again after it raised."""
+
+    def __init__(self, take_over: Callable[[], LedgerSink]) -> None:
+        self._take_over = take_over
+        self._sink: LedgerSink | None = None
+        self._held: list[LedgerEntry] = []
+
+    def __call__(self, entry: LedgerEntry) -> None:
+        self._held.append(entry)
+        if self._sink is not None or entry.event == "trained":
+            self._hand_over()
+
+    def _hand_over(self) -> LedgerSink:
+        """Write the held entries.
+
+        OSError if they cannot be written, also because the file is no longer the one that the attempt began from."""
+        if self._sink is None:
+            try:
+                self._sink = self._take_over()
+            except LedgerDamaged as error:
+                raise OSError(str(error)) from None
+        while self._held:
+            self._sink(self._held.pop(0))  # one that could not be written is the sink's to write before the next
+        return self._sink
+
+    def sync(self) -> None:
+        """Make every line survive a crash of the machine, the held ones included. OSError if they do not."""
+        self._hand_over().sync()
+
+
+# ---- its lines ------------------------------------------------------------------------------------------------------
+
+
+class LedgerDamaged(ValueError):
+    """The file does not begin with the lines that a checkpoint counts: the message says in one line what is wrong."""
+
+
+def encode_line(entry: Any) -> bytes:
+    """Encode an entry as the ledger's file holds it."""
+    return _ENCODER.encode(entry) + b"\n"
+
+
+def extend(digest: str, line: bytes) -> str:
+    """Return the digest of the lines that `digest` covers ("": none) and this one more: xxh3, 128 bits, hexadecimal.
+
+    It finds accidents, not forgeries."""
+    return xxhash.xxh3_128_hexdigest(digest.encode() + line)
+
+
+def require_prefix(path: Path, counted: LedgerState) -> None:
+    """Read the file's first lines and compare them with those that were counted.
+
+    Raises LedgerDamaged, or OSError if it cannot be read."""
+    if not counted.lines and not counted.size:
+        return
+    if not counted.digest:
+        raise LedgerDamaged(f"the checkpoint counts {counted.lines} lines of the ledger and does not say which")
+    lines, size, digest = 0, 0, ""
+    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
+        for line in islice(file, counted.lines):
+            if not line.endswith(b"\n"):
+                break  # cut off
+            lines, size, digest = lines + 1, size + len(line), extend(digest, line)
+    if lines < counted.lines:
+        raise LedgerDamaged(f"the ledger has {lines} lines, the checkpoint counts {counted.lines}")
+    if (size, digest) != (counted.size, counted.digest):
+        found = _first_damage(path, counted.lines) or "lines are missing, doubled, swapped or changed"
+        raise LedgerDamaged(
+            f"the first {counted.lines} lines of the ledger are not those that the checkpoint counts: {found}"
+        )
+
+
+def _first_damage(path: Path, lines: int) -> str | None:
+    """Describe the first damage that the lines alone show.
+
+    A changed digit, or lines in another order, cannot be found so."""
+    line_of: dict[int, int] = {}
+    with open_file(path) as file:
+        for number, line in enumerate(islice(file, lines), 1):
+            if not line.strip():
+                return f"line {number} is blank"
+            try:
+                entry = msgspec.json.decode(line, type=LedgerEntry)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return f"line {number} is no record of a group"
+            if encode_line(entry) != line:
+                return f"line {number} is not as it was written"
+            if entry.group in line_of:
+                return f"line {number} is of group {entry.group}, and so is line {line_of[entry.group]}"
+            line_of[entry.group] = number
+    return None

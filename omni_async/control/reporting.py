@@ -1,75 +1,133 @@
-"""Builds the coordinator's reports on updates and validation rounds.
+"""Describes the control plane between two messages: to the driver, to `omni-async status`, to a checkpoint.
 
-They are numbers of finished groups, and the samples to show. Pure functions.
+Pure functions, and `Record`, the part of a run's summary that its ledger does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from omni_async.config import Config
+from omni_async.control.control_state import ControlState, Round
 from omni_async.control.events import Shown
-from omni_async.control.validation import ValidationRound
-from omni_async.types import ReadyGroup, Score, UpdateReport
+from omni_async.control.group_table import GroupTable
+from omni_async.control.requests import GroupSource
+from omni_async.control.sample_table import SampleTable
+from omni_async.control.validation import Validation, ValidationRound, mean_parts
+from omni_async.control.versions import Versions
+from omni_async.types import ReadyGroup, UpdateReport
 
-T = TypeVar("T")
 
-
-def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str, Any]:
-    """Return an update's event data.
+def update_event(
+    report: UpdateReport, groups: Sequence[ReadyGroup], config: Config
+) -> tuple[dict[str, Any], tuple[Shown, ...]]:
+    """Return an update's event data, and the samples to show if it is one of those that show some.
 
     `staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained
     steps. `buckets` has the mean reward of each bucket that was trained."""
-    scores = [sample.score for group in groups for sample in group.samples]
-    return {
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    scores = [sample.score for _, sample in samples]
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for group in groups:
+        rewards[group.bucket] += group.rewards
+    data = {
         "version": report.version,
         "started": report.started,
         "finished": report.finished,
         "metrics": report.metrics,
         "reward": sum(score.value for score in scores) / len(scores),
-        "parts": _mean_parts(scores),
-        "buckets": _mean_by_bucket(groups),
+        "parts": dict(sorted(mean_parts(scores).items())),
+        "buckets": {bucket: sum(values) / len(values) for bucket, values in sorted(rewards.items())},
         "staleness": [report.version - 1 - group.oldest_version for group in groups],
     }
+    if report.version % config.tracking.images_every and report.version not in (1, config.trainer.updates):
+        return data, ()
+    # Of a group that a checkpoint kept, it kept no media.
+    shown = [Shown(one.media, prompt, one.score) for prompt, one in samples if one.media is not None]
+    return data, _spread(shown, config.tracking.images)
 
 
-def _mean_by_bucket(groups: Sequence[ReadyGroup]) -> dict[int, float]:
-    rewards: dict[int, list[float]] = {}
-    for group in groups:
-        rewards.setdefault(group.bucket, []).extend(group.rewards)
-    return {bucket: sum(values) / len(values) for bucket, values in sorted(rewards.items())}
-
-
-def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:
-    """Return the mean of every part, over the scores that have it."""
-    names = sorted({name for score in scores for name in score.parts})
-    values = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
-    return {name: sum(found) / len(found) for name, found in values.items()}
-
-
-def update_shown(groups: Sequence[ReadyGroup], count: int) -> tuple[Shown, ...]:
-    samples = [
-        (group.prompt, sample) for group in groups for sample in group.samples if sample.media is not None
-    ]  # a checkpoint keeps none
-    return tuple(Shown(sample.media, prompt, sample.score) for prompt, sample in _spread(samples, count))
-
-
-def round_data(finished: ValidationRound) -> dict[str, Any]:
-    return {
+def round_event(finished: ValidationRound, num_shown: int) -> tuple[dict[str, Any], tuple[Shown, ...]]:
+    """Return a round's event data, and up to `num_shown` of its scored samples."""
+    data = {
         "version": finished.version,
         "versions": list(finished.versions),
         "parts": finished.means(),
-        "failed": len(finished.failed),
+        "failed": finished.num_failed,
     }
-
-
-def round_shown(finished: ValidationRound, count: int) -> tuple[Shown, ...]:
     shown = [
-        (s.result, s.request.prompt, s.score) for s in finished.samples if s.result is not None and s.score is not None
+        Shown(one.result.media, one.request.prompt, one.score)
+        for one in finished.samples
+        if one.result is not None and one.score is not None
     ]
-    return tuple(Shown(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
+    return data, _spread(shown, num_shown)
 
 
-def _spread(items: Sequence[T], count: int) -> Sequence[T]:
-    """Return at most `count` of the items, evenly apart."""
-    return items[:: max(1, len(items) // count)][:count]
+def _spread(shown: list[Shown], count: int) -> tuple[Shown, ...]:
+    """Return at most `count` of the samples, evenly apart."""
+    return tuple(shown[:: max(1, len(shown) // count)][:count])
+
+
+def buffer_statistics(groups: GroupTable, samples: SampleTable) -> dict[str, dict[str, Any]]:
+    """Return what the bounded buffers hold, by name: slots, replay, trajectories, bytes.
+
+    `reserved` counts what is promised or filled, `ready` what can be taken now, or is held; `most` is the highest
+    `ready` since the last update. `capacity` of bytes is None without a bound."""
+    return {**groups.statistics(), "trajectories": samples.statistics(), "bytes": samples.bytes.statistics()}
+
+
+def control_state(
+    versions: Versions,
+    source: GroupSource,
+    groups: GroupTable,
+    samples: SampleTable,
+    validation: Validation,
+    record: Record,
+) -> ControlState:
+    """Return what a checkpoint keeps, with the groups that wait to be admitted again."""
+    unfinished, ready = groups.state()
+    unfinished_before, ready_before = source.state()
+    return ControlState(
+        version=versions.trained,
+        next_group=source.next_group,
+        images=samples.images,
+        validated=validation.done,
+        ledger=groups.ledger.state(),
+        unfinished=unfinished + unfinished_before,
+        ready=ready + ready_before,
+        rewards=tuple(record.rewards),
+        rounds=record.rounds(until=validation.done),
+    )
+
+
+class Record:
+    """The mean reward of every update, and the validation rounds.
+
+    A checkpoint keeps it, so that a resumed run's summary depends on no file that may have been removed or changed."""
+
+    def __init__(self, start: ControlState) -> None:
+        self.rewards = [*start.rewards]
+        self._rounds = [*start.rounds]
+
+    def updated(self, reward: float) -> None:
+        """Add the mean reward of the update that was just made."""
+        self.rewards.append(_finite(reward))
+
+    def validated(self, version: int, means: Mapping[str, float]) -> None:
+        """Add the round of `version`, whose `means` hold `reward` and the scorer's parts.
+
+        Adds nothing if no sample of it could be scored."""
+        if "reward" in means:
+            parts = {name: _finite(value) for name, value in means.items()}
+            self._rounds.append(Round(version, parts.pop("reward"), parts))
+
+    def rounds(self, until: int | None) -> tuple[Round, ...]:
+        """Return the rounds of versions up to `until`; a resumed run makes later ones again."""
+        return () if until is None else tuple(round_ for round_ in self._rounds if round_.version <= until)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -48,7 +48,6 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.control.blame import Blame
 from omni_async.control.held_bytes import HeldBytes
-from omni_async.control.statistics import BufferStatistics
 from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult
 
 SampleState = IntEnum("SampleState", "QUEUED LEASED ABANDONED GENERATED SCORING PAUSED SCORED FAILED GONE")
@@ -239,7 +238,7 @@ class SampleTable:
         elif after is GONE:
             del self.samples[name]
 
-    def add(self, owner: SampleSet) -> None:
+    def add_samples(self, owner: SampleSet) -> None:
         """Queue the samples of a group that is admitted, or of a round that begins."""
         samples = owner.samples
         self._num_queued[owner.kind] += len(samples)
@@ -269,7 +268,7 @@ class SampleTable:
         sample.owner.attempts = max(sample.owner.attempts, sample.request.attempt)
         self._queue(sample)
 
-    def end(self, owner: SampleSet) -> None:
+    def end_samples(self, owner: SampleSet) -> None:
         """Let go of the samples of a group or round that is over."""
         for sample in owner.samples:
             self._move(sample, END)
@@ -452,6 +451,7 @@ class SampleTable:
             if sample.state is not GONE and (outcome := self._suspect(sample, f"{worker} was lost")) is not None:
                 yield outcome
 
-    def statistics(self) -> BufferStatistics:
+    def statistics(self) -> dict[str, int]:
         """Return the slots of the trajectory buffer, and how many samples wait for a score."""
-        return BufferStatistics(self._capacity, self._slots, sum(map(len, self._to_score.values())))
+        waiting = sum(map(len, self._to_score.values()))
+        return {"capacity": self._capacity, "reserved": self._slots, "ready": waiting}

@@ -1,34 +1,41 @@
 """Derives prompt order, SDE windows, buckets and noise seeds from the run seed and ids.
 
-None of it comes from time, worker or placement.
+None of it comes from time, worker or placement. A regenerated sample is therefore the same sample, and a run's data are
+independent of how many engines drew them.
 
-A regenerated sample is therefore the same sample, and a run's data are independent of how many engines drew them.
+The window, the denoising steps of a group that are noisy and trained, has five schedules (`rollout.sde.window`).
+`uniform` is a window per group (Flow-GRPO-Fast). The others give all groups of an update the same one (MixGRPO, arXiv
+2507.21802), where a group's update is counted in admission order, `groups_per_update` to each. Where groups are
+rejected or overtaken that is not quite the update that trains it, but it depends on the group's number alone: a resumed
+run and any number of engines draw the same windows.
+
+A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p, hi - size), so the last one touches
+hi. It stays at each for a number of updates:
+
+  progressive  updates_per_position, U
+  decay        U (1 - t) + m t rounded down, t = (start - lo) / (hi - lo), m = max(1, U / 4 rounded down): towards m,
+               which a window that started at hi would have (MixGRPO's public code, whose range is [0, N - 2))
+  exp_decay    ceil(U exp(-decay_rate max(0, p - decay_from))), at least 1
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
+from omni_async.config import Config
+from omni_async.config.schema import WindowConfig
 from omni_async.types import Prompt, SdeWindow
 
 
 def derive(*parts: int | str) -> int:
     """Return a 63-bit integer from the parts; any change of any part gives an unrelated number."""
     return _number(_hashed(*parts))
-
-
-def derive_each(parts: tuple[int | str, ...], lasts: Iterable[int]) -> list[int]:
-    """Return `derive(*parts, last)` of each last part; the others are hashed once."""
-    common = _hashed(*parts, "")
-    numbers = []
-    for last in lasts:
-        full = common.copy()
-        full.update(b"%d" % last)
-        numbers.append(_number(full))
-    return numbers
 
 
 def _hashed(*parts: int | str) -> hashlib.blake2b:
@@ -44,8 +51,14 @@ def sample_seed(run_seed: int, prompt: int, group: int | str, sample: int) -> in
 
 
 def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
-    """Return `sample_seed` of a group's samples 0, 1, ..., count - 1."""
-    return derive_each(("sample", run_seed, prompt, group), range(count))
+    """Return `sample_seed` of a group's samples 0, 1, ..., count - 1: what they have in common is hashed once."""
+    common = _hashed("sample", run_seed, prompt, group, "")
+    seeds = []
+    for sample in range(count):
+        full = common.copy()
+        full.update(b"%d" % sample)
+        seeds.append(_number(full))
+    return seeds
 
 
 def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
@@ -66,6 +79,42 @@ def draw_bucket(run_seed: int, number: int, weights: Sequence[float]) -> int:
     """Draw the bucket of group `number`: bucket i with probability weights[i] / sum(weights)."""
     (bucket,) = random.Random(derive("bucket", run_seed, number)).choices(range(len(weights)), weights)
     return bucket
+
+
+def window_of(group: int, config: Config) -> SdeWindow | None:
+    """Return the window of the group with this admission number; None if the recipe samples without noise."""
+    if config.rollout.sde is None:
+        return None
+    window = config.rollout.sde.window
+    if window.schedule == "uniform":
+        return draw_window(config.run.seed, group, window.size, window.range)
+    update = group // config.trainer.groups_per_update
+    if window.schedule == "random":
+        return draw_window(config.run.seed, update, window.size, window.range)
+    return SdeWindow(start=_sliding_start(update, window), size=window.size)
+
+
+def _sliding_start(update: int, window: WindowConfig) -> int:
+    lo, hi = window.range
+    last_start = hi - window.size
+    last_position = math.ceil((last_start - lo) / window.stride)
+    starts = [min(lo + window.stride * position, last_start) for position in range(last_position + 1)]
+    ends = list(accumulate(_stay(position, start, window) for position, start in enumerate(starts)))
+    if window.at_end == "roll_back":
+        update %= ends[-1]
+    return starts[min(bisect_right(ends, update), last_position)]
+
+
+def _stay(position: int, start: int, window: WindowConfig) -> int:
+    """Return the number of updates at this position, whose window begins at `start`."""
+    updates = window.updates_per_position
+    if window.schedule == "decay":
+        lo, hi = window.range
+        # In whole numbers, so that rounding down never loses an update to the interpolation's own rounding.
+        return (updates * (hi - start) + max(1, updates // 4) * (start - lo)) // (hi - lo)
+    if window.schedule == "exp_decay":
+        return max(1, math.ceil(updates * math.exp(-window.decay_rate * max(0, position - window.decay_from))))
+    return updates
 
 
 class PromptStream:

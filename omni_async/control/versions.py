@@ -20,7 +20,7 @@ class Versions:
     def __init__(self, start: int = 0) -> None:
         self.trained = start
         self._digests: dict[int, str] = {}
-        self._engines: dict[str, int] = {}
+        self.engines: dict[str, int] = {}  # what each holds, -1 if nothing yet
         # Version -> number of engines that hold it: two or three versions, however many engines.
         self._holders: Counter[int] = Counter()
         # The engines that a run starts with wait for each other; one that joins later keeps no other waiting.
@@ -34,11 +34,11 @@ class Versions:
     def join(self, engine: str) -> None:
         """Add an engine, which holds nothing yet."""
         self.leave(engine)
-        self._engines[engine] = -1
+        self.engines[engine] = -1
         self._count(-1, 1)
 
     def leave(self, engine: str) -> None:
-        version = self._engines.pop(engine, None)
+        version = self.engines.pop(engine, None)
         if version is not None:
             self._count(version, -1)
 
@@ -56,10 +56,10 @@ class Versions:
         """Return the version that the engine holds.
 
         It is -1 if the engine holds nothing yet, or does not belong to this run (any more)."""
-        return self._engines.get(engine, -1)
+        return self.engines.get(engine, -1)
 
     def knows(self, engine: str) -> bool:
-        return engine in self._engines
+        return engine in self.engines
 
     def announce(self, version: int, digest: str) -> None:
         if self.published is not None and version <= self.published:
@@ -79,9 +79,9 @@ class Versions:
         the trainer too old."""
         if self._is_behind(report):
             return
-        if report.engine not in self._engines:
+        if report.engine not in self.engines:
             raise WeightMismatch(
-                f"engine {report.engine} is none of this run's: {', '.join(self._engines) or 'it has none'}"
+                f"engine {report.engine} is none of this run's: {', '.join(self.engines) or 'it has none'}"
             )
         expected = self._digests.get(report.version)
         if expected is None:
@@ -94,12 +94,12 @@ class Versions:
                 f"engine {report.engine} holds version {report.version} with digest {report.digest}, published was"
                 f" {expected}: its weights are wrong"
             )
-        if report.version < self._engines[report.engine]:
+        if report.version < self.engines[report.engine]:
             raise WeightMismatch(
-                f"engine {report.engine} went back from version {self._engines[report.engine]} to {report.version}"
+                f"engine {report.engine} went back from version {self.engines[report.engine]} to {report.version}"
             )
-        before = self._engines[report.engine]
-        self._engines[report.engine] = report.version
+        before = self.engines[report.engine]
+        self.engines[report.engine] = report.version
         self._count(report.version, 1)
         if self._count(before, -1) == 0 and self.held is not None:
             # Digests older than any engine's version can never be reported again.
@@ -109,7 +109,7 @@ class Versions:
         """Return whether a newcomer holds a version that all others had left behind.
 
         Its digest may be forgotten already."""
-        return self._engines.get(report.engine) == -1 and report.version < self._left_behind
+        return self.engines.get(report.engine) == -1 and report.version < self._left_behind
 
     def require_made(self, result: SampleResult) -> None:
         """Raise WeightMismatch if a step claims a version that the trainer has not made."""
@@ -118,6 +118,3 @@ class Versions:
                 raise WeightMismatch(
                     f"sample {result.sample_id} of {result.engine} claims version {version}, newest is {self.trained}"
                 )
-
-    def engines(self) -> dict[str, int]:
-        return dict(self._engines)

@@ -23,7 +23,7 @@ from omni_async.checkpoint.folders import newest_first, newest_version, require_
 from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
-from omni_async.control.ledger_prefix import LedgerDamaged, require_prefix
+from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_ending, read_status
 

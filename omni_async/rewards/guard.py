@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from omni_async.aio.backoff import Backoff
-from omni_async.aio.breaker import Breaker, State
+from omni_async.aio.backoff import Backoff, Breaker, State
 from omni_async.aio.clock import Clock
 from omni_async.config.redact import one_line
 from omni_async.config.schema import Reward

@@ -27,8 +27,7 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.config.secret_references import with_secrets
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.held_ledger import HeldBackSink
-from omni_async.control.ledger import JsonlSink
+from omni_async.control.ledger import HeldBackSink, JsonlSink
 from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
 from omni_async.runtime.inputs import RunInputs

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from omni_async.actors.service import ServiceEnded, ServiceHost, ServiceNotStarted
-from omni_async.control.addresses import Addresses
 from omni_async.services import Service
 
 
@@ -16,14 +15,14 @@ class Desk:
     """The part of a coordinator that a service's host calls."""
 
     def __init__(self) -> None:
-        self.addresses = Addresses()
+        self.addresses: dict[str, str] = {}
         self.over = asyncio.Event()
 
     async def service_ready(self, worker: str, address: str) -> None:
-        self.addresses.ready(worker, address)
+        self.addresses[worker] = address
 
     async def service_lost(self, worker: str) -> None:
-        self.addresses.lost(worker)
+        self.addresses.pop(worker, None)
 
     async def closing(self) -> None:
         await self.over.wait()
@@ -60,7 +59,7 @@ async def test_it_serves_until_the_run_is_over() -> None:
     desk, service = Desk(), Told()
     host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
     await host.start()
-    assert desk.addresses.known == {"judge-0": "here:1"}
+    assert desk.addresses == {"judge-0": "here:1"}
     running = asyncio.ensure_future(host.run())
     await asyncio.sleep(0)
     desk.over.set()
@@ -85,7 +84,7 @@ async def test_one_that_is_lost_is_given_a_time_to_close_and_its_address_goes_fi
 
     class Stuck(Told):
         async def close(self) -> None:
-            self.told.append(f"close, {len(desk.addresses.known)} known")
+            self.told.append(f"close, {len(desk.addresses)} known")
             await asyncio.Event().wait()
 
     service = Stuck()
@@ -105,7 +104,7 @@ async def test_one_that_leaves_finishes_what_it_has_while_its_address_is_told_to
     running = asyncio.ensure_future(host.run())
     await asyncio.sleep(0)
     await host.leave()
-    assert desk.addresses.known == {}
+    assert desk.addresses == {}
     await service.draining.wait()
     assert service.told == ["drain"] and not running.done()
     service.drained.set()
@@ -120,4 +119,4 @@ async def test_one_that_does_not_start_is_closed_and_has_no_address(address: Any
     desk, service = Desk(), Told(address)
     with pytest.raises((ServiceNotStarted, TypeError), match=said):
         await ServiceHost("judge-0", service, desk).start()  # type: ignore[arg-type]
-    assert service.told == ["close"] and desk.addresses.known == {}
+    assert service.told == ["close"] and desk.addresses == {}

@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.aio.backoff import Backoff
-from omni_async.aio.breaker import Breaker, State
+from omni_async.aio.backoff import Backoff, Breaker, State
 from omni_async.aio.clock import ManualClock
 
 

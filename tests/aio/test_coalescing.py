@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from omni_async.aio.coalescing import Coalescer
+from omni_async.aio.waiting import Coalescer
 
 
 class Carrier:

@@ -10,8 +10,7 @@ import pytest
 from control_world import Bench, Run, distinct, finish, hold, make_config, make_coordinator, now, report, score
 
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
-from omni_async.control.ledger import JsonlSink, Ledger
-from omni_async.control.ledger_prefix import LedgerDamaged
+from omni_async.control.ledger import JsonlSink, Ledger, LedgerDamaged
 from omni_async.types import LedgerEntry, Prompt
 from omni_async.version_spans import VersionSpans
 

@@ -146,7 +146,7 @@ def test_an_update_always_has_room(groups: int, size: int, more: int, largest: l
             end(held, *live.pop(0))
         statistics = held.statistics()
         made_bytes = sum(made or 0 for _, sizes in live for made in sizes)
-        assert statistics.ready == made_bytes <= statistics.reserved <= bound + growth
+        assert statistics["ready"] == made_bytes <= held.reserved <= bound + growth
     for ended in live:
         end(held, *ended)
     assert held.reserved == 0

@@ -10,9 +10,7 @@ import msgspec
 import pytest
 
 from omni_async.control.control_state import LedgerState
-from omni_async.control.held_ledger import HeldBackSink
-from omni_async.control.ledger import JsonlSink, Ledger
-from omni_async.control.ledger_prefix import encode_line, extend
+from omni_async.control.ledger import HeldBackSink, JsonlSink, Ledger, encode_line, extend
 from omni_async.types import LedgerEntry, Terminal
 
 

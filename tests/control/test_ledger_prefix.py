@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.control.control_state import LedgerState
-from omni_async.control.ledger import JsonlSink, Ledger
-from omni_async.control.ledger_prefix import LedgerDamaged, encode_line, extend, require_prefix
+from omni_async.control.ledger import JsonlSink, Ledger, LedgerDamaged, encode_line, extend, require_prefix
 from omni_async.types import LedgerEntry
 
 GROUPS, COUNTED = 6, 4

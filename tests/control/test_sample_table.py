@@ -38,7 +38,7 @@ class World:
             else self.factory.validation(number, tuple(prompts))
         )
         self.owners.append(SampleSet(kind, number, requests))
-        self.table.add(self.owners[-1])
+        self.table.add_samples(self.owners[-1])
         return self.owners[-1]
 
     def lease(self, engine: str = "a", free: int = 64) -> list[Sample]:
@@ -131,7 +131,7 @@ def test_scoring_in_step_waits_for_engines_that_work_for_a_group_that_ended() ->
     first, second, *others = world.lease()
     for sample in others:
         world.generate(sample)
-    world.table.end(ended)
+    world.table.end_samples(ended)
     assert [sample.state for sample in (first, second)] == [SampleState.ABANDONED] * 2 and not world.table.may_score
     for sample in (first, second):
         assert world.table.answered("a", sample.request.sample_id) is None and sample.state is SampleState.GONE
@@ -213,7 +213,7 @@ def test_counts_and_queues_always_agree_with_the_states(dice: random.Random, slo
                 assert (one.result, one.score, one.request.attempt) == (None, None, attempt + 1)
             case "end" if one and one.owner.number not in ended:
                 ended.add(one.owner.number)
-                table.end(one.owner)
+                table.end_samples(one.owner)
             case "worker":
                 workers[0] += 1
                 list(table.worker_lost(f"w{workers[0] - 1}"))
@@ -233,10 +233,10 @@ def agree(world: World) -> None:
     table, live = world.table, [*world.table.samples.values()]
     assert SampleState.GONE not in {sample.state for sample in live}
     statistics = table.statistics()
-    assert statistics.reserved == used(live) <= statistics.capacity
+    assert statistics["reserved"] == used(live) <= statistics["capacity"]
     waiting = {s.request.sample_id for s in live if s.state is SampleState.GENERATED}
     assert {name for queue in table._to_score.values() for name in queue} == waiting
-    assert statistics.ready == len(waiting)
+    assert statistics["ready"] == len(waiting)
     found = Counter((s.owner.kind, s.state) for s in live)
     for kind in ("train", "validation"):
         assert table._num_queued[kind] == found[kind, SampleState.QUEUED]  # type: ignore[index]
@@ -254,6 +254,6 @@ def agree(world: World) -> None:
     expected = sum(s.result is None for s in training if s.state is not SampleState.FAILED)
     share = SAMPLE_BYTES if world.table.images or world.restored else 100 * SAMPLE_BYTES // 4
     counted = table.bytes.statistics()
-    assert (counted.ready, counted.reserved) == (made * SAMPLE_BYTES, made * SAMPLE_BYTES + expected * share)
+    assert (counted["ready"], counted["reserved"]) == (made * SAMPLE_BYTES, made * SAMPLE_BYTES + expected * share)
     queued = any(sample.state is SampleState.QUEUED for sample in live)
-    assert table.may_lease == (queued and used(live) < statistics.capacity)
+    assert table.may_lease == (queued and used(live) < statistics["capacity"])

@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from omni_async.control.signal import has_signal
+from omni_async.control.group_table import has_signal
 from omni_async.types import Score
 
 
@@ -27,5 +27,5 @@ def test_scorers_that_cancel_out_are_signal_where_each_counts() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, omni_async.control.signal; sys.exit('torch' in sys.modules)"
+    code = "import sys, omni_async.control.group_table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -27,7 +27,7 @@ def test_the_held_version_is_the_oldest_of_all_engines() -> None:
     assert v.held == 1
     v.report(WeightReport("b", 2, "d2"))
     assert v.held == 2
-    assert v.engines() == {"a": 2, "b": 2} and v.of("a") == 2
+    assert v.engines == {"a": 2, "b": 2} and v.of("a") == 2
 
 
 def test_an_engine_that_left_holds_nobody_back() -> None:
@@ -58,7 +58,7 @@ def test_an_engine_nobody_knows_is_refused() -> None:
     v = versions("a")
     with pytest.raises(WeightMismatch, match="engine z is none of this run's: a"):
         v.report(WeightReport("z", 0, "d0"))
-    assert v.engines() == {"a": -1}
+    assert v.engines == {"a": -1}
 
 
 def test_versions_are_announced_in_order_and_after_their_update() -> None:

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from omni_async.config import Config
 from omni_async.config.schema import Sde, WindowConfig
 from omni_async.control.requests import RequestFactory
-from omni_async.control.seeds import draw_window
-from omni_async.control.windows import window_of
+from omni_async.control.seeds import draw_window, window_of
 from omni_async.types import SdeWindow
 
 
@@ -242,5 +241,5 @@ def test_without_an_sde_section_samples_are_noise_free() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, omni_async.control.windows; sys.exit('torch' in sys.modules)"
+    code = "import sys, omni_async.control.seeds; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,10 +12,9 @@ from chaos_job import Job
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.group_table import GroupState
-from omni_async.control.ledger_prefix import encode_line, extend
-from omni_async.control.seeds import PromptStream, sample_seed
-from omni_async.control.status import buffer_statistics
-from omni_async.control.windows import window_of
+from omni_async.control.ledger import encode_line, extend
+from omni_async.control.reporting import buffer_statistics
+from omni_async.control.seeds import PromptStream, sample_seed, window_of
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, SampleResult, Score, UpdateReport
 
 COMPLETE = (GroupState.READY, GroupState.REMADE)

@@ -15,7 +15,7 @@ from simulation_world import make_config, make_profile
 
 from omni_async.cli import main
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.status import buffer_statistics
+from omni_async.control.reporting import buffer_statistics
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as module
 from omni_async.simulation.bundles import choose_bundle, in_bundles

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import ray
 
-from omni_async.aio.coalescing import Coalescer
+from omni_async.aio.waiting import Coalescer
 from omni_async.store import ObjectLost, nbytes
 
 if TYPE_CHECKING:
