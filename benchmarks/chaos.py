@@ -20,7 +20,7 @@ from benchmarks.arguments import command_parser
 from benchmarks.kill_everything import Job, end_job, problems
 from omni_async.config import ConfigError
 from omni_async.driver.control_socket import ControlError, Request, ask
-from omni_async.tracking.faults import read_faults
+from omni_async.tracking.attempts import read_faults
 from omni_async.tracking.summary import read_summary
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"

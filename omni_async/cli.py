@@ -157,7 +157,7 @@ def _train(config: Config) -> int:
     inputs = preflight(config)
 
     from omni_async.driver.train import EXIT_CODES, train
-    from omni_async.tracking.mlflow_connect import MlflowUnusableError
+    from omni_async.tracking.mlflow_sink import MlflowUnusableError
     from omni_async.tracking.rundir import RunDirectoryError
 
     try:

@@ -19,7 +19,7 @@ from omni_async.algorithms.registry import objectives
 from omni_async.config import load
 from omni_async.driver import train as runtime
 from omni_async.families import family_names
-from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from omni_async.tracking.mlflow_sink import MlflowUnusableError
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
 from tests.runtime.runtime_world import write_world
 

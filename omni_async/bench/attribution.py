@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from omni_async.tracking import intervals
-from omni_async.tracking.intervals import Interval
+from omni_async.tracking import timeline
+from omni_async.tracking.timeline import Interval
 from omni_async.types import Span
 from omni_async.worker import Worker
 
@@ -52,21 +52,21 @@ def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> 
 
     def claim(times: Iterable[Interval]) -> float:
         nonlocal claimed
-        before = intervals.length(claimed)
-        claimed = intervals.union([*claimed, *times])
-        return intervals.length(claimed) - before
+        before = timeline.length(claimed)
+        claimed = timeline.union([*claimed, *times])
+        return timeline.length(claimed) - before
 
     result = {
         "training": claim(trainer["train"]),
         "recompute": claim(trainer["proximal"]),
         "export": claim(trainer["export"]),
-        "generation": claim(intervals.at_least(engines, engine_times)),
+        "generation": claim(timeline.at_least(engines, engine_times)),
         "tail": claim(interval for times in engine_times for interval in times),
         "switch": claim(switching),
         "reward": claim(scoring),
         "weights": claim(weights),
     }
-    return {**result, "idle": max(0.0, end - start - intervals.length(claimed))}
+    return {**result, "idle": max(0.0, end - start - timeline.length(claimed))}
 
 
 def _sort(
@@ -79,7 +79,7 @@ def _sort(
     switching: list[Interval] = []
     weights: list[Interval] = []
     for span in spans:
-        inside = intervals.clip([(span.start, span.end)], start, end)
+        inside = timeline.clip([(span.start, span.end)], start, end)
         if span.kind == "generate":
             engines[span.actor] += inside
         elif span.kind == "score":

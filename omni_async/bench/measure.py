@@ -13,7 +13,7 @@ from omni_async.bench.result import Measured, Stage
 from omni_async.config import Config, ConfigError
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.simulate import Steady
-from omni_async.tracking import intervals
+from omni_async.tracking import timeline
 from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import read_summary
 from omni_async.tracking.timeline import busy_fractions, read_trace
@@ -119,7 +119,7 @@ def _stages(
         for span in spans:
             if span.kind in kinds and Worker.parse(span.actor).role == role:
                 per_actor.setdefault(span.actor, []).append((span.start, span.end))
-        busy = sum(intervals.length(intervals.clip(intervals.union(times), start, end)) for times in per_actor.values())
+        busy = sum(timeline.length(timeline.clip(timeline.union(times), start, end)) for times in per_actor.values())
         variation = profile.stages()[profiled].variation if profile is not None else None
         result[stage] = Stage(busy / workers.get(role, 1) / updates, variation)
     return result

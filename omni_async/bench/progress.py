@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 
 from omni_async.bench.plan import Job, Plan
 from omni_async.bench.result import RunRecord
-from omni_async.tracking.words import UpdateView
+from omni_async.tracking.console import UpdateView
 
 _REFRESH_PER_S = 2  # the display runs beside what is measured
 

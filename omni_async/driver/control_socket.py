@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from omni_async.tracking.forks import keep_from_children
+from omni_async.tracking.files import keep_from_children
 
 MOST_WORKERS = 100_000
 _LONGEST_REQUEST = 2**16

@@ -24,16 +24,13 @@ from omni_async.driver.sample_files import SampleFiles
 from omni_async.role_table import WORKING
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
-from omni_async.tracking.console import Console
-from omni_async.tracking.faults import Fault
-from omni_async.tracking.metrics import histogram
+from omni_async.tracking.attempts import Fault
+from omni_async.tracking.console import Console, UpdateView
 from omni_async.tracking.mlflow_sink import MlflowSink
-from omni_async.tracking.rundir import RunDirectory, append_jsonl
-from omni_async.tracking.spans import SpanLog
-from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, is_done, summarise
+from omni_async.tracking.rundir import RunDirectory, SpanLog, append_jsonl
+from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, read_ending, summarise
 from omni_async.tracking.timeline import busy_fractions
 from omni_async.tracking.vanishing import GradientWatch
-from omni_async.tracking.words import UpdateView
 from omni_async.types import Span
 
 # Window of the console's figures: recent enough to follow a change, long enough to be steady.
@@ -209,7 +206,7 @@ class Observer:
             case "ended":
                 self.ended = event.data
                 if event.data["status"] == "done" and (
-                    self._held_rounds or self.faults or not is_done(self._run.summary)
+                    self._held_rounds or self.faults or read_ending(self._run.summary)[0] != "done"
                 ):
                     self.take_over()  # no update was left to make, but the run was not done
         if event.shown and self._config.emulation is None:  # emulated media are noise
@@ -280,7 +277,7 @@ class Observer:
                 "update": version,
                 **reward,
                 "staleness": numbers["staleness/mean"],
-                "staleness_counts": histogram(staleness),
+                "staleness_counts": dict(sorted(Counter(staleness).items())),
                 "images_per_s": numbers["images_per_s"],
                 "buffers": {
                     "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 from omni_async.control.events import RunEvent
 from omni_async.media import Media
 from omni_async.store import ObjectStore
-from omni_async.tracking.images import caption, image_grid
-from omni_async.tracking.media_files import write_media
+from omni_async.tracking.images import caption, image_grid, tile, write_media
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.tiles import tile
 
 if TYPE_CHECKING:
     from PIL.Image import Image

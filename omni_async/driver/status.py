@@ -12,9 +12,9 @@ import msgspec
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import ConfigError
 from omni_async.config.sizes import size_text
+from omni_async.tracking.console import columns, duration, validated, validation_curve
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
-from omni_async.tracking.words import columns, duration, validated, validation_curve
 
 _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 

@@ -35,15 +35,12 @@ from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.keeper import GaveUp, Restarts
-from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.console import Console, for_stream
-from omni_async.tracking.faults import Fault
+from omni_async.tracking.attempts import Attempt, Fault
+from omni_async.tracking.console import Console, for_stream, validation_curve
 from omni_async.tracking.memory import MemorySampler
-from omni_async.tracking.mlflow_connect import MlflowUnusableError
-from omni_async.tracking.mlflow_sink import MlflowSink
+from omni_async.tracking.mlflow_sink import MlflowSink, MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary
-from omni_async.tracking.words import validation_curve
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from omni_async.config.section import Section
 from omni_async.families import PipelineFamily, family_names, find_family
 from omni_async.rewards.registry import names
 from omni_async.services import service_names
-from omni_async.tracking.words import columns
+from omni_async.tracking.console import columns
 
 _HEADINGS = ("model families", "media", "components", "engines", "batching")
 

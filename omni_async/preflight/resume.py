@@ -25,7 +25,7 @@ from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
 from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import read_ending, read_status
+from omni_async.tracking.summary import read_ending
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def nothing_to_do(config: Config) -> str | None:
     if resume is None or resume == "auto":
         return None
     run, updates = RunDirectory(Path(resume)), config.trainer.updates
-    status, made = read_ending(run.summary) or (None, 0)
+    status, made = read_ending(run.summary)
     # Updates count from the weights that the run began with, and trainer.updates from those of the run that it took
     # them from.
     if status != "done" or max(made, newest_version(run.checkpoints)) != updates:
@@ -115,7 +115,7 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
     for run in _newest_runs_first(config):
         if run.is_running():
             passed.append(f"passed over {run.run_id}: it is running")
-        elif read_status(run.summary) == "done":
+        elif read_ending(run.summary)[0] == "done":
             done.append(run.run_id)
         elif not any(newest_first(run.checkpoints)):
             passed.append(f"passed over {run.run_id}: it has no checkpoint")

@@ -1,4 +1,4 @@
-"""Reads the attempts of a run: `attempts.jsonl` has a line per process that ended by itself."""
+"""Records what became of a run's attempts and parts, a line each: `attempts.jsonl` and `faults.jsonl`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from omni_async.tracking.files import read_records
+from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import Status
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One attempt of a run.
+    """One attempt of a run: a process that ended by itself.
 
     `began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt continued from;
     `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary."""
@@ -25,8 +25,18 @@ class Attempt(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-def read_attempts(path: Path) -> list[Attempt]:
-    """Read the attempts in the order they ended; none if there is no file.
+class Fault(msgspec.Struct, frozen=True):
+    """A part that was lost and came back.
 
-    A line that was cut off is skipped. Raises OSError if the path is not a file."""
-    return read_records(path, Attempt)
+    When (the clock's seconds), why, its replacement, and how many seconds later the replacement was at work."""
+
+    time: float
+    part: str
+    reason: str
+    replacement: str
+    seconds: float
+
+
+def read_faults(path: Path) -> list[Fault]:
+    """Read the faults in the order they were repaired; none if there is no file."""
+    return [msgspec.json.decode(line, type=Fault) for line in read_lines(path)]

@@ -1,15 +1,29 @@
-"""Draws sample grids: images side by side, each with its prompt, the text a scorer read in it, and its reward."""
+"""Makes samples visible: grids of tiles with captions, and files of videos and sound.
+
+A grid has the images side by side, each with its prompt, the text a scorer read in it, and its reward. Captions are
+drawn in any script: each character by the first font that has it, or spelled out. The first font is DejaVu Sans, which
+is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many symbols), then any fonts of East Asian
+scripts that the machine has.
+"""
 
 from __future__ import annotations
 
 import math
+import unicodedata
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
 
-from omni_async.tracking.fonts import Typeface
+from omni_async.media import Media, evenly
 from omni_async.types import Prompt, Score
 
 _CELL_MIN, _CELL_MAX = 192, 384
@@ -88,3 +102,162 @@ def _wrap(text: str, font: Typeface, width: int) -> list[str]:
 def _fitting(line: str, font: Typeface, width: float) -> int:
     """Count the characters of `line` that fit into `width` pixels; at least one."""
     return max(1, bisect_right(range(1, len(line) + 1), width, key=lambda count: font.length(line[:count])))
+
+
+# ---- fonts -----------------------------------------------------------------------------------------------------------
+
+_FOLDERS = (Path("/usr/share/fonts"), Path("/usr/local/share/fonts"), Path("~/.local/share/fonts"), Path("~/.fonts"))
+_WIDE = ("*CJK*.[ot]t[cf]", "SourceHan*.[ot]t[cf]", "wqy*.tt[cf]", "DroidSansFallback*.ttf", "unifont*.[ot]tf")
+_MOST_WIDE = 2
+_NOTHING = "\U0010ffff"  # no font has it: drawn as a missing character
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+class Typeface:
+    """One size of all fonts. `text` turns a text into one that can be drawn; `length` and `draw` take the result."""
+
+    def __init__(self, size: int) -> None:
+        self._fonts = _fonts(size)
+
+    def text(self, text: str) -> str:
+        """Spell out characters that no font has as `[cat face]`, if they are symbols, or as `U+4F60`."""
+        parts = []
+        for missing, run in groupby(text, lambda character: self._font_of(character) is None):
+            characters = list(run)
+            parts.append(" ".join(map(_spelled, characters)) if missing else "".join(characters))
+        return "".join(parts)
+
+    def length(self, text: str) -> float:
+        """Return the width of the text in pixels."""
+        return sum(font.getlength(run) for font, run in self._runs(text))
+
+    def draw(
+        self, draw: ImageDraw.ImageDraw, position: tuple[float, float], text: str, fill: tuple[int, int, int]
+    ) -> None:
+        """Draw the text. `position`: left end and baseline."""
+        left, baseline = position
+        for font, run in self._runs(text):
+            anchor = "ls" if isinstance(font, ImageFont.FreeTypeFont) else None
+            draw.text((left, baseline), run, font=font, fill=fill, anchor=anchor)
+            left += font.getlength(run)
+
+    def _runs(self, text: str) -> list[tuple[Font, str]]:
+        """Split the text into runs of characters that one font draws."""
+        found = ((self._font_of(character) or self._fonts[0], character) for character in text)
+        return [
+            (font, "".join(character for _, character in run)) for font, run in groupby(found, lambda pair: pair[0])
+        ]
+
+    def _font_of(self, character: str) -> Font | None:
+        return next((font for font in self._fonts if _has(font, character)), None)
+
+
+@lru_cache
+def _fonts(size: int) -> tuple[Font, ...]:
+    matplotlib = find_spec("matplotlib")  # its file alone: importing it takes a while
+    data = Path(matplotlib.origin or "").parent / "mpl-data" if matplotlib else Path()
+    dejavu = data / "fonts" / "ttf" / "DejaVuSans.ttf"
+    paths = [dejavu] * dejavu.is_file() + _wide()
+    return tuple(ImageFont.truetype(path, size) for path in paths) or (ImageFont.load_default(size),)
+
+
+def _wide() -> list[Path]:
+    folders = [folder.expanduser() for folder in _FOLDERS]
+    found = [
+        path for folder in folders if folder.is_dir() for pattern in _WIDE for path in sorted(folder.rglob(pattern))
+    ]
+    return found[:_MOST_WIDE]
+
+
+@lru_cache(maxsize=4096)
+def _has(font: Font, character: str) -> bool:
+    if character == " ":
+        return True
+    if not character.isprintable():
+        return False
+    return bytes(font.getmask(character)) != bytes(font.getmask(_NOTHING))
+
+
+def _spelled(character: str) -> str:
+    if unicodedata.category(character).startswith("S") and (name := unicodedata.name(character, "")):
+        return f"[{name.lower()}]"
+    return f"U+{ord(character):04X}"
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+_FRAMES = 3
+_WAVE_WIDTH, _WAVE_HEIGHT = 384, 96  # of a waveform
+_SILENCE, _WAVE = 32, 200  # grey levels
+
+
+def tile(media: Media) -> NDArray[np.uint8]:
+    """Return an image of the media, uint8 (height, width, 3).
+
+    Of a video it is the first, the middle and the last frame, side by side; of sound alone the waveform."""
+    if media.image is not None:
+        return media.pixels
+    if media.video is not None:
+        return np.concatenate(list(evenly(media.frames, _FRAMES)), axis=1)
+    return _waveform(media.waveform)
+
+
+def _waveform(samples: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Draw all channels over each other: in every column the range of values in its share of the time."""
+    drawn = np.full((_WAVE_HEIGHT, _WAVE_WIDTH, 3), _SILENCE, np.uint8)
+    rows = ((1 - np.nan_to_num(samples).clip(-1, 1)) / 2 * (_WAVE_HEIGHT - 1)).round().astype(int)
+    for column, part in enumerate(np.array_split(rows, _WAVE_WIDTH)):
+        if part.size:
+            drawn[part.min() : part.max() + 1, column] = _WAVE
+    return drawn
+
+
+# ---- videos and sound ------------------------------------------------------------------------------------------------
+
+_QUALITY = "18"  # constant rate factor of H.264: hard to tell from the frames
+
+
+def write_media(media: Media, path: Path) -> list[Path]:
+    """Write video and audio to `path` with the suffixes .mp4 (H.264, without sound) and .wav (32-bit float).
+
+    Returns the files, none for an image. Raises OSError, and then leaves no half of a file."""
+    written = []
+    if media.video is not None and media.fps is not None:
+        written.append(path.with_name(f"{path.name}.mp4"))
+        with _whole(written[-1]) as file:
+            _write_mp4(file, media.frames, media.fps)
+    if media.audio is not None:
+        import soundfile
+
+        written.append(path.with_name(f"{path.name}.wav"))
+        with _whole(written[-1]) as file:
+            soundfile.write(file, media.waveform, media.sample_rate, subtype="FLOAT", format="WAV")
+    return written
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Delete the file again if it cannot be finished. Raises OSError, whatever a library raises."""
+    try:
+        yield path
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) or not isinstance(error, Exception):
+            raise
+        raise OSError(f"{path.name} could not be written: {error}") from error
+
+
+def _write_mp4(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
+    import av
+
+    _, height, width, _ = frames.shape
+    # H.264 stores colour at half the resolution, and so has no odd sides.
+    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": _QUALITY})
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
+        stream.codec_context.thread_count = 1
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_async.config.redact import one_line
-from omni_async.tracking.words import UpdateView, indented, staleness, validated
+from omni_async.tracking.console import UpdateView, indented, staleness, validated
 
 _BAR_WIDTH = 24
 _REFRESH_PER_S = 4

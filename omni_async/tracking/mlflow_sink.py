@@ -3,64 +3,88 @@
 The caller connects: an unusable store raises there. A run that goes on is found then, and stays as it is until
 `begin`. Afterwards a failure of MLflow is a warning, once, and nothing more is sent: tracking must not end a run, and
 everything is in the run folder as well. `finish` waits for the queue.
+
+MLflow is imported lazily (it takes seconds), and its global state (`mlflow.start_run` and friends) is left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import re
+import shlex
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from itertools import islice
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from omni_async.config import schema
-from omni_async.config.redact import redact
-from omni_async.tracking.mlflow_connect import Connection, begin, connect
+from omni_async.config.redact import redact, redact_text
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from PIL.Image import Image
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _STATUS = {"done": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MAX_PARAM_CHARS, _PARAMS_PER_BATCH, _METRICS_PER_BATCH = 6000, 100, 1000
 _MAX_QUEUED = 1000
 _NOT_IN_KEY = re.compile(r"[^\w/.\- :]")  # MLflow refuses other characters in a metric's name
+_CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent")
+_PROBE_S = 10.0
+_SERVER = ("http://", "https://")
+_LOCAL_UI = "http://127.0.0.1:5000"
+
+
+class MlflowUnusableError(RuntimeError):
+    """A `tracking.mlflow` that points at a store that can't be used; says which (credentials masked) and why."""
 
 
 class MlflowSink:
-    """One MLflow run. Calls return at once; they come from one thread, `finish` last."""
+    """One MLflow run. Calls return at once; they come from one thread, `finish` last.
+
+    `run_id` is empty as long as there is no run."""
 
     def __init__(
         self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any], goes_on: bool = False
     ) -> None:
-        """Start a run in `config.experiment`, or find the one that `begin` goes on with.
+        """Start a run in `config.experiment`, which is made if it is not there, or find the one that `begin` goes on.
 
         Args:
-            config: `tracking.mlflow` of the recipe.
-            run_dir: `run.dir`, the folder of all runs, which holds `mlflow.db` by default.
+            config: without `tracking_uri` the store is `<run_dir>/mlflow.db`, its artifacts in `<run_dir>/mlartifacts`.
+            run_dir: `run.dir`, the folder of all runs.
             run_name: MLflow's name of the run.
             params: what is logged as parameters; may be nested.
-            goes_on: whether to find the run of that name, whose parameters stay.
+            goes_on: whether to find the run of that name, which stays as it is, with its parameters.
 
         Raises:
             MlflowUnusableError: the store cannot be used."""
-        self._connection: Connection = connect(config, Path(run_dir), run_name, goes_on)
-        self._client = self._connection.client
-        self._params = params
-        self._began = not goes_on
-        self._run_id = self._connection.former or ("" if goes_on else begin(self._connection))
-        self._failed = False
+        run_dir = run_dir.absolute()
+        self._uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
+        self._shown = redact_text(self._uri)
+        self._name, self._params = run_name, params
+        self._began, self._failed = False, False
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=_MAX_QUEUED)
+        with _refusals(self._shown):
+            _probe(self._uri)
+            if config.tracking_uri is None:
+                run_dir.mkdir(parents=True, exist_ok=True)
+            self._client = _client(self._uri)
+            self._experiment = _experiment(self._client, config, run_dir)
+            self.run_id = self._former() if goes_on else self._create()
+        self._has_params = bool(self.run_id) and goes_on
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
-        if self._began:
-            self._put(lambda: self._send_params(params))
+        if not goes_on:
+            self.begin()
 
     def begin(self) -> None:
         """Set the run going, if it is not: before anything is logged.
@@ -71,24 +95,33 @@ class MlflowSink:
             self._put(self._begin)
 
     def _begin(self) -> None:
-        self._run_id = self._connection.begin()
-        if self._connection.former is None:
-            self._send_params(self._params)
+        if self._has_params:
+            self._client.update_run(self.run_id, status="RUNNING")
+            return
+        self.run_id = self.run_id or self._create()
+        self._send_params()
 
-    @property
-    def run_id(self) -> str:
-        """The run's id, empty as long as there is none."""
-        return self._run_id
+    def _create(self) -> str:
+        return str(self._client.create_run(self._experiment, run_name=self._name).info.run_id)
 
-    @property
-    def ui_command(self) -> str:
-        """The shell command that shows the run, or the address to open if it is on a server."""
-        return self._connection.ui_command(self._run_id)
+    def _former(self) -> str:
+        """Return the newest run of that name, or an empty text."""
+        named, newest = f"attributes.run_name = '{self._name}'", ["attributes.start_time DESC"]
+        found = self._client.search_runs([self._experiment], named, order_by=newest, max_results=1)
+        return str(found[0].info.run_id) if found else ""
 
     @property
     def run_url(self) -> str:
         """The address of the run, once the user interface is up."""
-        return self._connection.run_url(self._run_id)
+        ui = self._shown.rstrip("/") if self._uri.startswith(_SERVER) else _LOCAL_UI
+        return f"{ui}/#/experiments/{self._experiment}/runs/{self.run_id}"
+
+    @property
+    def ui_command(self) -> str:
+        """The shell command that shows the run, or the address to open if it is on a server."""
+        if self._uri.startswith(_SERVER):
+            return self.run_url
+        return f"{_mlflow_command()} ui --backend-store-uri {shlex.quote(self._shown)}"
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         now = int(time.time() * 1000)  # MLflow's x axis is the real time, whatever clock the run has
@@ -96,16 +129,16 @@ class MlflowSink:
 
     def log_image(self, image: Image, name: str, step: int) -> None:
         """Log an image that the user interface shows as `name`, with a slider over steps."""
-        self._put(lambda: self._client.log_image(self._run_id, image, key=name, step=step, synchronous=True))
+        self._put(lambda: self._client.log_image(self.run_id, image, key=name, step=step, synchronous=True))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Copy a file, as it is when the thread comes to it."""
-        self._put(lambda: self._client.log_artifact(self._run_id, str(path), folder))
+        self._put(lambda: self._client.log_artifact(self.run_id, str(path), folder))
 
     def finish(self, status: Literal["done", "interrupted", "failed"], timeout_s: float = 60.0) -> None:
         """Send the queue, then end the run, unless it never began; give up, with a warning, after `timeout_s`."""
         if self._began:
-            self._put(lambda: self._client.set_terminated(self._run_id, _STATUS[status]))
+            self._put(lambda: self._client.set_terminated(self.run_id, _STATUS[status]))
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -137,20 +170,19 @@ class MlflowSink:
             message = redact(reason).strip().partition("\n")[0]
             logger.warning("MLflow logging stops here (%s); the run goes on and its folder has everything", message)
 
-    def _send_params(self, params: dict[str, Any]) -> None:
+    def _send_params(self) -> None:
         from mlflow.entities import Param
 
-        for batch in _batches(flatten(redact(params)).items(), _PARAMS_PER_BATCH):
-            self._client.log_batch(self._run_id, params=[Param(key, value[:_MAX_PARAM_CHARS]) for key, value in batch])
+        params = [Param(key, value[:_MAX_PARAM_CHARS]) for key, value in flatten(redact(self._params)).items()]
+        for start in range(0, len(params), _PARAMS_PER_BATCH):
+            self._client.log_batch(self.run_id, params=params[start : start + _PARAMS_PER_BATCH])
 
-    def _send_metrics(self, metrics: dict[str, float], step: int, now: int) -> None:
+    def _send_metrics(self, numbers: dict[str, float], step: int, now: int) -> None:
         from mlflow.entities import Metric
 
-        for batch in _batches(metrics.items(), _METRICS_PER_BATCH):
-            self._client.log_batch(
-                self._run_id,
-                metrics=[Metric(_NOT_IN_KEY.sub("_", key), float(value), now, step) for key, value in batch],
-            )
+        metrics = [Metric(_NOT_IN_KEY.sub("_", key), float(value), now, step) for key, value in numbers.items()]
+        for start in range(0, len(metrics), _METRICS_PER_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_PER_BATCH])
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -166,7 +198,67 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _batches(items: Iterable[T], size: int) -> Iterable[list[T]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
+# ---- the store -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _refusals(shown: str) -> Iterator[None]:
+    """Turn any error of a store into one clear error."""
+    try:
+        yield
+    except MlflowUnusableError:
+        raise
+    except Exception as error:  # noqa: BLE001  # any store, any reason: it becomes one clear error
+        reason = redact_text(str(error)).strip().partition("\n")[0] or type(error).__name__
+        raise MlflowUnusableError(
+            f"tracking.mlflow: cannot use {shown}: {reason}; set tracking.mlflow.tracking_uri, or"
+            " tracking.mlflow.enabled=false"
+        ) from None  # the original may quote credentials
+
+
+def _mlflow_command() -> str:
+    """Return the command of this environment, which need not be activated, as short as it can be typed from here."""
+    command = Path(sys.executable).with_name("mlflow")
+    if not command.exists():
+        return "mlflow"
+    return shlex.quote(os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command))
+
+
+def _probe(uri: str) -> None:
+    """Fail in seconds where MLflow's own client would retry a dead server for minutes. Accepts any HTTP answer."""
+    if not uri.startswith(_SERVER):
+        return
+    parts = urlsplit(uri)
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}/health"
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(address, timeout=_PROBE_S).close()
+
+
+def _client(uri: str) -> MlflowClient:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no telemetry unless the user sets it
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    from mlflow import MlflowClient
+
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri=uri)
+
+
+def _experiment(client: MlflowClient, config: schema.Mlflow, run_dir: Path) -> str:
+    """Return the experiment's id, and make it if needed; two runs that start together may both try to."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(config.experiment)
+    if found is None:
+        location = (run_dir / "mlartifacts").as_uri() if config.tracking_uri is None else None
+        try:
+            return str(client.create_experiment(config.experiment, artifact_location=location))
+        except MlflowException:
+            found = client.get_experiment_by_name(config.experiment)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        raise MlflowUnusableError(
+            f"tracking.mlflow.experiment: {config.experiment!r} is deleted there; restore it or name another"
+        )
+    return str(found.experiment_id)

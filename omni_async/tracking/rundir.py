@@ -1,4 +1,8 @@
-"""Manages the folder of a run, `<run.dir>/<name>-<date>-<time>[-n]/`: its paths and its line files."""
+"""Manages the folder of a run, `<run.dir>/<name>-<date>-<time>[-n]/`: its paths and its line files.
+
+Spans are on disk all of them, in memory only those of the recent past. `spans.jsonl` grows as they come, so a run that
+is killed leaves them too; a run that ends turns them into its timeline and removes the file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import fcntl
 import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import count
@@ -18,9 +22,9 @@ import msgspec
 from omni_async.aio.clock import Clock
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
-from omni_async.tracking.attempts import read_attempts
-from omni_async.tracking.files import read_lines, write_atomic
-from omni_async.tracking.forks import keep_from_children
+from omni_async.tracking.attempts import Attempt
+from omni_async.tracking.files import keep_from_children, read_lines, read_records, write_atomic
+from omni_async.types import Span
 
 _LOCK = ".lock"
 _NAME = re.compile(r"(?P<name>.*)-(?P<second>\d{8}-\d{6})(-(?P<number>\d+))?", re.DOTALL)
@@ -186,7 +190,9 @@ class RunDirectory:
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.
-        attempts = [one for one in read_attempts(self.attempts) if one.to_update == version and one.ended >= made]
+        attempts = [
+            one for one in read_records(self.attempts, Attempt) if one.to_update == version and one.ended >= made
+        ]
         return max([*_numbers(line.get("wall_s") for line in lines), *(one.wall_s for one in attempts)], default=0.0)
 
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:
@@ -237,3 +243,60 @@ def _make_new(parent: Path, stem: str) -> Path:
             continue
         return path
     raise AssertionError("unreachable")
+
+
+# ---- spans ----------------------------------------------------------------------------------------------------------
+
+
+class SpanLog:
+    """The spans of a run.
+
+    `keep_s`: how long before the newest span's end a span is kept in memory, without its arguments. `held`: the file is
+    left alone until `open`, because it is an earlier attempt's until a resumed run has an update."""
+
+    def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
+        self._path = path
+        self._keep_s = keep_s
+        self._recent: deque[Span] = deque()
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+        self._held: list[Span] | None = []
+        if not held:
+            self.open()
+
+    def open(self) -> None:
+        """Begin the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
+        held, self._held = self._held, None
+        with refusing(f"cannot begin {self._path} anew"):
+            self._path.unlink(missing_ok=True)
+        self._write(held or ())
+
+    def _write(self, spans: Sequence[Span]) -> None:
+        if spans:
+            with refusing(f"cannot append to {self._path}"), self._path.open("ab") as file:
+                file.write(self._encoder.encode_lines(spans))
+
+    def add(self, spans: Sequence[Span]) -> None:
+        """Add spans. Raises RunDirectoryError if they cannot be written."""
+        if not spans:
+            return
+        if self._held is None:
+            self._write(spans)
+        else:
+            self._held += spans
+        self._recent.extend(Span(span.actor, span.kind, span.start, span.end) for span in spans)
+        newest = max(span.end for span in spans)
+        while self._recent and self._recent[0].end < newest - self._keep_s:
+            self._recent.popleft()
+
+    def recent(self, since: float) -> list[Span]:
+        """Return the spans that end after `since`, as far back as they are kept, and without their arguments."""
+        return [span for span in self._recent if span.end >= since]
+
+    def all(self) -> list[Span]:
+        """Return every span, in the order they came, except those whose line was cut off."""
+        return read_records(self._path, Span) if self._held is None else [*self._held]
+
+    def close(self) -> None:
+        """Remove the file, when its spans are in the timeline."""
+        if self._held is None:
+            self._path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,6 @@ import msgspec
 from omni_async.config.reading import read_file
 from omni_async.config.redact import redact_text
 from omni_async.tracking.files import write_atomic
-from omni_async.tracking.metrics import histogram
 from omni_async.tracking.timeline import busy_fractions, overlap_fraction
 from omni_async.types import Span
 
@@ -117,7 +117,7 @@ def summarise(
         faults: parts that were lost and came back."""
     wall = wall_before + max(0.0, finished - started)
     rate = (images - untimed_images) / wall if wall > 0 else 0.0
-    counts = histogram(staleness)
+    counts = dict(sorted(Counter(staleness).items()))
     return Summary(
         run=run,
         status=status,
@@ -156,24 +156,13 @@ class _Ending(msgspec.Struct):
     updates: int = 0
 
 
-def read_ending(path: Path) -> tuple[Status, int] | None:
-    """Read how a run ended and how many updates it had made; None if there is no readable summary."""
+def read_ending(path: Path) -> tuple[Status | None, int]:
+    """Read how a run ended and how many updates it had made; (None, 0) if there is no readable summary."""
     try:
         ending = msgspec.json.decode(read_file(path), type=_Ending)
     except (OSError, ValueError, RecursionError):
-        return None
+        return None, 0
     return ending.status, ending.updates
-
-
-def read_status(path: Path) -> Status | None:
-    """Read how a run ended; None if there is no readable summary."""
-    ending = read_ending(path)
-    return None if ending is None else ending[0]
-
-
-def is_done(path: Path) -> bool:
-    """Tell whether there is a summary with status `done`."""
-    return read_status(path) == "done"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,6 +1,6 @@
 """Turns spans into a Chrome/Perfetto trace, and into the fractions of time each role was busy.
 
-Pure functions over finished spans.
+Pure functions over finished spans, and over sets of time: sorted, disjoint half-open intervals.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 
 from omni_async.config.reading import read_file
 from omni_async.role_table import WORKING
-from omni_async.tracking import intervals
 from omni_async.tracking.files import write_atomic
-from omni_async.tracking.intervals import Interval
 from omni_async.types import Span
 from omni_async.worker import Worker
+
+Interval = tuple[float, float]
 
 WAITS = ("backpressured", "starved")
 _NOT_BUSY = (*WAITS, "outage")
@@ -102,7 +102,7 @@ def read_trace(path: Path) -> list[Span]:
 def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:
     """Return where spans of these kinds (None: every kind that is work) lie inside [start, end)."""
     chosen = ((s.start, s.end) for s in spans if (s.kind not in _NOT_BUSY if kinds is None else s.kind in kinds))
-    return intervals.clip(intervals.union(chosen), start, end)
+    return clip(union(chosen), start, end)
 
 
 def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str, dict[str, float]]:
@@ -118,9 +118,9 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
     wall = end - start
     for actor, own in per_actor.items():
         busy = _times(own, start, end, None)
-        blocked = intervals.union([*busy, *_times(own, start, end, ("backpressured",))])
-        waiting = intervals.union([*blocked, *_times(own, start, end, ("starved",))])
-        seconds = [intervals.length(times) for times in (busy, blocked, waiting)]
+        blocked = union([*busy, *_times(own, start, end, ("backpressured",))])
+        waiting = union([*blocked, *_times(own, start, end, ("starved",))])
+        seconds = [length(times) for times in (busy, blocked, waiting)]
         shares = [amount / wall if wall > 0 else 0.0 for amount in seconds]
         per_role[Worker.parse(actor).role].append((shares[0], shares[1] - shares[0], shares[2] - shares[1]))
     return {
@@ -137,4 +137,41 @@ def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
     if end <= start:
         return 0.0
     per_role = ([span for span in spans if Worker.parse(span.actor).role == role] for role in WORKING)
-    return intervals.length(intervals.at_least(2, (_times(own, start, end, None) for own in per_role))) / (end - start)
+    return length(at_least(2, (_times(own, start, end, None) for own in per_role))) / (end - start)
+
+
+# ---- sets of time ----------------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same points as sorted disjoint intervals; empty and reversed ones vanish."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """Return the parts inside [start, end)."""
+    return [(max(a, start), min(b, end)) for a, b in intervals if max(a, start) < min(b, end)]
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in disjoint)
+
+
+def at_least(count: int, sets: Iterable[Iterable[Interval]]) -> list[Interval]:
+    """Return where at least `count` of the sets hold; each set is united first, so its own overlaps count once."""
+    edges = sorted(edge for members in sets for start, end in union(members) for edge in ((start, 1), (end, -1)))
+    result: list[Interval] = []
+    depth, opened = 0, 0.0
+    for time, step in edges:
+        if step > 0 and depth + 1 == count:
+            opened = time
+        elif step < 0 and depth == count and opened < time:
+            result.append((opened, time))
+        depth += step
+    return union(result)

@@ -18,7 +18,7 @@ from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
 from omni_async.tracking.files import read_lines
-from omni_async.tracking.summary import read_status, read_summary
+from omni_async.tracking.summary import read_ending, read_summary
 from omni_async.tracking.timeline import read_trace
 
 
@@ -77,7 +77,7 @@ def test_files_of_a_run_are_not_waited_for_either(tmp_path: Path, read: Callable
 @pytest.mark.timeout(20)
 def test_a_run_whose_summary_is_a_pipe_has_no_known_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "summary.json")
-    assert read_status(tmp_path / "summary.json") is None
+    assert read_ending(tmp_path / "summary.json") == (None, 0)
 
 
 @pytest.mark.timeout(20)

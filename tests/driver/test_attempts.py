@@ -24,7 +24,7 @@ from omni_async.preflight.check import preflight
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.inputs import RunInputs
-from omni_async.tracking.faults import read_faults
+from omni_async.tracking.attempts import read_faults
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary
 from tests.runtime.runtime_world import (

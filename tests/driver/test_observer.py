@@ -17,7 +17,7 @@ from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
 from omni_async.driver.observer import Observer
-from omni_async.tracking.faults import Fault, read_faults
+from omni_async.tracking.attempts import Fault, read_faults
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, Score, Span
 from tests.control import control_world

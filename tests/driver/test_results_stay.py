@@ -23,8 +23,9 @@ from omni_async.performance.profile import write_profile
 from omni_async.performance.service import ServiceTime
 from omni_async.preflight.check import preflight
 from omni_async.tracking import rundir
-from omni_async.tracking.attempts import read_attempts
-from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from omni_async.tracking.attempts import Attempt
+from omni_async.tracking.files import read_records
+from omni_async.tracking.mlflow_sink import MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.tracking.summary import Summary, read_summary
 from tests.e2e.emulation import PROFILE, write_recipe
@@ -72,6 +73,10 @@ class Job:
         (path,) = self._runs()
         return RunDirectory(path)
 
+    @property
+    def attempts(self) -> list[Attempt]:
+        return read_records(self.run.attempts, Attempt)
+
     def files(self) -> dict[str, bytes]:
         """Reads every file but the list of attempts."""
         found = {path: path.read_bytes() for path in self.run.path.rglob("*") if path.is_file()}
@@ -117,7 +122,7 @@ def test_an_attempt_that_is_interrupted_or_fails_while_it_loads_leaves_a_line_an
     summary = interrupted.attempt()
     assert summary.status == "interrupted" and summary.updates == first.updates >= 3
     assert interrupted.files() == before
-    ended, was_there = read_attempts(interrupted.run.attempts)
+    ended, was_there = interrupted.attempts
     assert (ended.from_update, ended.to_update, ended.status) == (0, first.updates, "interrupted")
     assert (was_there.from_update, was_there.to_update, was_there.reason) == (
         first.updates,
@@ -130,7 +135,7 @@ def test_an_attempt_that_is_interrupted_or_fails_while_it_loads_leaves_a_line_an
     loading(monkeypatch, fails(RuntimeError("no room")))
     assert interrupted.attempt().status == "failed"
     assert interrupted.files() == before
-    assert read_attempts(interrupted.run.attempts)[-1].reason == "RuntimeError: no room"
+    assert interrupted.attempts[-1].reason == "RuntimeError: no room"
 
 
 def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_changes_nothing(
@@ -170,10 +175,10 @@ def test_an_attempt_whose_folder_cannot_be_taken_over_does_not_say_that_it_made_
 
 def test_a_run_that_is_gone_on_with_counts_all_its_attempts(interrupted: Job) -> None:
     first = read_summary(interrupted.run.summary)
-    (first_line,) = read_attempts(interrupted.run.attempts)
+    (first_line,) = interrupted.attempts
     summary = interrupted.attempt()
     assert (summary.status, summary.updates, summary.conserved) == ("done", 6, True)
-    second_line = read_attempts(interrupted.run.attempts)[-1]
+    second_line = interrupted.attempts[-1]
     assert first_line.wall_s == first.wall_s < summary.wall_s == second_line.wall_s
     assert summary.wall_s < first.wall_s + second_line.ended - second_line.began
     assert summary.images_per_s == pytest.approx(summary.images / summary.wall_s)
@@ -251,7 +256,7 @@ def test_a_run_that_began_with_anothers_checkpoint_counts_its_updates_from_there
     recipe = [str(job.recipe), *job.overrides]
     train(preflight(load(job.recipe, [*job.overrides, f"checkpoint.resume={checkpoint}"])), RememberingConsole())
     (other,) = {*(tmp_path / "runs").glob("emulated-*")} - {first}
-    (attempt,) = read_attempts(RunDirectory(other).attempts)
+    (attempt,) = read_records(RunDirectory(other).attempts, Attempt)
     assert (attempt.from_update, attempt.to_update) == (4, 6)
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
     assert cli.main(["train", *recipe, f"checkpoint.resume={other}"]) == 0

@@ -24,7 +24,7 @@ from omni_async.driver.interrupts import interrupts, listen
 from omni_async.driver.session import Ending
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
-from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from omni_async.tracking.mlflow_sink import MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import Span

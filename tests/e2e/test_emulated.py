@@ -17,7 +17,7 @@ from omni_async.performance.measure import measure
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.simulation.times import times_of
-from omni_async.tracking import intervals
+from omni_async.tracking import timeline
 from omni_async.tracking.summary import read_summary
 from omni_async.tracking.timeline import WAITS, read_trace
 from omni_async.worker import Worker
@@ -141,8 +141,8 @@ def test_trainer_and_reward_workers_account_for_all_their_time(recipe: Path, sch
     run = finished(emulate(recipe, f"schedule={schedule}"))
     start, end = run.updates[2]["finished"], run.updates[8]["finished"]
     for actor in ("trainer", "reward-0"):
-        times = intervals.union((span.start, span.end) for span in run.spans if span.actor == actor)
-        assert intervals.length(intervals.clip(times, start, end)) == pytest.approx(end - start), actor
+        times = timeline.union((span.start, span.end) for span in run.spans if span.actor == actor)
+        assert timeline.length(timeline.clip(times, start, end)) == pytest.approx(end - start), actor
 
 
 # ---- profiles of runs ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from omni_async.driver.train import train
 from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import ServiceTime
 from omni_async.preflight.check import preflight
-from omni_async.tracking.faults import Fault, read_faults
+from omni_async.tracking.attempts import Fault, read_faults
 from omni_async.tracking.summary import Summary
 from tests.e2e.emulation import write_recipe
 from tests.runtime.runtime_world import RememberingConsole

@@ -13,7 +13,7 @@ from omni_async.role_table import BUILT_IN
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.keeper import Keeper, Restarts, Work
 from omni_async.simulation.virtual_time import VirtualClock
-from omni_async.tracking.faults import Fault
+from omni_async.tracking.attempts import Fault
 
 pytestmark = pytest.mark.virtual_time
 

@@ -6,10 +6,17 @@ import os
 
 import pytest
 
-from omni_async.tracking.console import LineConsole, for_stream
+from omni_async.tracking.console import (
+    LineConsole,
+    UpdateView,
+    duration,
+    for_stream,
+    staleness,
+    validated,
+    validation_curve,
+)
 from omni_async.tracking.live_console import LiveConsole
 from omni_async.tracking.summary import ValidationPoint
-from omni_async.tracking.words import UpdateView, duration, staleness, validated, validation_curve
 
 VIEW: UpdateView = {
     "update": 12,

@@ -11,9 +11,8 @@ import pytest
 import soundfile
 
 from omni_async.media import Media
-from omni_async.tracking import media_files
-from omni_async.tracking.media_files import write_media
-from omni_async.tracking.tiles import tile
+from omni_async.tracking import images
+from omni_async.tracking.images import tile, write_media
 
 
 def fading(frames: int, height: int = 32, width: int = 48) -> np.ndarray:
@@ -55,7 +54,7 @@ def test_a_file_that_cannot_be_finished_is_an_oserror_and_is_not_left(
         path.write_bytes(b"half")
         raise av.error.FFmpegError(28, "No space left on device")
 
-    monkeypatch.setattr(media_files, "_write_mp4", full)
+    monkeypatch.setattr(images, "_write_mp4", full)
     with pytest.raises(OSError, match="No space left"):
         write_media(Media(video=fading(3), fps=8), tmp_path / "x")
     assert not [*tmp_path.iterdir()]

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from omni_async.config import schema
-from omni_async.tracking.mlflow_connect import MlflowUnusableError
-from omni_async.tracking.mlflow_sink import MlflowSink, flatten
+from omni_async.tracking.mlflow_sink import MlflowSink, MlflowUnusableError, flatten
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

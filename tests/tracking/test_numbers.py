@@ -12,39 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from omni_async.tracking import fonts
-from omni_async.tracking.fonts import Typeface
-from omni_async.tracking.images import _wrap, caption, image_grid
+from omni_async.tracking import images
+from omni_async.tracking.images import Typeface, _wrap, caption, image_grid
 from omni_async.tracking.memory import MemorySampler, process_tree_pss
-from omni_async.tracking.metrics import Metrics, histogram
 from omni_async.tracking.summary import Counters, ValidationPoint, read_summary, summarise, write_summary
 from omni_async.types import Prompt, Score, Span
-
-
-def test_each_metric_is_reduced_as_declared() -> None:
-    metrics, other = Metrics(), Metrics()
-    for value in (3.0, 1.0):
-        for name in ("mean", "sum", "min", "max", "last"):
-            metrics.record(name, value, name)  # type: ignore[arg-type]
-    metrics.record("weighted", 1.0, "mean", weight=3.0)
-    other.record("weighted", 5.0, "mean")
-    other.record("last", 9.0, "last")
-    metrics.merge(other)
-    assert metrics.flush() == {"mean": 2.0, "sum": 4.0, "min": 1.0, "max": 3.0, "last": 9.0, "weighted": 2.0}
-    assert metrics.flush() == {}
-
-
-def test_a_name_has_one_reduction() -> None:
-    metrics = Metrics()
-    metrics.record("x", 1.0, "mean")
-    with pytest.raises(ValueError, match="'x' is reduced by mean, cannot record it as sum"):
-        metrics.record("x", 1.0, "sum")
-    with pytest.raises(ValueError, match="weight must be positive"):
-        metrics.record("y", 1.0, "mean", weight=0)
-
-
-def test_histograms_are_sorted_counts() -> None:
-    assert list(histogram([2, 0, 2, 1]).items()) == [(0, 1), (1, 1), (2, 2)]
 
 
 def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
@@ -135,14 +107,14 @@ def test_captions_in_other_scripts_are_drawn_and_nothing_is_a_box() -> None:
 
 
 def test_characters_that_no_font_has_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fonts, "_wide", list)
-    fonts._fonts.cache_clear()
+    monkeypatch.setattr(images, "_wide", list)
+    images._fonts.cache_clear()
     try:
         face = Typeface(12)
         assert face.text("says 你好!") == "says U+4F60 U+597D!"
         assert face.text("a 🚀, \x07 and \ud800") == "a [rocket], U+0007 and U+D800"
     finally:
-        fonts._fonts.cache_clear()
+        images._fonts.cache_clear()
 
 
 def test_the_text_that_was_read_is_shown_unchanged() -> None:

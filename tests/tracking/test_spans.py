@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_async.tracking.rundir import RunDirectoryError
-from omni_async.tracking.spans import SpanLog
+from omni_async.tracking.rundir import RunDirectoryError, SpanLog
 from omni_async.types import Span
 
 

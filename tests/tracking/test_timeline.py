@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.tracking import intervals, timeline
+from omni_async.tracking import timeline
 from omni_async.types import Span
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
@@ -21,22 +21,22 @@ def points(members: list[tuple[int, int]]) -> set[int]:
 
 @given(INTERVALS)
 def test_a_union_covers_the_same_points_once(members: list[tuple[int, int]]) -> None:
-    merged = intervals.union(members)
+    merged = timeline.union(members)
     assert points(merged) == points(members)
-    assert intervals.length(merged) == len(points(members))
+    assert timeline.length(merged) == len(points(members))
     assert all(end < start for (_, end), (start, _) in pairwise(merged))
-    assert intervals.union(merged) == merged
+    assert timeline.union(merged) == merged
 
 
 @given(INTERVALS, st.integers(0, 40), st.integers(0, 40))
 def test_clipping_keeps_the_inside(members: list[tuple[int, int]], start: int, end: int) -> None:
-    assert points(intervals.clip(members, start, end)) == points(members) & set(range(start, end))
+    assert points(timeline.clip(members, start, end)) == points(members) & set(range(start, end))
 
 
 @given(st.lists(INTERVALS, max_size=4), st.integers(1, 3))
 def test_at_least_counts_sets_not_intervals(sets: list[list[tuple[int, int]]], count: int) -> None:
     expected = {cell for cell in range(41) if sum(cell in points(members) for members in sets) >= count}
-    assert points(intervals.at_least(count, sets)) == expected
+    assert points(timeline.at_least(count, sets)) == expected
 
 
 def concurrent_spans() -> list[Span]:
