@@ -27,7 +27,7 @@ from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
-from omni_async.runtime.on_ray.shell import RayStore
+from omni_async.runtime.on_ray.store import RayStore
 from omni_async.training.engine import TrainEngine
 from omni_async.types import Prompt, Span, WeightManifest, WeightReport
 from omni_async.weights.buckets import digest_tensors

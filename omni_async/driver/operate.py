@@ -1,16 +1,26 @@
-"""Implements `omni-async status`, `scale` and `stop`: commands for a run that is under way."""
+"""Implements `omni-async status`, `scale` and `stop`, from the answer of a run or from what it left behind."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from omni_async.checkpoint.folders import newest_first
 from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
+from omni_async.config.sizes import size_text
+from omni_async.driver.control_socket import MOST_WORKERS, ControlError, NotRunning, Request, ask
+from omni_async.role_table import scalable_roles
+from omni_async.tracking.console import columns, duration, validated, validation_curve
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
 
 _STATUS = """\
 Say how a job is. Of a running one: its update and the time left, reward, staleness and the last validation round,
@@ -59,9 +69,6 @@ def add_operations(commands: Any) -> None:
 
 
 def operate(options: argparse.Namespace) -> int:
-    from omni_async.driver.control_socket import ControlError, NotRunning, Request, ask
-    from omni_async.driver.status import running_lines
-
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
     request = Request(
@@ -72,25 +79,16 @@ def operate(options: argparse.Namespace) -> int:
     except NotRunning as error:
         if options.command != "status":
             raise ConfigError(str(error)) from None
-        return _say_what_is_left(options.run, options.json)
+        found = left_behind(options.run)
+        if options.json:
+            return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
+        return _say(map(one_line, left_behind_lines(found)))
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:
         return _say(["it stops when it has written a checkpoint"])
     as_json = getattr(options, "json", False)
     return _say([json.dumps(status, indent=2)] if as_json else map(one_line, running_lines(status)))
-
-
-def _say_what_is_left(run: Path, as_json: bool) -> int:
-    """Print what a run that does not answer has left behind."""
-    import msgspec
-
-    from omni_async.driver.status import left_behind, left_behind_lines
-
-    found = left_behind(run)
-    if as_json:
-        return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
-    return _say(map(one_line, left_behind_lines(found)))
 
 
 def _say(lines: Iterable[str]) -> int:
@@ -104,18 +102,194 @@ def _write(lines: Iterable[str]) -> None:
 
 
 def _workers(words: list[str]) -> dict[str, int]:
-    from omni_async.driver.control_socket import MOST_WORKERS
-    from omni_async.role_table import scalable_roles
-
+    roles = scalable_roles()
     workers: dict[str, int] = {}
     for word in words:
         role, equals, number = word.partition("=")
         # Python refuses to read thousands of digits.
         fits = len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS
-        if role not in scalable_roles() or not equals or not fits:
-            expected = " or ".join(f"{role}=N" for role in scalable_roles())
+        if role not in roles or not equals or not fits:
+            expected = " or ".join(f"{role}=N" for role in roles)
             raise ConfigError(f"scale: {one_line(word, 100)!r}: expected {expected} with N from 1 to {MOST_WORKERS}")
         if role in workers:
             raise ConfigError(f"scale: {word!r}: {role} is there twice")
         workers[role] = int(number)
     return workers
+
+
+# ---- status of a run that answers ------------------------------------------------------------------------------------
+
+_GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
+
+
+def running_lines(status: Mapping[str, Any]) -> list[str]:
+    """Render a running job for a person: how far it is and how it learns, then its parts and buffers."""
+    if "doing" in status:
+        return [f"it is {status['doing']}"]
+    lines = _progress(status["progress"]) if "progress" in status else []
+    lines.append(_groups(status["conservation"]))
+    head = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
+    parts = [_part(name, where, status)[: len(head)] for name, where in status["parts"].items()]
+    buffers = [_buffer(name, held) for name, held in status["buffers"].items()]
+    lines += ["", *columns([head, *parts]), "", *columns([["places in", "taken", "of", "ready"], *buffers])]
+    return [*lines, "", f"faults mended: {status['faults']}"]
+
+
+def _progress(found: Mapping[str, Any]) -> list[str]:
+    left = "no update of this attempt yet" if found["eta_s"] is None else f"about {duration(found['eta_s'])} left"
+    lines = [f"update {found['update']}/{found['updates']}, {left}"]
+    numbers = []
+    if found["reward"] is not None:
+        numbers.append(f"reward {found['reward']:.3f} (mean of the last {min(5, found['update'])} updates)")
+    numbers += [
+        f"{name} {found[name]:.4g}" for name in ("accuracy", "margin", "grad_norm", "clip_fraction") if name in found
+    ]
+    if found["staleness/mean"] is not None:
+        numbers.append(
+            f"staleness {found['staleness/mean']:.1f} updates on average, {found['staleness/max']:g} at most"
+        )
+    if found["images_per_s"] is not None:
+        numbers.append(f"images/s {found['images_per_s']:.1f}")
+    lines += [", ".join(numbers)] if numbers else []
+    if (validation := found["validation"]) is not None:
+        lines.append(validated(validation["version"], validation["value"], validation["parts"]))
+    return lines
+
+
+def _part(name: str, where: Mapping[str, Any], status: Mapping[str, Any]) -> list[str]:
+    held = status["engines"].get(name)
+    weights = "" if held is None else "none yet" if held < 0 else f"version {held}"
+    return [name, str(where["pid"]), weights, status["addresses"].get(name, "")]
+
+
+def _buffer(name: str, held: Mapping[str, int]) -> list[str]:
+    taken = held["reserved"] if "reserved" in held else held.get("live", 0) + held.get("awaiting_publication", 0)
+    if name == "bytes":
+        bound = "no bound" if held["capacity"] is None else size_text(held["capacity"])
+        return [name, size_text(taken), bound, size_text(held["ready"])]
+    return [name, str(taken), str(held["capacity"]), str(held.get("ready", ""))]
+
+
+def _groups(counts: Mapping[str, int]) -> str:
+    return "groups: " + ", ".join(f"{counts[name]} {name}" for name in _GROUPS)
+
+
+# ---- a run that does not answer --------------------------------------------------------------------------------------
+
+
+class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run that does not answer.
+
+    running: another process has it all the same, on another machine perhaps. update: the last one in its metrics, 0 if
+    there is none; numbers: that update's. checkpoint: the newest folder."""
+
+    run: str
+    running: bool
+    summary: Summary | None
+    update: int
+    finished: float | None
+    numbers: dict[str, float]
+    validation: ValidationPoint | None
+    checkpoint: str | None
+
+
+def left_behind(folder: Path) -> LeftBehind:
+    """Read the run's files. Raises ConfigError, one line, if they cannot be read."""
+    run = RunDirectory(folder)
+    try:
+        summary = read_summary(run.summary) if run.summary.exists() else None
+        # The file may have been edited: what is no number is ignored.
+        metrics = [
+            {name: value for name, value in line.items() if isinstance(value, int | float)}
+            for line in run.read_metrics()
+        ]
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
+    updates = [line for line in metrics if "finished" in line]
+    rounds = [line for line in metrics if line.get("validation/reward") is not None]
+    last: Mapping[str, Any] = updates[-1] if updates else {}
+    return LeftBehind(
+        run=run.run_id,
+        running=run.is_running(),
+        summary=summary,
+        update=int(last.get("update", 0)),
+        finished=last.get("finished"),
+        numbers=_numbers(last),
+        validation=_round(rounds[-1]) if rounds else None,
+        checkpoint=next((str(path) for path in newest_first(run.checkpoints)), None),
+    )
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that say how it learns; of preferences that is not their reward."""
+    learned = ("accuracy", "margin") if "accuracy" in line else ("reward",)
+    return {name: line[name] for name in (*learned, "staleness/mean", "images_per_s") if line.get(name) is not None}
+
+
+def _round(line: Mapping[str, Any]) -> ValidationPoint:
+    parts = {
+        name.removeprefix("validation/"): value
+        for name, value in line.items()
+        if name.startswith("validation/") and value is not None
+    }
+    return ValidationPoint(line["update"], parts.pop("reward"), parts)
+
+
+def left_behind_lines(found: LeftBehind) -> list[str]:
+    """Render for a person how a run ended, or that it was cut off, and how to go on with it."""
+    if found.summary is not None and not found.running:
+        return [*_ended(found.summary), *_goes_on(found)]
+    state = (
+        "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
+        if found.running
+        else "it is not running, and it left no summary: it was killed, or the machine went down"
+    )
+    lines = [f"{found.run}: {state}"]
+    if found.finished is None:
+        lines.append("no update was made")
+    else:
+        numbers = "".join(f", {name} {value:.3g}" for name, value in found.numbers.items())
+        lines.append(f"the last update was {found.update}{_at(found.finished)}{numbers}")
+    if (point := found.validation) is not None:
+        lines.append(validated(point.version, point.value, point.parts))
+    return lines if found.running else [*lines, *_goes_on(found)]
+
+
+def _at(seconds: float) -> str:
+    try:
+        return f", at {datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):  # no valid time
+        return ""
+
+
+def _ended(summary: Summary) -> list[str]:
+    reason = f" ({summary.reason})" if summary.reason else ""
+    lines = [
+        f"{summary.run}: {summary.status}{reason} after {summary.updates} update{'s' * (summary.updates != 1)},"
+        f" {duration(summary.wall_s)} after loading"
+    ]
+    if summary.first_reward is not None and summary.last_reward is not None:
+        lines.append(
+            f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (means of the first and the last 5"
+            " updates)"
+        )
+    if summary.validation:
+        lines.append(validation_curve(summary.validation))
+    if trained := sum(summary.staleness.values()):
+        mean = sum(age * count for age, count in summary.staleness.items()) / trained
+        lines.append(
+            f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most; images/s"
+            f" {summary.images_per_s:.1f}"
+        )
+    return [*lines, _groups(msgspec.to_builtins(summary.counters))]
+
+
+def _goes_on(found: LeftBehind) -> list[str]:
+    if found.checkpoint is None:
+        return ["it left no checkpoint to go on from"]
+    more = " and a larger trainer.updates" if found.summary is not None and found.summary.status == "done" else ""
+    run = Path(found.checkpoint).parents[1]
+    return [
+        f"its newest checkpoint is {found.checkpoint}; the same recipe with checkpoint.resume={run}{more} goes on"
+        " with it"
+    ]

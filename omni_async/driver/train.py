@@ -26,10 +26,9 @@ from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config, ConfigError
 from omni_async.driver.control_socket import ControlSocket
-from omni_async.driver.interrupts import Interruption, interrupts, listen
 from omni_async.driver.observer import Observer
 from omni_async.driver.results import Results
-from omni_async.driver.session import Ending, Session, describe
+from omni_async.driver.session import Ending, Interruption, Session, describe, interrupts, listen
 from omni_async.preflight.resume import newest_of_run
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
@@ -118,9 +117,8 @@ class _Run:
                 raise ending.cause
             at_once = interrupted.at_once.is_set()
             observer = self._observer or self._observe(self._inputs)
-            if (
-                observer.owns and self._mlflow is None and self._opening is not None
-            ):  # a run that failed to start is recorded too
+            # A run that failed to start is recorded too.
+            if observer.owns and self._mlflow is None and self._opening is not None:
                 with contextlib.suppress(MlflowUnusableError, TimeoutError):
                     self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
             interrupted.release_ctrl_c()
@@ -188,10 +186,8 @@ class _Run:
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
             offline = self._config.data.preferences is not None
-            loading = (
-                f"loading {'the encoders of the pairs' if offline else 'engines, scorers'} and the trainer (up to a"
-                " minute)"
-            )
+            models = "the encoders of the pairs" if offline else "engines, scorers"
+            loading = f"loading {models} and the trainer (up to a minute)"
             self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
             await unless(interrupted.wait(), cluster.start())
             listen(interrupted)  # models load in this process, or libraries do, that may want signals too
@@ -206,14 +202,12 @@ class _Run:
             control.answer = session.answer
             ending = await session.run(interrupted)
         except Stopped:
-            ending.because(
-                "interrupted", "before the first update" if attempt == 1 else "while it was being started again"
-            )
+            when = "before the first update" if attempt == 1 else "while it was being started again"
+            ending.because("interrupted", when)
         except Exception as error:
             ending.because("failed", describe(error), error)
-            if isinstance(error, PeerLost) or (
-                attempt > 1 and not isinstance(error, MlflowUnusableError | WrongScorer)
-            ):
+            hopeless = attempt == 1 or isinstance(error, MlflowUnusableError | WrongScorer)
+            if isinstance(error, PeerLost) or not hopeless:
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
         finally:
@@ -261,33 +255,19 @@ async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
 
 def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
     """Return the last lines for the console: how the run ended and where everything is."""
-    reason = f" {summary.reason}" if summary.reason else ""
+    ended = summary.status + (f" {summary.reason}" if summary.reason else "")
+    made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
-    if not observer.owns and observer.has_something:
-        return [
-            (
-                f"{summary.status}{reason}: this attempt's updates are in the ledger and checkpoints of {run.path}, but"
-                " not in its results"
-            ),
-            *lost,
-        ]
     if not observer.owns:
-        made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
-        return [f"{summary.status}{reason}: this attempt made no update; {run.path} is as it was, with {made}", *lost]
-    lines = [
-        f"{summary.status}{reason}: {summary.updates} update{'s' * (summary.updates != 1)} in {summary.wall_s:.0f} s"
-        " after loading"
-    ]
+        nothing = f"this attempt made no update; {run.path} is as it was, with {made}"
+        there = f"this attempt's updates are in the ledger and checkpoints of {run.path}, but not in its results"
+        return [f"{ended}: {there if observer.has_something else nothing}", *lost]
+    lines = [f"{ended}: {made} in {summary.wall_s:.0f} s after loading"]
     if summary.validation:
         lines.append(validation_curve(summary.validation))
-    files = {
-        "images": run.samples,
-        "metrics": run.metrics,
-        "ledger": run.ledger,
-        "summary": run.summary,
-        "profile": run.profile,
-        "timeline": run.trace,
-    }
+    names = ("images", "metrics", "ledger", "summary", "profile", "timeline")
+    paths = (run.samples, run.metrics, run.ledger, run.summary, run.profile, run.trace)
+    files = dict(zip(names, paths, strict=True))
     lines += [f"  {name:<9} {path}" for name, path in files.items() if path.exists()]
     lines += lost
     if summary.status != "done" and any(newest_first(run.checkpoints)):

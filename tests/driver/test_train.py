@@ -20,8 +20,7 @@ from omni_async.aio.waiting import Stopped, first_of, unless
 from omni_async.driver import interrupts as interrupting
 from omni_async.driver import results, session
 from omni_async.driver import train as runtime
-from omni_async.driver.interrupts import interrupts, listen
-from omni_async.driver.session import Ending
+from omni_async.driver.session import Ending, interrupts, listen
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
 from omni_async.tracking.mlflow_sink import MlflowUnusableError

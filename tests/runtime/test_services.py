@@ -23,7 +23,7 @@ from omni_async.cli import main
 from omni_async.config import ConfigError, load
 from omni_async.config.yaml_text import to_yaml
 from omni_async.driver.control_socket import Request, ask
-from omni_async.driver.status import running_lines
+from omni_async.driver.operate import running_lines
 from omni_async.role_table import roles_of, scalable_roles
 from omni_async.runtime.placement import plan_placements
 from tests.faults.disturbed import Disturbed, profile

@@ -30,8 +30,8 @@ from omni_async.runtime.cluster import Cluster, PeerLost, StartError
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.on_ray import resources as ray_resources
 from omni_async.runtime.on_ray.connection import Connection, connect, in_thread
-from omni_async.runtime.on_ray.processes import Whereabouts, end_process
-from omni_async.runtime.on_ray.shell import Proxy, RayStore, actor_class
+from omni_async.runtime.on_ray.shell import Proxy, Whereabouts, actor_class, end_process
+from omni_async.runtime.on_ray.store import RayStore
 from omni_async.runtime.placement import ActorPlacement, PlacementPlan, plan_placements
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory

@@ -13,20 +13,18 @@ event loop is already running").
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from omni_async.runtime.cluster import PeerLost, StartError
-from omni_async.runtime.on_ray.processes import Whereabouts
-from omni_async.runtime.on_ray.store import RayStore
-
-__all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
 
 
 class Shell:
@@ -127,3 +125,37 @@ def _cause(error: BaseException) -> str:
         lines[0] if lines else "no reason is known",
     )
     return found[:200]
+
+
+# ---- the process of an actor -----------------------------------------------------------------------------------------
+
+_TIMEOUT_S = 20.0
+
+
+class Whereabouts(NamedTuple):
+    """A process: its number, when it was created (numbers are reused), and its node."""
+
+    pid: int
+    created: float
+    node: str
+
+
+def end_process(where: Whereabouts) -> None:
+    """Send SIGKILL to the process and its children, if it is still there. A node that is gone has none."""
+    if where.node == ray.get_runtime_context().get_node_id():
+        _kill(where)
+        return
+    there = NodeAffinitySchedulingStrategy(where.node, soft=False)
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)(_kill)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(remote.options(scheduling_strategy=there).remote(where), timeout=_TIMEOUT_S)
+
+
+def _kill(where: Whereabouts) -> None:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(where.pid)
+        if process.create_time() != where.created:
+            return
+        for one in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.Error):
+                one.kill()

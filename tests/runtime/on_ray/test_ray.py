@@ -25,7 +25,8 @@ from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.on_ray import resources
 from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.on_ray.connection import StartError
-from omni_async.runtime.on_ray.shell import Proxy, RayStore, actor_class
+from omni_async.runtime.on_ray.shell import Proxy, actor_class
+from omni_async.runtime.on_ray.store import RayStore
 from omni_async.runtime.placement import PlacementPlan
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, SdeWindow
