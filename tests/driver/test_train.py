@@ -17,7 +17,6 @@ import pytest
 
 from omni_async.aio.supervisor import TaskFailed
 from omni_async.aio.waiting import Stopped, first_of, unless
-from omni_async.driver import interrupts as interrupting
 from omni_async.driver import results, session
 from omni_async.driver import train as runtime
 from omni_async.driver.session import Ending, interrupts, listen
@@ -80,7 +79,7 @@ async def test_the_first_signal_ends_in_order_and_says_what_a_second_ctrl_c_woul
 
 
 async def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
-    monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
+    monkeypatch.setattr(session, "_SAME_S", 0.0)
     said: list[str] = []
 
     async with interrupts(said.append) as interrupted:
@@ -94,10 +93,10 @@ async def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypat
 
 def test_a_signal_that_comes_twice_in_a_moment_or_at_any_time_again_as_sigterm_is_one(monkeypatch):
     """Covers `timeout` and batch systems, which signal the process, and then its group."""
-    interruption = interrupting.Interruption(lambda text: None)
+    interruption = session.Interruption(lambda text: None)
     interruption.signalled(signal.SIGINT)
     interruption.signalled(signal.SIGINT)
-    monkeypatch.setattr(interrupting, "_SAME_S", -1.0)  # the moment is over
+    monkeypatch.setattr(session, "_SAME_S", -1.0)  # the moment is over
     interruption.signalled(signal.SIGTERM)
     assert interruption.is_set() and not interruption.at_once.is_set()
 
@@ -283,7 +282,7 @@ def test_ctrl_c_stops_the_run_in_order(tmp_path, monkeypatch):
 
 
 def test_a_second_ctrl_c_waits_for_nothing_and_still_leaves_a_summary(tmp_path, monkeypatch):
-    monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
+    monkeypatch.setattr(session, "_SAME_S", 0.0)
 
     async def saves_for_ever(control: Control) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -320,7 +319,7 @@ def test_while_results_are_written_sigterm_changes_nothing_and_ctrl_c_skips_one(
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_cluster_that_does_not_close(tmp_path, monkeypatch):
-    monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
+    monkeypatch.setattr(session, "_SAME_S", 0.0)
     monkeypatch.setattr(runtime, "_SOON_S", 0.01)
 
     class Stuck(HandCluster):
