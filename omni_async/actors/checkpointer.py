@@ -18,10 +18,8 @@ from msgspec.structs import replace
 from omni_async.actors.api import CoordinatorApi, RankApi, UpdateRule
 from omni_async.actors.tracer import Tracer
 from omni_async.aio.waiting import is_cancelled
-from omni_async.checkpoint.folders import finish, folder_name, partial, rotate
-from omni_async.checkpoint.manifest import write_manifest
-from omni_async.checkpoint.samples import made_with
-from omni_async.checkpoint.state import State, write_state
+from omni_async.checkpoint.folders import finish, folder_name, partial, rotate, write_manifest
+from omni_async.checkpoint.state import State, made_with, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished

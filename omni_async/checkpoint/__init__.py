@@ -11,8 +11,7 @@ A folder is written beside its final path and renamed when it is whole. Nothing 
 written nor read.
 """
 
-from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import folder_name, require_whole
-from omni_async.checkpoint.state import State, read_state
+from omni_async.checkpoint.state import CheckpointError, State, read_state
 
 __all__ = ["CheckpointError", "State", "folder_name", "read_state", "require_whole"]

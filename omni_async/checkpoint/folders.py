@@ -1,16 +1,28 @@
-"""Lists a run's checkpoints, checks whether they are whole, and removes those that may go."""
+"""Holds the folders of a run's checkpoints: which there are, whether they are whole, and which may go.
+
+A manifest records size and digest of every file. They distinguish a whole checkpoint from one that was cut off or
+changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from omni_async.checkpoint.manifest import check_manifest, sync
-from omni_async.checkpoint.state import read_state
+import msgspec
+import xxhash
+
+from omni_async.checkpoint.state import FILE as STATE_FILE
+from omni_async.checkpoint.state import CheckpointError, read_json, read_state
 from omni_async.checkpoint.trajectories import check_groups, check_tensors
 
+MANIFEST_FILE = "manifest.json"
+_FORMAT = 1
+_LARGEST = 2**26  # bytes of a manifest: a million files
 _NAME = re.compile(r"update-(\d{6,})")
 _ASIDE = re.compile(r"\.update-(\d{6,})\.old")
 
@@ -44,17 +56,14 @@ def newest_version(checkpoints: Path) -> int:
 
 
 def _by_version(checkpoints: Path) -> dict[int, Path]:
-    final = {
-        int(match[1]): path
-        for path in checkpoints.glob("update-*")
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    }
-    aside = {
-        int(match[1]): path
-        for path in checkpoints.glob(".update-*")
-        if (match := _ASIDE.fullmatch(path.name)) and path.is_dir()
-    }
-    return aside | final
+    def matching(name: re.Pattern[str]) -> dict[int, Path]:
+        return {
+            int(match[1]): path
+            for path in checkpoints.glob("*")
+            if (match := name.fullmatch(path.name)) and path.is_dir()
+        }
+
+    return matching(_ASIDE) | matching(_NAME)
 
 
 def require_whole(folder: Path) -> None:
@@ -91,3 +100,111 @@ def finish(folder: Path) -> None:
     partial(folder).rename(folder)
     sync(folder.parent)
     shutil.rmtree(_aside(folder), ignore_errors=True)
+
+
+# ---- the manifest ----------------------------------------------------------------------------------------------------
+
+
+class Content(msgspec.Struct, frozen=True):
+    """A file's size in bytes and its digest.
+
+    `digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries: a checkpoint is as trusted as the folder
+    it lies in."""
+
+    size: int
+    digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    files: dict[str, Content]
+    format: int = _FORMAT
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
+    files = {name: Content(path.stat().st_size, _digest(path, synced=True)) for name, path in sorted(_files(folder))}
+    path = folder / MANIFEST_FILE
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=1) + b"\n")
+    for written in (path, *(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync(written)
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise CheckpointError with the first thing that is not as it was written, or that was not written.
+
+    A reader of `folder` meets after this nothing but the files that the manifest names, and some that no reader opens.
+    """
+    try:
+        # First: a wrong path may lead to a folder that holds half a disk, links and pipes included.
+        (folder / MANIFEST_FILE).lstat()
+        found = dict(_files(folder))
+    except FileNotFoundError:
+        found = {}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    if MANIFEST_FILE not in found:
+        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST_FILE}")
+    manifest = read_json(found.pop(MANIFEST_FILE), Manifest, _FORMAT, _LARGEST)
+    if unnamed := {name for name in found.keys() - manifest.files.keys() if not _is_bystander(name)}:
+        raise CheckpointError(f"{found[min(unnamed)]} is not what was written: {MANIFEST_FILE} does not name it")
+    for name, content in manifest.files.items():
+        if name not in found:
+            raise CheckpointError(f"{folder / MANIFEST_FILE} names {name[:200]!r}, which is no file of the checkpoint")
+        _check(found[name], content)
+    if STATE_FILE not in manifest.files:
+        raise CheckpointError(f"{folder / MANIFEST_FILE} does not name {STATE_FILE}")
+
+
+def _is_bystander(name: str) -> bool:
+    """Return whether a file is one that people and file systems leave behind, and no reader of a checkpoint opens.
+
+    Such are `.DS_Store`, `.nfs0001`, a note beside the folders."""
+    folder, _, file = name.rpartition("/")
+    return not file.endswith(".safetensors") and (not folder or file.startswith("."))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield every file below `folder`, under its path from there.
+
+    Raises CheckpointError for what is no file: a link leads elsewhere, a pipe is waited for, a device has no end."""
+    folders = [folder]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield path.relative_to(folder).as_posix(), path
+                else:
+                    raise CheckpointError(
+                        f"{path} is neither a file nor a folder; a checkpoint has no links, pipes or devices"
+                    )
+
+
+def _check(path: Path, content: Content) -> None:
+    try:
+        size = path.stat().st_size
+        if size != content.size:
+            raise CheckpointError(f"{path} has {size} bytes, {content.size} were written")
+        if _digest(path) != content.digest:
+            raise CheckpointError(f"{path} is not what was written: its digest differs")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
+
+
+def _digest(path: Path, synced: bool = False) -> str:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, xxhash.xxh3_128)
+        if synced:
+            os.fsync(file.fileno())
+    return found.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

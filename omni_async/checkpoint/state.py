@@ -1,20 +1,42 @@
-"""Reads and writes `state.json`: everything of a run that is not a tensor."""
+"""Reads and writes `state.json`: everything of a run that is not a tensor.
+
+It says what the groups of a checkpoint were made with, too: those that wait for the trainer are of use to a run that
+would make the same ones; any other makes them again, from the same prompts and seeds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from omni_async.checkpoint.errors import CheckpointError, read_json
-from omni_async.control.control_state import ControlState
+from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.trajectory_fields import trajectory_fields
+from omni_async.config import Config
+from omni_async.config.redact import one_line, redact
+from omni_async.control.control_state import ControlState, Unfinished
 
 FILE = "state.json"
 FORMAT = 5
 _LARGEST = 2**30
+_LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
+_ROLLOUT = ("group_size", "sampling", "buckets", "num_inference_steps", "share_initial_noise", "sde")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class CheckpointError(ValueError):
+    """Raised with one line: which checkpoint, and what is wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, _LONGEST))
+
+
+class _Format(msgspec.Struct):
+    format: int = 1
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +74,55 @@ def read_state(folder: Path) -> State:
     return state
 
 
+def made_with(config: Config) -> dict[str, Any]:
+    """Return the settings that decide what a sample and its score are, by their names; without secrets."""
+    settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
+    settings |= {"reward.scorers": config.reward.scorers, "reward.max_abs": config.reward.max_abs}
+    settings["trajectory fields"] = trajectory_fields(find_objective(config.algorithm.name), config)
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
+    return plain
+
+
+def fitting(state: State, config: Config) -> tuple[State, list[str]]:
+    """Return `state` as this recipe can use it, and the settings that differ.
+
+    Ready groups are turned into unfinished ones if the recipe would make others."""
+    control, now = state.control, made_with(config)
+    changed = [name for name, before in state.samples.items() if before != now.get(name)]
+    if not (changed and control.ready):
+        return state, []
+    again = tuple(Unfinished(group.group) for group in control.ready)
+    return replace(state, control=replace(control, ready=(), unfinished=(*control.unfinished, *again))), changed
+
+
+def read_json(path: Path, cls: type[S], form: int, largest: int) -> S:
+    """Read a JSON file of a checkpoint, which may have been made anywhere.
+
+    Args:
+        path: The file.
+        cls: What it holds.
+        form: Version of its format.
+        largest: Bytes that it can have.
+
+    Raises:
+        FileNotFoundError: There is none.
+        CheckpointError: It is larger, or of another format, or none at all.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            raise CheckpointError(f"{path} is larger than {largest} bytes")
+        found = msgspec.json.decode(content, type=_Format).format
+        if found != form:
+            raise CheckpointError(f"{path} has format {found}, this version reads {form}")
+        return msgspec.json.decode(content, type=cls)
+    except FileNotFoundError:
+        raise
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
+
+
 def _impossible(state: State) -> str | None:
     """Return what no run can have come to, None if there is nothing. The types are right already."""
     control = state.control
@@ -72,29 +143,18 @@ def _impossible(state: State) -> str | None:
 
 def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
     ledger = control.ledger
-    yield from (
-        ("version", control.version),
-        ("next_group", control.next_group),
-        ("images", control.images),
-        ("admitted", ledger.admitted),
-    )
-    yield "ledger.size", ledger.size
+    yield from (("version", control.version), ("next_group", control.next_group), ("images", control.images))
+    yield from (("admitted", ledger.admitted), ("ledger.size", ledger.size))
     # A run whose first round is under way has validated the version below its first.
-    yield from (
-        ("validated", 0 if control.validated in (None, -1) else control.validated),
-        *ledger.events.items(),
-        *ledger.reasons.items(),
-    )
+    yield "validated", 0 if control.validated in (None, -1) else control.validated
+    yield from (*ledger.events.items(), *ledger.reasons.items())
     yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
     yield from (("a validation round", one.version) for one in control.rounds)
     for one in control.unfinished:
         yield from (("an unfinished group", one.group), ("attempts", one.attempts))
     for group in control.ready:
-        yield from (
-            ("a ready group", group.group),
-            ("admitted_version", group.admitted_version),
-            ("prompt", group.prompt.index),
-        )
+        yield from (("a ready group", group.group), ("admitted_version", group.admitted_version))
+        yield "prompt", group.prompt.index
         for versions in (sample.step_versions for sample in group.samples):
             yield from (("step_versions", version) for version, _ in versions.spans)
             yield "the number of step_versions", versions.num_steps

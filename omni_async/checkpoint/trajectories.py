@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.state import FILE as STATE_FILE
-from omni_async.checkpoint.state import State
+from omni_async.checkpoint.state import CheckpointError, State
 
 _FOLDER = "groups"
 _ARRAY = "array"  # the name of what has none: an emulated trajectory

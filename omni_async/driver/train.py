@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from omni_async.aio.clock import WallClock
 from omni_async.aio.waiting import Stopped, is_cancelled, unless
-from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first
+from omni_async.checkpoint.state import CheckpointError
 from omni_async.config import Config, ConfigError
 from omni_async.driver.control_socket import ControlSocket
 from omni_async.driver.observer import Observer

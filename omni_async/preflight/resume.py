@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first, newest_version, require_whole
-from omni_async.checkpoint.samples import fitting
-from omni_async.checkpoint.state import State, read_state
+from omni_async.checkpoint.state import CheckpointError, State, fitting, read_state
 from omni_async.config import Config, ConfigError
 from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory

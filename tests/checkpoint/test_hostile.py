@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from omni_async.checkpoint import CheckpointError, State, require_whole
-from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from omni_async.checkpoint import State, folder_name
-from omni_async.checkpoint.folders import finish, partial
-from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.folders import finish, partial, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.control.control_state import ControlState
 from omni_async.driver import session

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from omni_async.checkpoint import CheckpointError, State, folder_name, require_whole
-from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import read_state, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config, ConfigError, load

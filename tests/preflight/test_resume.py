@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from omni_async.checkpoint.folders import finish, folder_name, partial
-from omni_async.checkpoint.manifest import write_manifest
-from omni_async.checkpoint.samples import made_with
-from omni_async.checkpoint.state import State, write_state
+from omni_async.checkpoint.folders import finish, folder_name, partial, write_manifest
+from omni_async.checkpoint.state import State, made_with, write_state
 from omni_async.checkpoint.trajectories import write_group
 from omni_async.config import Config, ConfigError
 from omni_async.control.control_state import ControlState
