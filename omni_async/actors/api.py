@@ -69,27 +69,6 @@ class ProducerApi(Protocol):
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport: ...
 
 
-class PublisherApi(Protocol):
-    """The publisher, which lives in the trainer's process. `withdraw` and `publish` wait for nothing."""
-
-    def withdraw(self) -> None:
-        """Release memory before an export: a version that was handed over but has not left is superseded."""
-
-    def publish(self, snapshot: Snapshot) -> None:
-        """Take over a version; everything that follows happens beside the training."""
-
-    async def run(self) -> None:
-        """Carry versions to the engines, until cancelled."""
-
-    async def admit(self, name: str, producer: ProducerApi) -> None:
-        """Add an engine: it gets the newest version that went out, and all that follow.
-
-        EngineError if it does not take it."""
-
-    def remove_engine(self, name: str) -> None:
-        """Stop sending to an engine that is gone."""
-
-
 class RankApi(Protocol):
     """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective.
 
@@ -97,7 +76,11 @@ class RankApi(Protocol):
     process; None elsewhere): the trainer waits for it and for nothing else of a publish. `Snapshot` and its digest need
     no torch."""
 
-    async def setup(self, resume: str | None, rendezvous: str | None) -> None: ...
+    async def setup(self, resume: str | None, rendezvous: str | None) -> None:
+        """Join the other ranks, and load the model, and the checkpoint `resume` if there is one.
+
+        The ranks meet at `rendezvous`, a torch.distributed init method; it is None where there is one."""
+
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         """Return the drifts of the group's samples that this rank was dealt, in their order."""
 
@@ -107,8 +90,14 @@ class RankApi(Protocol):
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
         """Read this rank's share of a group before anything is computed with it, and keep it for this update.
 
-        `start` is the number of samples of the update's groups before it, after which the deal goes on. ObjectLost if
-        the share is gone."""
+        Args:
+            group: The group's number.
+            trajectories: References to all its trained samples.
+            start: Samples of the update's groups before it, after which the deal goes on.
+
+        Raises:
+            ObjectLost: The share is gone.
+        """
 
     async def export(self, version: int) -> Snapshot | None: ...
     async def share(self, version: int) -> SharedRows:

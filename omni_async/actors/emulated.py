@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -160,16 +161,16 @@ class EmulatedRank:
         await self._device.busy(seconds, self._device.now() if since is None else since)
 
 
+@dataclass(eq=False)
 class EmulatedRule:
-    """An `UpdateRule` whose updates take time and change nothing."""
+    """A rule whose updates take time and change nothing; it has no state."""
 
-    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank) -> None:
-        self._config = config
-        self._plan = plan
-        self._rank = rank
+    config: Config
+    plan: Plan
+    rank: EmulatedRank
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> EmulatedUpdate:
-        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer, preempt)
+        return EmulatedUpdate(self.config, self.plan, self.rank, version, tracer, preempt)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -178,65 +179,63 @@ class EmulatedRule:
         """Do nothing: there is no state."""
 
 
+@dataclass(eq=False)
 class EmulatedUpdate:
     """An update whose groups are passed when they come if the plan streams, and otherwise when all are in."""
 
-    def __init__(
-        self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, preempt: Callable[[], bool]
-    ) -> None:
-        self._config = config
-        self._plan = plan
-        self._rank = rank
-        self._preempt = preempt
-        self._version = version
-        self._tracer = tracer
-        self._steps = 0
-        self.groups: list[ReadyGroup] = []
+    config: Config
+    plan: Plan
+    rank: EmulatedRank
+    version: int
+    tracer: Tracer
+    preempt: Callable[[], bool]
+    groups: list[ReadyGroup] = field(default_factory=list)
+    _steps: int = 0
 
     @property
     def missing(self) -> int:
-        return self._config.trainer.groups_per_update - len(self.groups)
+        return self.config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
-        await self._rank.fetch(group.group, [sample.trajectory for sample in group.samples], 0)
+        await self.rank.fetch(group.group, [sample.trajectory for sample in group.samples], 0)
         self.groups.append(group)
-        if self._plan.mode != "collect":
+        if self.plan.mode != "collect":
             await self._begin_turn(first=len(self.groups) == 1)
             await self._recompute_proximal(group)
             await self._accumulate(group)
 
     async def finish(self) -> dict[str, float]:
-        if self._plan.mode != "collect":
+        if self.plan.mode != "collect":
             await self._step()
             return {}
         await self._begin_turn(first=True)
         for group in self.groups:
             await self._recompute_proximal(group)
         for number, group in enumerate(self.groups, start=1):
-            if self._preempt() and not self._steps:
+            if self.preempt() and not self._steps:
                 raise Abandoned
             await self._accumulate(group)
-            if number % (len(self.groups) // self._config.trainer.steps_per_update) == 0:
+            if number % (len(self.groups) // self.config.trainer.steps_per_update) == 0:
                 await self._step()
         return {}
 
     async def _begin_turn(self, first: bool) -> None:
-        if first and self._config.placement.colocated:
-            with self._tracer.span("switch", version=self._version):
-                await self._rank.switch()
+        if first and self.config.placement.colocated:
+            with self.tracer.span("switch", version=self.version):
+                await self.rank.switch()
 
     async def _recompute_proximal(self, group: ReadyGroup) -> None:
-        if self._plan.proximal:
-            with self._tracer.span("proximal", version=self._version, group=group.group):
-                await self._rank.recompute_proximal(_batch(group, self._version))
+        if self.plan.proximal:
+            with self.tracer.span("proximal", version=self.version, group=group.group):
+                await self.rank.recompute_proximal(_batch(group, self.version))
 
     async def _accumulate(self, group: ReadyGroup) -> None:
-        with self._tracer.span("train", version=self._version, group=group.group):
-            await self._rank.accumulate(_batch(group, self._version), 1.0)
+        with self.tracer.span("train", version=self.version, group=group.group):
+            await self.rank.accumulate(_batch(group, self.version), 1.0)
 
     async def _step(self) -> None:
-        with self._tracer.span("train", version=self._version, step=self._steps):
-            await self._rank.step(1.0)
+        with self.tracer.span("train", version=self.version, step=self._steps):
+            await self.rank.step(1.0)
         self._steps += 1
 
 

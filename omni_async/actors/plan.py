@@ -67,60 +67,42 @@ def require_trainable(config: Config) -> Plan:
 
 
 def plan_updates(config: Config) -> Plan:
-    objective = find_objective(config.algorithm.name)
+    objective, correction = find_objective(config.algorithm.name), config.correction
     kind = find_kind(objective.kind)
-    weigh = kind.ratio and _weighs(config)
+    # Weights must be known before the first gradient if they look at all rows, or their scale must not touch the KL
+    # term.
+    rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
+    penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
+    weigh = kind.ratio and (correction.needs_update or (rescales and penalised))
+    # The proximal policy is gone by the time some rows are trained.
+    recomputes = correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
     mode, why = _streaming(config, objective, weigh, kind.paired)
     return Plan(
         mode=mode,
         why=why,
         weigh=weigh,
-        proximal=weigh or (kind.ratio and _recomputes(config)),
+        proximal=weigh or (kind.ratio and recomputes),
         paired=kind.paired,
         rows_per_sample=kind.rows_per_sample(config),
         samples_per_group=2 if kind.paired else config.rollout.group_size,
     )
 
 
-def _recomputes(config: Config) -> bool:
-    """Return whether the proximal policy is gone by the time some rows are trained."""
-    return config.correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
-
-
-def _weighs(config: Config) -> bool:
-    """Return whether weights must be known before the first gradient.
-
-    They look at all rows, or their scale must not touch the KL term."""
-    correction = config.correction
-    rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
-    penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
-    return correction.needs_update or (rescales and penalised)
-
-
 def _streaming(config: Config, objective: Objective, weigh: bool, paired: bool) -> tuple[Streaming, str]:
     trainer, advantage = config.trainer, config.algorithm.advantage
-    if trainer.streaming == "off":
-        return "collect", "trainer.streaming is off"
-    if trainer.steps_per_update > 1:
-        return (
-            "collect",
-            "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all",
-        )
-    if weigh:
-        return "collect", "the off-policy correction looks at the whole update"
-    if paired:
-        return "as_ready", "a preference needs its pair alone"
-    if advantage.track_prompts:
-        return "collect", "prompts are tracked across groups"
-    if advantage.aggregate == "gdpo":
-        return "collect", "GDPO whitens advantages over the update"
-    if advantage.std != "global":
-        return "as_ready", f"advantage.std: {advantage.std} needs the group alone"
-    if advantage.aggregate != "rewards":
-        return "collect", "a global std of every scorer needs the whole update"
-    if not objective.homogeneous(config.algorithm):
-        return "collect", "a global std and a loss that does not scale with the advantage need the whole update"
-    return (
-        "unscaled",
-        "the objective scales with the advantage, so the global std is applied to the gradient at the end",
+    several_steps = "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
+    unscalable = "a global std and a loss that does not scale with the advantage need the whole update"
+    first_that_holds: tuple[tuple[bool, Streaming, str], ...] = (
+        (trainer.streaming == "off", "collect", "trainer.streaming is off"),
+        (trainer.steps_per_update > 1, "collect", several_steps),
+        (weigh, "collect", "the off-policy correction looks at the whole update"),
+        (paired, "as_ready", "a preference needs its pair alone"),
+        (advantage.track_prompts, "collect", "prompts are tracked across groups"),
+        (advantage.aggregate == "gdpo", "collect", "GDPO whitens advantages over the update"),
+        (advantage.std != "global", "as_ready", f"advantage.std: {advantage.std} needs the group alone"),
+        (advantage.aggregate != "rewards", "collect", "a global std of every scorer needs the whole update"),
+        (not objective.homogeneous(config.algorithm), "collect", unscalable),
     )
+    how: Streaming = "unscaled"
+    why = "the objective scales with the advantage, so the global std is applied to the gradient at the end"
+    return next(((mode, reason) for holds, mode, reason in first_that_holds if holds), (how, why))

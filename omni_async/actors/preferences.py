@@ -80,19 +80,12 @@ class PreferenceReader:
 
         EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                flusher = tasks.create_task(self._tracer.flush_every(1.0))
+            async with self._tracer.task_group() as tasks:
                 reading = tasks.create_task(self._read_samples())
                 await self._score_samples()
                 reading.cancel()  # the run is over: samples still being read are not needed
-                flusher.cancel()
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # one failure is enough to end the reader, and to say why
         finally:
-            try:
-                await self._tracer.flush()
-            finally:
-                self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _read_samples(self) -> None:
         capacity = self.config.rollout.max_inflight

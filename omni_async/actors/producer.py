@@ -16,17 +16,65 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_async.actors.api import CoordinatorApi
-from omni_async.actors.finished import Finished
 from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, is_cancelled
 from omni_async.config import Config
-from omni_async.rollout.base import EngineError, RolloutEngine
-from omni_async.store import ObjectStore
+from omni_async.media import Media
+from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
+from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import TransportError, WeightReceiver, receive
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A generated sample on its way into the store.
+
+    `tensors` may be anything that has `nbytes`; `media` are `Media` of NumPy arrays, or mere bytes where a replayed
+    profile made them."""
+
+    request: SampleRequest
+    tensors: Any
+    media: Any
+    versions: VersionSpans
+    started: float
+    finished: float
+
+    @classmethod
+    def of(cls, request: SampleRequest, trajectory: Trajectory, started: float, finished: float) -> _Finished:
+        found: Any = trajectory.media
+        media = found.numpy() if isinstance(found, Media) else found
+        return cls(request, trajectory.tensors, media, trajectory.versions, started, finished)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Return the sample's facts for the timeline, and for profiles that are made from it."""
+        oldest, newest = self.versions.oldest, self.versions.newest
+        return {
+            "sample": self.request.sample_id,
+            "versions": str(oldest) if oldest == newest else f"{oldest}..{newest}",
+            "trajectory_bytes": nbytes(self.tensors),
+            "media_bytes": nbytes(self.media),
+        }
+
+    def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
+        every_step = range(self.request.num_inference_steps if self.request.kind == "train" else 0)
+        steps = self.request.window.steps if self.request.window else every_step
+        return SampleResult(
+            self.request.sample_id,
+            engine,
+            trajectory,
+            media,
+            version=self.versions.first,
+            step_versions=self.versions.of_steps(steps),
+            started=self.started,
+            finished=self.finished,
+            nbytes=nbytes(self.tensors) + nbytes(self.media),
+        )
 
 
 @dataclass(eq=False)
@@ -55,10 +103,10 @@ class Producer:
         self._receiving: asyncio.Future[Any] | None = None
         # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not
         # started.
-        slots = (
-            self.config.rollout.max_batch if self.config.weights.swap == "request" else self.config.rollout.max_inflight
+        rollout = self.config.rollout
+        self._slots = asyncio.Semaphore(
+            rollout.max_batch if self.config.weights.swap == "request" else rollout.max_inflight
         )
-        self._slots = asyncio.Semaphore(slots)
         self._storing = Coalescer(self._store_all)
         self._reporting = Coalescer(self._report_all)
 
@@ -70,8 +118,7 @@ class Producer:
 
         A dead engine ends it with EngineError; a failed sample only itself."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                flusher = tasks.create_task(self._tracer.flush_every(1.0))
+            async with self._tracer.task_group() as tasks:
                 working: set[asyncio.Task[None]] = set()
                 while requests := await self._next_samples():
                     self._leased += len(requests)
@@ -79,17 +126,11 @@ class Producer:
                         task = tasks.create_task(self._produce(request), name=request.sample_id)
                         working.add(task)
                         task.add_done_callback(working.discard)
-                flusher.cancel()
                 if not self._leaving:
                     for task in working:
                         task.cancel()  # the run is over: their samples are not needed any more
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # one failure is enough to end the engine, and to say why
         finally:
-            try:
-                await self._tracer.flush()
-            finally:
-                await self.engine.close()
+            await self.engine.close()
 
     async def leave(self) -> None:
         """Take no more samples, and end when those under way are done."""
@@ -116,7 +157,7 @@ class Producer:
         if finished is not None:
             await self._reporting.send(await self._storing.send(finished))
 
-    async def _generate(self, request: SampleRequest) -> Finished | None:
+    async def _generate(self, request: SampleRequest) -> _Finished | None:
         """Return the sample, or None if it failed and was reported to the coordinator."""
         async with self._slots:
             await self._until(lambda: not self._starting_paused)
@@ -145,18 +186,16 @@ class Producer:
                 self._idle_since = self.clock.now()
                 async with self._changed:
                     self._changed.notify_all()
-        finished = Finished.of(request, trajectory, started, self.clock.now())
+        finished = _Finished.of(request, trajectory, started, self.clock.now())
         self._tracer.add("generate", started, finished.finished, **finished.description)
         return finished
 
-    async def _store_all(self, finished: list[Finished]) -> list[SampleResult]:
+    async def _store_all(self, finished: list[_Finished]) -> list[SampleResult]:
         """Store media apart from the rest, because scorers need them alone."""
         trajectories = self.store.put_all([sample.tensors for sample in finished])
-        references = zip(
-            *await asyncio.gather(trajectories, self.store.put_all([sample.media for sample in finished])),
-            strict=True,
-        )
-        return [sample.result(self.name, *both) for sample, both in zip(finished, references, strict=True)]
+        media = self.store.put_all([sample.media for sample in finished])
+        stored = zip(finished, *await asyncio.gather(trajectories, media), strict=True)
+        return [sample.result(self.name, *references) for sample, *references in stored]
 
     async def _report_all(self, results: list[SampleResult]) -> list[None]:
         await self.coordinator.samples_done(self.name, results)

@@ -1,7 +1,5 @@
 """Carries each version that the trainer copied out to every engine, while generation and training go on.
 
-Runs the weight publisher.
-
 Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not
 the one that trains. Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that
 is handed over meanwhile waits, and is superseded by the next: engines only ever need the newest. The last that went out
@@ -61,9 +59,8 @@ class WeightPublisher:
         if self._waiting is not None:
             self._waiting.release()
             self._waiting = None
-        elif self._carried is not None and self._newest is not None:
-            self._newest[1].release()
-            self._newest = None
+        elif self._carried is not None:
+            self._release_newest()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Take over a version; everything that follows happens beside the training."""
@@ -93,16 +90,18 @@ class WeightPublisher:
             manifest = await asyncio.to_thread(self._carried.manifest)
             await self._coordinator.announce(manifest.version, manifest.digest)
             await self._send(manifest, self._carried, [*self._producers])
-        before, self._newest, self._carried = self._newest, (manifest, self._carried), None
-        if before is not None:
-            before[1].release()
+        self._release_newest()
+        self._newest, self._carried = (manifest, self._carried), None
 
     async def retire(self) -> None:
         """Release the memory of the last version, once that is out: no engine will join any more."""
         async with self._sending:
-            if self._newest is not None:
-                self._newest[1].release()
-                self._newest = None
+            self._release_newest()
+
+    def _release_newest(self) -> None:
+        if self._newest is not None:
+            self._newest[1].release()
+            self._newest = None
 
     # ---- membership --------------------------------------------------------------------------------------------------
 

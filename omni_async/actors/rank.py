@@ -65,10 +65,6 @@ class Rank:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """Join the other ranks, and load the model, and the checkpoint if there is one.
-
-        The ranks meet at `rendezvous`, a torch.distributed init method; it is None where there is one."""
-
         def work() -> None:
             self._engine = self._build()
             if rendezvous is not None:
@@ -84,16 +80,12 @@ class Rank:
 
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
         """Read this rank's share of a group: see `RankApi`."""
-        samples, counts = self._dealt(len(trajectories), start)
+        number = len(trajectories)
+        # Of a preference pair every rank takes both: its noise draws are dealt instead.
+        dealt = range(number) if self._paired else self._layout.dealt(number, start)
+        samples = dealt or range(1)
         read = await asyncio.gather(*(self._store.get(trajectories[i]) for i in samples))
-        self._fetched[group] = _Share(samples, counts, read)
-
-    def _dealt(self, number: int, start: int) -> tuple[Sequence[int], bool]:
-        """Return the samples to take, and whether they count.
-
-        Of a preference pair they are both, since its noise draws are dealt instead."""
-        samples = range(number) if self._paired else self._layout.dealt(number, start)
-        return (samples, True) if samples else (range(1), False)
+        self._fetched[group] = _Share(samples, bool(dealt), read)
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         """Run a forward pass over this rank's share of a group, before the update's first step."""

@@ -47,7 +47,7 @@ class Rewarder:
     ) -> None:
         self.name = name
         self._config = config
-        self._panel = Panel(name, reward, config.reward, clock, self._report_phase, probe=probe)
+        self._panel = Panel(name, reward, config.reward, clock, coordinator.phase, probe=probe)
         self._trial: asyncio.Task[str | None] | None = None
         self._coordinator = coordinator
         self._store = store
@@ -75,14 +75,11 @@ class Rewarder:
         """Score samples until the run is over; scores under way then are of no use any more.
 
         Raises ScorerHangs if this worker has to be replaced."""
-        flusher = asyncio.create_task(self._tracer.flush_every(1.0))
-        try:
-            await first_of(self._work(), self._coordinator.closing())
-        finally:
-            flusher.cancel()
-            self._panel.close()
-            await asyncio.gather(flusher, return_exceptions=True)
-            await self._tracer.flush()
+        async with self._tracer.task_group():
+            try:
+                await first_of(self._work(), self._coordinator.closing())
+            finally:
+                self._panel.close()
 
     async def leave(self) -> None:
         """Take no more samples, and ends when those under way are scored."""
@@ -95,10 +92,7 @@ class Rewarder:
         while jobs:
             results = await self._score_all(jobs)
             # Reported and asked at once: one message's time between two batches instead of two.
-            _, jobs = await asyncio.gather(self._report(jobs, results), self._next_jobs())
-
-    async def _report(self, jobs: list[ScoreJob], results: list[ScoreResult]) -> None:
-        await self._coordinator.scored(self.name, results)
+            _, jobs = await asyncio.gather(self._coordinator.scored(self.name, results), self._next_jobs())
 
     async def _next_jobs(self) -> list[ScoreJob]:
         if self._panel.down:
@@ -136,9 +130,6 @@ class Rewarder:
             return Failure(str(error), "replace")
         except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
             return Failure(f"{type(error).__name__}: {error}")
-
-    async def _report_phase(self, text: str) -> None:
-        await self._coordinator.phase(text)
 
 
 def _result(job: ScoreJob, outcome: Score | Failure) -> ScoreResult:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 from omni_async.aio.clock import Clock
@@ -43,6 +43,21 @@ class Tracer:
         if self._spans:
             spans, self._spans = self._spans, []
             await self._coordinator.report_spans(spans)
+
+    @asynccontextmanager
+    async def task_group(self) -> AsyncIterator[asyncio.TaskGroup]:
+        """Own the tasks of an actor, whose spans are handed over every second while they run, and when they have ended.
+
+        One failure is enough to end them all, and to say why: the first comes out, without a group around it."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                flusher = tasks.create_task(self.flush_every(1.0))
+                yield tasks
+                flusher.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await self.flush()
 
     async def flush_every(self, seconds: float) -> None:
         """Flush every `seconds` until cancelled."""

@@ -14,17 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from omni_async.actors.api import (
-    Abandoned,
-    CoordinatorApi,
-    PolicyUpdate,
-    ProducerApi,
-    PublisherApi,
-    RankApi,
-    UpdateRule,
-)
+from omni_async.actors.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, RankApi, UpdateRule
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
+from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.registry import find_objective
@@ -50,7 +43,7 @@ class Trainer:
     ranks: Sequence[RankApi]
     rule: UpdateRule
     coordinator: CoordinatorApi
-    publisher: PublisherApi
+    publisher: WeightPublisher
     store: ObjectStore
     checkpoints: str
     clock: Clock
@@ -83,23 +76,20 @@ class Trainer:
 
     async def run(self) -> None:
         await self.coordinator.phase(self._plan.said)
-        flusher = asyncio.create_task(self._tracer.flush_every(1.0))
-        try:
-            await self._publish()
-            while self._version < self.config.trainer.updates and await self._update():
-                every = self.config.weights.publish_every
-                if self._version % every == 0 or self._version == self.config.trainer.updates:
-                    await self._publish()
-                if self._version % self.config.checkpoint.every == 0:
+        async with self._tracer.task_group():
+            try:
+                await self._publish()
+                while self._version < self.config.trainer.updates and await self._update():
+                    every = self.config.weights.publish_every
+                    if self._version % every == 0 or self._version == self.config.trainer.updates:
+                        await self._publish()
+                    if self._version % self.config.checkpoint.every == 0:
+                        await self._save()
+                if self._saved != self._version:
                     await self._save()
-            if self._saved != self._version:
-                await self._save()
-            await self._checkpointer.settle()
-        finally:
-            await self._checkpointer.close()
-            flusher.cancel()
-            await asyncio.gather(flusher, return_exceptions=True)
-            await self._tracer.flush()
+                await self._checkpointer.settle()
+            finally:
+                await self._checkpointer.close()
 
     async def run_publisher(self) -> None:
         """Run the publisher beside `run`, until cancelled: everything that follows an export."""

@@ -1,7 +1,4 @@
-"""Makes one policy update.
-
-Prompt groups go in, gradients are accumulated while later groups are still being made, optimizer steps come out.
-"""
+"""Makes policy updates: groups go in, gradients are accumulated while others are made, optimizer steps come out."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from omni_async.actors.plan import Plan
 from omni_async.actors.tracer import Tracer
 from omni_async.algorithms.advantages import centred, clip_binds, global_scale
 from omni_async.algorithms.aggregation import aggregate_advantages, tracked_rewards
-from omni_async.algorithms.correction.correct import Corrected, correct, loss_factor, normaliser
+from omni_async.algorithms.correction.correct import correct, loss_factor, normaliser
 from omni_async.algorithms.correction.drift import Drift
 from omni_async.algorithms.history import RewardHistory
 from omni_async.algorithms.selection import best_and_worst
@@ -27,6 +24,8 @@ from omni_async.config import Config
 from omni_async.control.seeds import derive
 from omni_async.layout import ParallelLayout
 from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
+
+Weights = list[list[float]]  # by sample and trained step
 
 
 @dataclass(eq=False)
@@ -89,107 +88,74 @@ class Update:
         if self.plan.mode == "as_ready":
             await self._accumulate(group, self._advantages([group])[0])
         elif self.plan.mode == "unscaled":
-            await self._accumulate(group, centred(torch.tensor(group.rewards, dtype=torch.float64)).tolist())
+            await self._accumulate(group, centred(_doubles(group.rewards)).tolist())
 
     async def finish(self) -> dict[str, float]:
         """Compute what is left when all groups are in, and return the metrics of the update."""
         extra: dict[str, float] = {}
+        rewards, weights = self._rewards(self.groups)
         if self.plan.mode == "as_ready":
             await self._step()
-        elif self.plan.mode == "unscaled" and not self._clip_binds():
-            rewards = torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64)
-            await self._step(global_scale(rewards, self._advantage))
+        elif self.plan.mode == "unscaled" and not clip_binds(rewards[:, 0], _group_ids(self.groups), self._advantage):
+            await self._step(global_scale(rewards[:, 0], self._advantage))
         else:
             if self.plan.mode == "unscaled":
                 await asyncio.gather(*(rank.discard() for rank in self.ranks))
-            extra = await self._collected()
+            extra = await self._train_collected()
         if self._advantage.track_prompts and not self.plan.paired:
-            self.history.commit(
-                self._prompt_ids(self.groups), tracked_rewards(*self._rewards(self.groups), self._advantage)
-            )
+            self.history.commit(_prompt_ids(self.groups), tracked_rewards(rewards, weights, self._advantage))
         return merged_metrics(self._step_metrics) | extra
 
-    async def _collected(self) -> dict[str, float]:
-        weights: list[list[list[float]]] | None = None
-        extra: dict[str, float] = {}
-        if self.plan.weigh:
-            weights, extra = self._weights()
-        for number, (group, advantages) in enumerate(
-            zip(self.groups, self._advantages(self.groups), strict=True), start=1
-        ):
+    async def _train_collected(self) -> dict[str, float]:
+        weights, extra = self._weights() if self.plan.weigh else ([None] * len(self.groups), {})
+        given = zip(self.groups, self._advantages(self.groups), weights, strict=True)
+        for number, (group, advantages, group_weights) in enumerate(given, start=1):
             if self.preempt() and not self._step_metrics:
                 raise Abandoned
-            await self._accumulate(group, advantages, weights[number - 1] if weights is not None else None)
+            await self._accumulate(group, advantages, group_weights)
             if number % self._groups_per_step == 0:
                 await self._step()
         return extra
 
-    def _weights(self) -> tuple[list[list[list[float]]], dict[str, float]]:
+    def _weights(self) -> tuple[list[Weights | None], dict[str, float]]:
         """Return importance weights of every group's samples and steps, and the correction's metrics.
 
         The weights are made from all of them."""
+        correction = self.config.correction
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         first = drifts[0].num_elements
-        per_element = self.config.correction.log_ratio == "mean"
         # One number of elements is divided by below, and samples of other buckets have others.
-        shares = [first / d.num_elements if per_element else 1.0 for d in drifts]
-        drift = Drift(
-            torch.tensor(
-                [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)],
-                dtype=torch.float64,
-            ),
-            torch.tensor(kappas, dtype=torch.float64) if len(kappas) == len(drifts) else None,
-        )
-        correction = self.config.correction
-        corrected: Corrected = correct(drift, correction, first)
+        shares = [first / d.num_elements if correction.log_ratio == "mean" else 1.0 for d in drifts]
+        log_ratios = [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)]
+        drift = Drift(_doubles(log_ratios), _doubles(kappas) if len(kappas) == len(drifts) else None)
+        corrected = correct(drift, correction, first)
         weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
-        size = self.plan.samples_per_group
-        by_group = [weights[i : i + size] for i in range(0, len(weights), size)]
-        return by_group, {
-            "gamma": corrected.gamma,
-            **{f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()},
-        }
+        masked = {f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()}
+        return _in_groups(weights, self.plan.samples_per_group), {"gamma": corrected.gamma, **masked}
 
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
         """Return (N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
         if self._advantage.aggregate == "rewards":
-            return torch.tensor([[r] for group in groups for r in group.rewards], dtype=torch.float64), torch.ones(
-                1, dtype=torch.float64
-            )
+            return _doubles([[r] for group in groups for r in group.rewards]), _doubles([1.0])
         rewards = [sample.score.values for group in groups for sample in group.samples]
-        return torch.tensor(rewards, dtype=torch.float64), torch.tensor(
-            [s.weight for s in self.config.reward.scorers], dtype=torch.float64
-        )
-
-    def _prompt_ids(self, groups: list[ReadyGroup]) -> Tensor:
-        return torch.tensor([group.prompt.index for group in groups for _ in group.samples])
+        return _doubles(rewards), _doubles([s.weight for s in self.config.reward.scorers])
 
     def _advantages(self, groups: list[ReadyGroup]) -> list[list[float]]:
         if self.plan.paired:
             return [[1.0, -1.0] for _ in groups]
-        ids = torch.tensor([group.group for group in groups for _ in group.samples])
-        rewards, weights = self._rewards(groups)
         flat = aggregate_advantages(
-            rewards, weights, ids, self._advantage, self.history, self._prompt_ids(groups)
-        ).tolist()
-        size = len(groups[0].samples)
-        return [flat[i : i + size] for i in range(0, len(flat), size)]
-
-    def _clip_binds(self) -> bool:
-        return clip_binds(
-            torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64),
-            torch.tensor([group.group for group in self.groups for _ in group.rewards]),
-            self._advantage,
+            *self._rewards(groups), _group_ids(groups), self._advantage, self.history, _prompt_ids(groups)
         )
+        return _in_groups(flat.tolist(), len(groups[0].samples))
 
     # ---- ranks -------------------------------------------------------------------------------------------------------
 
     def _batch(self, group: ReadyGroup, advantages: Sequence[float]) -> TrainGroup:
         samples = self._chosen(group)
-        names = [group.group] * len(samples) if self.plan.paired else [sample.sample_id for sample in samples]
+        names = [group.group if self.plan.paired else sample.sample_id for sample in samples]
         return TrainGroup(
             group=group.group,
             version=self.version,
@@ -201,9 +167,7 @@ class Update:
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
         """Return the samples that are trained on."""
-        return [
-            group.samples[i] for i in (best_and_worst(group.rewards) if self.plan.paired else range(len(group.samples)))
-        ]
+        return [group.samples[i] for i in best_and_worst(group.rewards)] if self.plan.paired else [*group.samples]
 
     async def _recompute_proximal(self, group: ReadyGroup, start: int) -> list[SampleDrift]:
         batch = self._batch(group, [0.0] * self.plan.samples_per_group)
@@ -211,9 +175,7 @@ class Update:
             found = await asyncio.gather(*(rank.recompute_proximal(batch) for rank in self.ranks))
         return self._layout.in_order(found, self.plan.samples_per_group, start)
 
-    async def _accumulate(
-        self, group: ReadyGroup, advantages: list[float], weights: list[list[float]] | None = None
-    ) -> None:
+    async def _accumulate(self, group: ReadyGroup, advantages: list[float], weights: Weights | None = None) -> None:
         batch = self._batch(group, advantages)
         if weights is not None:
             batch = msgspec.structs.replace(batch, weights=tuple(tuple(row) for row in weights))
@@ -224,6 +186,22 @@ class Update:
         with self.tracer.span("train", version=self.version, step=len(self._step_metrics)):
             metrics = await asyncio.gather(*(rank.step(grad_scale) for rank in self.ranks))
         self._step_metrics.append(metrics[0])
+
+
+def _doubles(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _group_ids(groups: list[ReadyGroup]) -> Tensor:
+    return torch.tensor([group.group for group in groups for _ in group.samples])
+
+
+def _prompt_ids(groups: list[ReadyGroup]) -> Tensor:
+    return torch.tensor([group.prompt.index for group in groups for _ in group.samples])
+
+
+def _in_groups(values: list[Any], size: int) -> list[Any]:
+    return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -70,6 +70,9 @@ class Desk:
     async def closing(self) -> None:
         await asyncio.Event().wait()  # the batches end it
 
+    async def phase(self, text: str) -> None:
+        raise AssertionError(text)
+
     async def report_spans(self, spans: list[Span]) -> None:
         self.spans += spans
 
