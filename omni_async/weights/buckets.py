@@ -25,10 +25,8 @@ _BATCH_BYTES = 4 * 2**20
 class BucketSet:
     """Buckets of at most `bucket_bytes` that are filled with version after version.
 
-    A larger tensor gets a bucket of its own.
-
-    The first `fill` lays them out; later ones copy into the same memory, whose pages are there already.
-    `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`."""
+    A larger tensor gets a bucket of its own. The first `fill` lays them out; later ones copy into the same memory,
+    whose pages are there already. `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`."""
 
     def __init__(
         self, bucket_bytes: int, allocate: Callable[[int], Bucket] = lambda nbytes: np.empty(nbytes, np.uint8)
@@ -58,12 +56,17 @@ class BucketSet:
         dtype: torch.dtype | None = None,
         whole: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Copy every tensor once, from its device and in `dtype` if given, straight into its bucket.
+        """Copy every tensor once, from its device straight into its bucket.
 
-        `whole`: the tensors of which `tensors` are only this rank's rows.
+        Args:
+            tensors: Names and tensors. Consumed lazily: a generator that makes one at a time never holds the whole
+                model twice.
+            dtype: What the copies are of, if not of the tensors' own.
+            whole: The tensors of which `tensors` are only this rank's rows.
 
-        The iterable is consumed lazily, so a generator that makes one tensor at a time never holds the whole model
-        twice. ValueError for a repeated name, or tensors that are not those of the first `fill`."""
+        Raises:
+            ValueError: A name is repeated, or the tensors are not those of the first `fill`.
+        """
         first, number, device = not self._targets, 0, None
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -178,9 +181,7 @@ def _bytes_of(tensor: torch.Tensor) -> Bucket:
 
 
 class _Memory:
-    """An object that describes a bucket's memory through numpy's array interface as writable.
-
-    It keeps the bucket alive."""
+    """A bucket's memory as numpy's array interface describes it, writable; keeps the bucket alive."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

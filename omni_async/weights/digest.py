@@ -31,18 +31,18 @@ class WeightError(RuntimeError):
     """Weights differ from their manifest: the receiver must not use them."""
 
 
-def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket]) -> str:
-    """Compute xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
-    return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets)) for s in specs)
+def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket], version: int | None = None) -> str:
+    """Compute xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes.
+
+    WeightError, naming `version`, if the buckets cannot hold the tensors."""
+    return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets, version)) for s in specs)
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
     """Raise WeightError unless `buckets` hold exactly what `manifest` promises.
 
     The error names the version and both digests."""
-    for spec in manifest.tensors:
-        tensor_pieces(spec, buckets, manifest.version)
-    actual = digest(manifest.tensors, buckets)
+    actual = digest(manifest.tensors, buckets, manifest.version)
     if actual != manifest.digest:
         raise WeightError(f"weights of version {manifest.version}: expected digest {manifest.digest}, got {actual}")
 
@@ -53,18 +53,13 @@ def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Sequence[Bucket]]
     Where a tensor is cut does not matter."""
     # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
     # independent of order.
-    parts = {name: f"{name!r} {dtype} {shape} {_hash(pieces)}\n" for name, dtype, shape, pieces in tensors}
-    total = xxhash.xxh3_128()
-    for name in sorted(parts):
-        total.update(parts[name].encode())
-    return total.hexdigest()
-
-
-def _hash(pieces: Sequence[Bucket]) -> str:
-    hashed = xxhash.xxh3_128()
-    for piece in pieces:
-        hashed.update(piece.data)
-    return hashed.hexdigest()
+    parts = {}
+    for name, dtype, shape, pieces in tensors:
+        hashed = xxhash.xxh3_128()
+        for piece in pieces:
+            hashed.update(piece.data)
+        parts[name] = f"{name!r} {dtype} {shape} {hashed.hexdigest()}\n"
+    return str(xxhash.xxh3_128_hexdigest("".join(parts[name] for name in sorted(parts)).encode()))
 
 
 def item_bytes(dtype: str) -> int:

@@ -17,8 +17,15 @@ from omni_async.weights.buckets import as_tensor
 from omni_async.weights.digest import Bucket, verify
 from omni_async.weights.transport import collective
 from omni_async.weights.transport.base import TransportError, receive, sending
-from omni_async.weights.transport.carriers import DeviceCarrier, current_device, group_on
-from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender, Group, Invitation
+from omni_async.weights.transport.collective import (
+    CollectiveReceiver,
+    CollectiveSender,
+    DeviceCarrier,
+    Group,
+    Invitation,
+    current_device,
+    group_on,
+)
 from tests.weights.conftest import make_packed
 
 CPU = torch.device("cpu")

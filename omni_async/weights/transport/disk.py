@@ -117,8 +117,7 @@ class VersionFile:
         """TransportError for a dtype that safetensors files lack, WeightError for a tensor that lacks bytes."""
         self.version = manifest.version
         self.path, self._unfinished = path, path.with_suffix(".tmp")
-        self._header, starts = _lay_out(manifest)
-        self._places = _places(manifest, starts)
+        self._header, self._places = _lay_out(manifest)
         self._missing = sum(spec.nbytes for spec in manifest.tensors)
         self._file: BinaryIO | None = None
         self._number = 0
@@ -163,44 +162,33 @@ class VersionFile:
             self._unfinished.unlink(missing_ok=True)
 
 
-def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a version's file, and where in the file every tensor starts."""
-    # Without gaps every tensor lies at a multiple of its item size if the wider ones come first.
-    specs = sorted(manifest.tensors, key=lambda spec: -item_bytes(spec.dtype))
+def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[int, list[tuple[int, Piece]]]]:
+    """Return the header of a version's file, and by bucket the pieces in it with where in the file they go."""
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", "version": str(manifest.version), "digest": manifest.digest}
     }
     starts: dict[str, int] = {}
     end = 0
-    for spec in specs:
+    # Without gaps every tensor lies at a multiple of its item size if the wider ones come first.
+    for spec in sorted(manifest.tensors, key=lambda spec: -item_bytes(spec.dtype)):
         if spec.dtype not in _DTYPES:
             raise TransportError(
                 f"weights.transport: disk: safetensors files have no {spec.dtype} ({spec.name!r}); use another"
                 " transport"
             )
         check_size(spec, manifest.version)
-        starts[spec.name] = end
-        end += spec.nbytes
-        header[spec.name] = {
-            "dtype": _DTYPES[spec.dtype],
-            "shape": spec.shape,
-            "data_offsets": (starts[spec.name], end),
-        }
+        starts[spec.name], end = end, end + spec.nbytes
+        offsets = starts[spec.name], end
+        header[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
     text = msgspec.json.encode(header)
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
-    before = _LENGTH.size + len(text)
-    return text, {name: before + start for name, start in starts.items()}
-
-
-def _places(manifest: WeightManifest, starts: Mapping[str, int]) -> dict[int, list[tuple[int, Piece]]]:
-    """Return the pieces in each bucket, with where in the file they go."""
     places: dict[int, list[tuple[int, Piece]]] = {}
     for spec in manifest.tensors:
-        start = starts[spec.name]
+        start = _LENGTH.size + len(text) + starts[spec.name]
         for piece in spec.pieces:
             places.setdefault(piece.bucket, []).append((start, piece))
             start += piece.nbytes
-    return places
+    return text, places
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -215,41 +203,34 @@ def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, 
     Returns it with `manifest` as its tensors are laid out there.
 
     WeightError if it is not a file of that version, or not whole. The caller checks the contents by their digest."""
+    wanted = f"weights of version {manifest.version}"
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise WeightError(f"weights of version {manifest.version}: {path} cannot be read: {error}") from error
+        raise WeightError(f"{wanted}: {path} cannot be read: {error}") from error
     data = np.frombuffer(mapped, np.uint8)
     length = _LENGTH.unpack_from(data.data)[0] if len(data) >= _LENGTH.size else _LARGEST_HEADER
     start = _LENGTH.size + length
     if length >= _LARGEST_HEADER or start > len(data):
-        raise WeightError(f"weights of version {manifest.version}: {path} is not a safetensors file, or is truncated")
+        raise WeightError(f"{wanted}: {path} is not a safetensors file, or is truncated")
     try:
         header = msgspec.json.decode(data[_LENGTH.size : start].data, type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightError(
-            f"weights of version {manifest.version}: {path} is not a safetensors file: {error}"
-        ) from error
+        raise WeightError(f"{wanted}: {path} is not a safetensors file: {error}") from error
     if (about.get("version"), about.get("digest")) != (str(manifest.version), manifest.digest):
         raise WeightError(
-            f"weights of version {manifest.version} (digest {manifest.digest}): {path} holds version"
-            f" {about.get('version')} with digest {about.get('digest')}"
+            f"{wanted} (digest {manifest.digest}): {path} holds version {about.get('version')} with digest"
+            f" {about.get('digest')}"
         )
     end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if end != len(data):
-        raise WeightError(
-            f"weights of version {manifest.version}: {path} has {len(data)} bytes, its header promises {end}"
-        )
-    specs = tuple(
-        TensorSpec(
-            name,
-            _NAMES.get(e.dtype, e.dtype),
-            e.shape,
-            (Piece(0, start + e.data_offsets[0], e.data_offsets[1] - e.data_offsets[0]),),
-        )
-        for name, e in entries.items()
-    )
-    return msgspec.structs.replace(manifest, tensors=specs), [data]
+        raise WeightError(f"{wanted}: {path} has {len(data)} bytes, its header promises {end}")
+    specs = []
+    for name, entry in entries.items():
+        begin, after = entry.data_offsets
+        piece = Piece(0, start + begin, after - begin)
+        specs.append(TensorSpec(name, _NAMES.get(entry.dtype, entry.dtype), entry.shape, (piece,)))
+    return msgspec.structs.replace(manifest, tensors=tuple(specs)), [data]
