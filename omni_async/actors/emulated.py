@@ -22,9 +22,7 @@ from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config
-from omni_async.performance.device import Device
-from omni_async.performance.draws import Draws
-from omni_async.performance.media import random_bytes
+from omni_async.performance.emulation import Device, Draws, random_bytes
 from omni_async.performance.profile import Profile
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure

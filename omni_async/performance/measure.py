@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 
 from omni_async.config import Config
@@ -25,26 +24,33 @@ _FEWEST_UPDATES_TO_SKIP_ONE = 4
 def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, name: str, source: str) -> Profile:
     """Return the profile of the job that left `spans`.
 
-    `samples_per_rank`: of a group, on the rank that has most. `source` says what was measured; how is added."""
+    Args:
+        spans: All spans of the run.
+        config: The recipe that was run.
+        samples_per_rank: Samples of a group, on the rank that has most.
+        name: The profile's name.
+        source: What was measured; how is added.
+    """
     by_kind: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
     start = _steady_from(by_kind["train"])
-    steady = {kind: [span for span in found if span.start >= start] for kind, found in by_kind.items()}
+    steady: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.start >= start:
+            steady[span.kind].append(span)
 
-    def of(kind: str) -> list[Span]:
-        return steady.get(kind, [])
-
-    switch = _each(of("switch"))
-    swap = _swap(of("swap"))
+    switch = _each(steady["switch"])
+    # A span begins with the wait for a boundary between two denoising steps, of which the shortest has next to nothing.
+    swap = min(map(_seconds, steady["swap"]), default=0.0)
     stages = {
         "generate": fit(_generate_jobs(by_kind["generate"], by_kind["swap"], swap, config.rollout, start)),
-        "score": fit([(float(span.args.get("samples", 1)), _seconds(span)) for span in of("score")]),
-        "proximal": fit([(samples_per_rank, _seconds(span)) for span in of("proximal")]),
-        "train": fit([(samples_per_rank, _seconds(span)) for span in of("train") if "group" in span.args]),
-        "step": _each([span for span in of("train") if "step" in span.args]),
-        "export": _each(of("export")),
-        "publish": _fixed(_publish(of("publish"), by_kind["stage"])),
+        "score": fit([(float(span.args.get("samples", 1)), _seconds(span)) for span in steady["score"]]),
+        "proximal": fit([(samples_per_rank, _seconds(span)) for span in steady["proximal"]]),
+        "train": fit([(samples_per_rank, _seconds(span)) for span in steady["train"] if "group" in span.args]),
+        "step": _each([span for span in steady["train"] if "step" in span.args]),
+        "export": _each(steady["export"]),
+        "publish": _fixed(_publish(steady["publish"], by_kind["stage"])),
         # An engine on a shared device wakes up while it swaps.
         "swap": ServiceTime(fixed_s=max(0.0, swap - switch.mean())) if swap else NOTHING,
         "switch": switch,
@@ -64,11 +70,17 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
 
 def _steady_from(train: Iterable[Span]) -> float:
     """Return the end of the first update, or minus infinity where there are too few to leave one out."""
-    ends: dict[int, float] = {}
-    for span in train:
-        if "version" in span.args:
-            ends[span.args["version"]] = max(span.end, ends.get(span.args["version"], span.end))
+    ends = _last_ends(span for span in train if "version" in span.args)
     return ends[min(ends)] if len(ends) >= _FEWEST_UPDATES_TO_SKIP_ONE else float("-inf")
+
+
+def _last_ends(spans: Iterable[Span]) -> dict[int, float]:
+    """Return when the last span of each version ended."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        version = span.args.get("version", -1)
+        ends[version] = max(span.end, ends.get(version, span.end))
+    return ends
 
 
 def _seconds(span: Span) -> float:
@@ -85,20 +97,9 @@ def _fixed(seconds: Sequence[float]) -> ServiceTime:
     return ServiceTime(fixed_s=found.unit_s, quantiles=found.quantiles)
 
 
-def _swap(swaps: Sequence[Span]) -> float:
-    """Return the seconds an engine pauses.
-
-    A span begins with the wait for a boundary between two denoising steps, of which the shortest has next to nothing.
-    """
-    return min(map(_seconds, swaps), default=0.0)
-
-
 def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
     """Measure from the copy to the last engine that has staged the version; engines swap later."""
-    staged: dict[int, float] = {}
-    for span in stages:
-        version = span.args.get("version", -1)
-        staged[version] = max(span.end, staged.get(version, span.end))
+    staged = _last_ends(stages)
     return [max(0.0, staged.get(span.args.get("version", -1), span.end) - span.start) for span in publishes]
 
 
@@ -116,24 +117,16 @@ def _generate_jobs(
         swapped[span.actor].append(span.end)
     jobs = []
     for engine, own in per_engine.items():
-        for job in _batches(own, rollout.max_batch, rollout.num_inference_steps):
-            if job.begin >= start and not any(str(span.args.get("sample", "")).startswith("v") for span in job.samples):
-                pauses = sum(pause for end in swapped[engine] if job.begin < end <= job.end)
-                jobs.append((float(len(job.samples)), max(0.0, job.end - job.begin - pauses)))
+        for begin, samples in _batches(own, rollout.max_batch, rollout.num_inference_steps):
+            if begin >= start and not any(str(span.args.get("sample", "")).startswith("v") for span in samples):
+                job_end = samples[-1].end
+                pauses = sum(pause for end in swapped[engine] if begin < end <= job_end)
+                jobs.append((float(len(samples)), max(0.0, job_end - begin - pauses)))
     return jobs
 
 
-@dataclass
-class _Batch:
-    """Samples that an engine was busy with from `begin` to `end`."""
-
-    begin: float
-    end: float
-    samples: list[Span]
-
-
-def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
-    """Return the jobs behind one engine's overlapping samples.
+def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[tuple[float, list[Span]]]:
+    """Return the jobs behind one engine's overlapping samples: when each began, and its samples, the last to end last.
 
     Samples wait inside the engine, so a span says when one was done and not for how long it was computed. Samples that
     are done together (less than half a denoising step apart) were computed together; such clusters are put together up
@@ -141,15 +134,14 @@ def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
     idle until then."""
     ordered = sorted(spans, key=lambda span: span.end)
     apart = 0.5 * median(map(_seconds, ordered)) / steps
-    batches: list[_Batch] = []
+    batches: list[tuple[float, list[Span]]] = []
     for cluster in _clusters(ordered, apart):
-        free = batches[-1].end if batches else float("-inf")
+        free = batches[-1][1][-1].end if batches else float("-inf")
         begin = max(free, min(span.start for span in cluster))
-        if begin == free and len(batches[-1].samples) + len(cluster) <= max_batch:
-            batches[-1].samples += cluster
-            batches[-1].end = cluster[-1].end
+        if begin == free and len(batches[-1][1]) + len(cluster) <= max_batch:
+            batches[-1][1].extend(cluster)
         else:
-            batches.append(_Batch(begin, cluster[-1].end, cluster))
+            batches.append((begin, cluster))
     return batches
 
 
@@ -165,16 +157,14 @@ def _clusters(ordered: Sequence[Span], apart: float) -> Iterator[list[Span]]:
         yield cluster
 
 
-def _payload(generated: Iterable[Span], publishes: Iterable[Span]) -> Payload:
+def _payload(generated: Sequence[Span], publishes: Sequence[Span]) -> Payload:
     """Average the sizes that the spans say they carried."""
-    samples = [span.args for span in generated]
 
-    def mean(found: Iterable[float]) -> int:
-        numbers = list(found)
-        return round(fmean(numbers)) if numbers else 0
+    def mean(spans: Sequence[Span], size: str) -> float:
+        return fmean([span.args[size] for span in spans if size in span.args] or [0])
 
     return Payload(
-        trajectory=mean(args["trajectory_bytes"] for args in samples if "trajectory_bytes" in args),
-        media=mean(args["media_bytes"] for args in samples if "media_bytes" in args),
-        weights=mean(1e6 * span.args["megabytes"] for span in publishes if "megabytes" in span.args),
+        trajectory=round(mean(generated, "trajectory_bytes")),
+        media=round(mean(generated, "media_bytes")),
+        weights=round(1e6 * mean(publishes, "megabytes")),
     )

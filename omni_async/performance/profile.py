@@ -20,7 +20,6 @@ from omni_async.performance.service import NOTHING, ServiceTime
 
 _SHIPPED = "omni_async.performance.profiles"
 _LARGEST_FILE = 10_000_000
-_RENAMED = {"assess": "proximal"}
 
 Bytes = Annotated[int, Meta(ge=0)]
 
@@ -126,9 +125,8 @@ def _read(path: Path) -> Profile:
     except OSError as error:
         raise ConfigError(f"emulation.profile: {path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        for old, new in _RENAMED.items():
-            if f"unknown field `{old}`" in str(error):
-                raise ConfigError(f"emulation.profile: {path}: `{old}` is called `{new}` now") from None
+        if "unknown field `assess`" in str(error):
+            raise ConfigError(f"emulation.profile: {path}: `assess` is called `proximal` now") from None
         raise ConfigError(f"emulation.profile: {path}: not a profile: {error}") from None
     if is_empty(profile):
         raise ConfigError(

@@ -37,12 +37,8 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         """Return the mean seconds of a job of `units`; 0 for no units."""
         return self.fixed_s + units * self.unit_s if units > 0 else 0.0
 
-    def sample(self, random: random.Random, units: float = 1) -> float:
-        """Draw the seconds of one job."""
-        return self.sampler(random)(units)
-
     def sampler(self, random: random.Random) -> Callable[[float], float]:
-        """Prepare `sample` for many calls. Returns units -> seconds of one job."""
+        """Return a function that draws the seconds of one job of so many units."""
         fixed, unit = self.fixed_s, self.unit_s
         if self.quantiles:
             choice, quantiles = random.choice, self.quantiles

@@ -3,16 +3,22 @@
 With S = 0 everything of a step starts from nothing, so its jobs can be counted exactly, and for service times that do
 not vary the law is what a step takes. With S > 0 the updates share the devices and a job may hold samples of two; the
 result is then a lower bound: as few jobs as there can be, each as short as it can be.
+
+A run that never did something could not measure it. Of stages that a job needs and its profile has no time for, only
+the trainer's proximal pass follows from something else that was measured; the others count as nothing, which can only
+be reported.
 """
 
 from __future__ import annotations
 
 import math
 
+from msgspec.structs import replace
+
 from omni_async.config import Config
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.service import NOTHING, ServiceTime
 
 
 def stage_times(
@@ -20,8 +26,13 @@ def stage_times(
 ) -> StageTimes:
     """Return mean stage times, in the profile's seconds.
 
-    `streams`: the trainer starts a group when it is ready. `recomputes_proximal`: it recomputes log-probs.
-    `samples_per_rank`: of a group, on the rank that has most."""
+    Args:
+        config: The job.
+        profile: Its service times, with estimates.
+        streams: The trainer starts a group when it is ready.
+        recomputes_proximal: It recomputes log-probs.
+        samples_per_rank: Samples of a group, on the rank that has most.
+    """
     job = _Job(config, profile, streams, recomputes_proximal, samples_per_rank)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
@@ -156,3 +167,43 @@ def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> f
 def _share(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
     """Return the seconds of each of `workers` that do nothing but full batches."""
     return samples / workers * service.mean(batch) / batch
+
+
+def with_estimates(profile: Profile, config: Config) -> Profile:
+    """Return the profile with `proximal`, a forward pass, estimated from `train` where it has no time for it.
+
+    The same profile if it has, or has none for either."""
+    if profile.proximal != NOTHING or profile.train == NOTHING:
+        return profile
+    return replace(profile, proximal=profile.train.scaled(1 / _passes(config)))
+
+
+def _passes(config: Config) -> int:
+    """Count a group's training in forward passes.
+
+    Backward costs two, or one through weights that are frozen; with gradient checkpointing activations are computed a
+    second time."""
+    backward = 1 if config.model.lora is not None else 2
+    return 1 + config.trainer.gradient_checkpointing + backward
+
+
+def unmeasured(profile: Profile, config: Config, *, recomputes_proximal: bool) -> list[str]:
+    """Return a sentence for every stage that the job needs and the profile has no time for.
+
+    Args:
+        profile: As it was read, without estimates.
+        config: The job.
+        recomputes_proximal: The trainer recomputes log-probs.
+    """
+    sentences: list[str] = []
+    if recomputes_proximal and profile.proximal == NOTHING and profile.train != NOTHING:
+        sentences.append(
+            f"profile {profile.name} has no time for proximal, the pass that recomputes log-probs for the correction:"
+            f" estimated as 1/{_passes(config)} of a group's training; a run that needs the pass measures it"
+        )
+    needed = ["generate", "score", "train", "step", "export", "publish", "swap"]
+    needed += ["switch"] if config.placement.colocated else []
+    stages = profile.stages()
+    if missing := [stage for stage in needed if stages[stage] == NOTHING]:
+        sentences.append(f"profile {profile.name} has no time for {', '.join(missing)}: counted as 0 s")
+    return sentences

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from omni_async.performance.media import seed_of
+from omni_async.performance.emulation import seed_of
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from omni_async.performance.device import Device
-from omni_async.performance.draws import Draws
-from omni_async.performance.media import SEED_BYTES, random_bytes, with_seed
+from omni_async.performance.emulation import SEED_BYTES, Device, Draws, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.engine_task import EngineTask

@@ -22,7 +22,7 @@ from omni_async.config.schedule import num_devices
 from omni_async.control.coordinator import Coordinator
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
-from omni_async.performance.unmeasured import with_estimates
+from omni_async.performance.stages import with_estimates
 from omni_async.role_table import BUILT_IN, WORKING, roles_of
 from omni_async.simulation.bundles import choose_bundle, in_bundles
 from omni_async.simulation.engine import SimulatedEngine

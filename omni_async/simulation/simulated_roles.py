@@ -3,7 +3,7 @@
 The real roles run in virtual time too, with emulated devices, but a job then costs 24 times the CPU time (100 engines
 and 100 updates, 40,000 samples: 22.7 s for 0.94 s), for the tasks and timers of every sample and the periodic flushes
 of every role. A sweep or a search makes dozens of such jobs. So this module and `engine` describe the roles once more,
-and nothing else does: coordinator, profile and draws (`omni_async.performance.draws`) are the real roles' own, and
+and nothing else does: coordinator, profile and draws (`omni_async.performance.emulation`) are the real roles' own, and
 `tests/simulation/test_real_roles.py` holds times and staleness to theirs.
 
 | role      | waits for                                   | unblocked by                               |

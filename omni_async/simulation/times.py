@@ -10,8 +10,7 @@ from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
-from omni_async.performance.stages import stage_times
-from omni_async.performance.unmeasured import unmeasured, with_estimates
+from omni_async.performance.stages import stage_times, unmeasured, with_estimates
 
 
 def times_of(config: Config, profile: Profile) -> StageTimes:

@@ -10,7 +10,7 @@ from omni_async.actors.plan import Plan
 from omni_async.aio.waiting import Event
 from omni_async.config import Config
 from omni_async.control.coordinator import Coordinator
-from omni_async.performance.draws import Draws
+from omni_async.performance.emulation import Draws
 from omni_async.performance.profile import Profile
 from omni_async.simulation.meters import Meters
 from omni_async.simulation.virtual_time import VirtualTimeLoop

@@ -24,8 +24,7 @@ from omni_async.config.checks import check
 from omni_async.layout import layout_problems
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
-from omni_async.performance.stages import stage_times
-from omni_async.performance.unmeasured import with_estimates
+from omni_async.performance.stages import stage_times, with_estimates
 from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, Keys, Value, count, roomy, with_keys
 
 # Splits whose law is further off the best than this are not simulated; nor more than this many.

@@ -16,7 +16,7 @@ from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedR
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
-from omni_async.performance.media import SEED_BYTES, random_bytes, with_seed
+from omni_async.performance.emulation import SEED_BYTES, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import ServiceTime
 from omni_async.simulation.virtual_time import VirtualClock, run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omni_async.performance.device import Device
+from omni_async.performance.emulation import Device
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
 
 

@@ -142,7 +142,7 @@ def test_a_run_that_never_began_has_a_profile_too() -> None:
 def test_variation_is_kept() -> None:
     drawn, service = random.Random(0), ServiceTime(unit_s=2.0, cv=0.3)
     spans = [
-        Span("reward-0", "score", 20.0 * i, 20.0 * i + service.sample(drawn, 4), {"samples": 4}) for i in range(400)
+        Span("reward-0", "score", 20.0 * i, 20.0 * i + service.sampler(drawn)(4), {"samples": 4}) for i in range(400)
     ]
     found = measured(spans).score
     assert found.mean(4) == pytest.approx(8.0, rel=0.05)

@@ -11,7 +11,7 @@ from omni_async.config.algorithm import Algorithm, Correction
 from omni_async.config.schema import Data, Lora, Model, Placement, Reward, Rollout, Scorer, Trainer
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING, ServiceTime
-from omni_async.performance.unmeasured import unmeasured, with_estimates
+from omni_async.performance.stages import unmeasured, with_estimates
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.times import not_measured, times_of
 

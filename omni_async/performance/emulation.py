@@ -1,0 +1,85 @@
+"""Emulates devices on the running event loop's clock: how long their jobs take, one at a time, and media of nothing.
+
+`Device` waits for nothing but that clock, with `asyncio.sleep` alone, so it runs on a loop of virtual time as well.
+Emulated devices on real clocks and simulated roles in virtual time both ask `Draws`, so the same worker with the same
+seed takes the same times in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_async.performance.profile import Profile
+
+# Bytes the seed takes; no emulated media is smaller.
+SEED_BYTES = 8
+
+MediaBytes = npt.NDArray[np.uint8]
+
+
+class Device:
+    """The time of one job at a time. Every job is planned from the end planned for the one before it.
+
+    An event loop that wakes up late is late once: the next job is planned as if it had not been, so lag does not add up
+    over a busy period."""
+
+    def __init__(self) -> None:
+        self._free: float | None = None  # the loop's time at which all planned work ends
+        self._late = 0.0  # seconds between the end planned last and the moment the task woke up
+
+    def now(self) -> float:
+        """Return the loop's time, as it would be had the task woken up in time at the end of the last job."""
+        return asyncio.get_running_loop().time() - self._late
+
+    async def busy(self, seconds: float, since: float | None = None) -> None:
+        """Wait until a job of `seconds` is done.
+
+        The job could start at `since`, in the loop's time (None: as soon as the device is free), and starts then or
+        when the device is free, whichever is later."""
+        loop = asyncio.get_running_loop()
+        start = (
+            loop.time()
+            if since is None and self._free is None
+            else max(t for t in (self._free, since) if t is not None)
+        )
+        self._free = start + seconds
+        await asyncio.sleep(max(0.0, self._free - loop.time()))
+        self._late = max(0.0, loop.time() - self._free)
+
+
+class Draws:
+    """The service times of one worker, from a random stream of its own.
+
+    They do not depend on which worker is busy when."""
+
+    def __init__(self, name: str, seed: int, profile: Profile) -> None:
+        self.name = name
+        stream = random.Random(f"{seed}/{name}")
+        self._stages = {stage: service.sampler(stream) for stage, service in profile.stages().items()}
+
+    def seconds(self, stage: str, units: float = 1) -> float:
+        """Draw the seconds of one job of this stage of the profile; 0 for no units."""
+        return self._stages[stage](units)
+
+
+def random_bytes(size: int, seed: int) -> MediaBytes:
+    """Return `size` bytes that are incompressible and read-only."""
+    return np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8)
+
+
+def with_seed(media: MediaBytes, seed: int) -> MediaBytes:
+    """Return a copy of `media`, at least `SEED_BYTES` of it, that begins with `seed`."""
+    marked = media.copy()
+    marked[:SEED_BYTES] = np.frombuffer(seed.to_bytes(SEED_BYTES, "little"), np.uint8)
+    return marked
+
+
+def seed_of(media: MediaBytes) -> int:
+    """Read the seed. Raises ValueError for media too short to carry one."""
+    if media.nbytes < SEED_BYTES:
+        raise ValueError(f"emulated media has at least {SEED_BYTES} bytes, got {media.nbytes}")
+    return int.from_bytes(media.reshape(-1)[:SEED_BYTES].tobytes(), "little")
