@@ -30,7 +30,7 @@ from omni_async.config import load
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Payload, Profile, load_profile, write_profile
 from omni_async.performance.service import ServiceTime
-from omni_async.simulation.times import times_of
+from omni_async.simulation.result import times_of
 
 ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "omni_async" / "performance" / "profiles"

@@ -18,9 +18,8 @@ from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import SCHEDULES, num_devices
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
-from omni_async.simulation.result import Simulated
+from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.simulation.times import times_of
 from omni_async.tune.keys import (
     ENGINES,
     GROUPS,
@@ -34,7 +33,7 @@ from omni_async.tune.keys import (
     with_keys,
 )
 from omni_async.tune.plot import picture
-from omni_async.tune.trials import Point
+from omni_async.tune.search import Point
 from omni_async.tune.tuning import tune
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ from omni_async.bench.result import Prediction
 from omni_async.config import Config
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
+from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.simulation.times import times_of
 
 # Mean seconds of a step, in the profile's time.
 Simulator = Callable[[Config, Profile], float]

@@ -151,20 +151,15 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
     """Return the jobs to simulate, each with its number of updates, and why others cannot be simulated.
 
     ConfigError if an option does not fit."""
-    from omni_async.simulation.bundles import in_bundles
     from omni_async.simulation.simulate import Steady, default_updates
-    from omni_async.simulation.sweep import arms, synchronous
+    from omni_async.simulation.sweep import arms, in_bundles, synchronous
 
-    found = arms(config) if options.sweep else []
-    problems = [f"{arm.name}: left out: {arm.problem}" for arm in found if arm.problem is not None]
-    chosen = [
-        (arm.name, arm.config, options.updates or default_updates(arm.config)) for arm in found if arm.problem is None
-    ]
-    if not options.sweep:
-        chosen = [
-            ("this recipe", config, options.updates or default_updates(config)),
-            ("sync", synchronous(config), _SYNC_UPDATES),
-        ]
+    updates = options.updates or default_updates(config)
+    chosen, problems = [("this recipe", config, updates), ("sync", synchronous(config), _SYNC_UPDATES)], []
+    if options.sweep:
+        found = arms(config)
+        problems = [f"{arm.name}: left out: {arm.problem}" for arm in found if arm.problem is not None]
+        chosen = [(arm.name, arm.config, updates) for arm in found if arm.problem is None]
     try:
         in_bundles(config, 1 if options.bundle is None else options.bundle)
         for _, job, updates in chosen:
@@ -176,7 +171,7 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
 
 def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
     """List the stages that the profile has no time for, and which of the jobs need them."""
-    from omni_async.simulation.times import not_measured
+    from omni_async.simulation.result import not_measured
 
     needed_by: dict[str, list[str]] = {}
     for name, job, _ in jobs:
@@ -186,39 +181,46 @@ def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
 
 
 def _size(config: Config) -> str:
-    samples = config.trainer.groups_per_update * config.rollout.group_size
-    workers = (
-        f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers} trainer"
-        " ranks"
+    return (
+        f"{config.trainer.groups_per_update * config.rollout.group_size} samples an update; {config.rollout.workers}"
+        f" engines, {config.reward.workers} reward workers, {config.trainer.workers} trainer ranks"
     )
-    return f"{samples} samples an update; {workers}"
 
 
 def _simulate(name: str, config: Config, profile: Profile, updates: int, options: argparse.Namespace) -> Simulated:
     from omni_async.simulation.simulate import simulate
 
-    with _progress(name, updates) as progress:
+    with live_bar("{task.description}", "bar", "done", "updates", "left", total=updates) as show:
+        progress = _lines(name, updates) if show is None else lambda version: show(version, name)
         return simulate(config, profile, updates=updates, seed=options.seed, bundle=options.bundle, progress=progress)
 
 
 @contextmanager
-def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def live_bar(*columns: str, total: int) -> Iterator[Callable[[int, str], None] | None]:
+    """Show a bar on stderr, so that stdout is the result alone; yields None where stderr is no terminal.
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("updates"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(name, total=updates)
-            yield lambda version: bar.update(task, completed=version)
+    `columns`: `bar`, `done`, `left` and `elapsed` are progress; anything else is text. What is yielded takes how many
+    of `total` are made, and a description."""
+    if not sys.stderr.isatty():
+        yield None
         return
+    from rich import progress
+    from rich.console import Console
+
+    kinds = {
+        "bar": progress.BarColumn,
+        "done": progress.MofNCompleteColumn,
+        "left": progress.TimeRemainingColumn,
+        "elapsed": progress.TimeElapsedColumn,
+    }
+    shown = [kinds[column]() if column in kinds else progress.TextColumn(column) for column in columns]
+    with progress.Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda made, what: bar.update(task, completed=made, description=what)
+
+
+def _lines(name: str, updates: int) -> Callable[[int], None]:
+    """Return what writes a line now and then."""
     last_report = time.monotonic()
 
     def report(version: int) -> None:
@@ -227,7 +229,7 @@ def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
             last_report = time.monotonic()
             sys.stderr.write(f"{name}: update {version} of {updates}\n")
 
-    yield report
+    return report
 
 
 def _as_json(recipe: Path, profile: Profile, results: list[tuple[str, Config, Simulated]]) -> bytes:

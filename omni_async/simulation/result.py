@@ -1,10 +1,15 @@
-"""Defines the result of a simulation."""
+"""Defines the result of a simulation, and computes what the law needs of the same job."""
 
 from __future__ import annotations
 
 import msgspec
 
+from omni_async.actors.plan import Plan, plan_updates
+from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.config import Config
 from omni_async.performance.law import StageTimes
+from omni_async.performance.profile import Profile
+from omni_async.performance.stages import stage_times, unmeasured, with_estimates
 
 
 class Occupancy(msgspec.Struct, frozen=True):
@@ -44,3 +49,26 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bound_fraction(self) -> float:
         return self.law_s / self.step_s if self.step_s > 0 else 0.0
+
+
+def times_of(config: Config, profile: Profile, plan: Plan | None = None) -> StageTimes:
+    """Return mean seconds per update, in the profile's time.
+
+    Args:
+        config: The job.
+        profile: As it was read, without estimates.
+        plan: How updates are carried out (None: as `config` says).
+    """
+    plan = plan or plan_updates(config)
+    return stage_times(
+        config,
+        with_estimates(profile, config),
+        streams=plan.mode != "collect",
+        recomputes_proximal=plan.proximal,
+        samples_per_rank=samples_per_rank(config),
+    )
+
+
+def not_measured(config: Config, profile: Profile) -> list[str]:
+    """Return sentences about stages that the job needs and the profile has no time for."""
+    return unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)

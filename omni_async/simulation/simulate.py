@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 from msgspec.structs import replace
 
@@ -24,14 +25,17 @@ from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
 from omni_async.performance.stages import with_estimates
 from omni_async.role_table import BUILT_IN, WORKING, roles_of
-from omni_async.simulation.bundles import choose_bundle, in_bundles
-from omni_async.simulation.engine import SimulatedEngine
-from omni_async.simulation.meters import Meters
-from omni_async.simulation.result import Simulated
-from omni_async.simulation.simulated_roles import SimulatedPublisher, SimulatedTrainer, reward_worker, watch
-from omni_async.simulation.times import times_of
+from omni_async.simulation.result import Simulated, times_of
+from omni_async.simulation.simulated_roles import (
+    SimulatedEngine,
+    SimulatedPublisher,
+    SimulatedTrainer,
+    reward_worker,
+    watch,
+)
+from omni_async.simulation.sweep import choose_bundle, in_bundles
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
-from omni_async.simulation.world import SharedDevices, World
+from omni_async.simulation.world import Meters, SharedDevices, World
 from omni_async.types import Prompt
 
 _UPDATES = 200
@@ -72,12 +76,20 @@ def simulate(
     bundle: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """Simulate the job that `config` describes on devices with `profile`'s times (unscaled).
+    """Simulate a job; groups are never rejected, validation and checkpoints are left out.
 
-    `updates`: how many (None: the recipe's, at least 200). `bundle`: samples of a group that are simulated as one
-    (None: 1 unless that would take minutes). `progress` is called with the number of every update. Groups are never
-    rejected, validation and checkpoints are left out. Raises ValueError for too few updates or a bundle that does not
-    divide a group; RuntimeError if the run fails, which would be a bug."""
+    Args:
+        config: The job.
+        profile: The service times of its devices, unscaled.
+        updates: How many (None: the recipe's, at least 200).
+        seed: Of the service times.
+        bundle: Samples of a group that are simulated as one (None: 1 unless that would take minutes).
+        progress: Called with the number of every update.
+
+    Raises:
+        ValueError: Too few updates, or a bundle that does not divide a group.
+        RuntimeError: The run failed, which would be a bug.
+    """
     started = time.perf_counter()
     profile = with_estimates(profile, config)
     updates = default_updates(config) if updates is None else updates
@@ -91,9 +103,9 @@ def simulate(
         def updated(version: int) -> None:
             ends.append(world.loop.now)
             if version == steady.first:
-                world.meters.open()
+                world.meters.window.opened = world.loop.now
             elif version == steady.last:
-                world.meters.close()
+                world.meters.window.closed = world.loop.now
             if progress is not None:
                 progress(version)
 
@@ -102,12 +114,7 @@ def simulate(
 
     with _rarely_collecting():
         world = run(play())
-    steps = [
-        after - before
-        for before, after in zip(
-            ends[steady.first - 1 : steady.last - 1], ends[steady.first : steady.last], strict=True
-        )
-    ]
+    steps = [after - before for before, after in pairwise(ends[steady.first - 1 : steady.last])]
     step = statistics.fmean(steps)
     times = times_of(config, profile)
     devices = num_devices(config)
@@ -140,7 +147,17 @@ def simulate(
 
 def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: int) -> World:
     plan = plan_updates(config)
-    config = _bare(in_bundles(config, bundle), updates)
+    config = in_bundles(config, bundle)
+    # What takes no virtual time is left out: validation, logged images, and the rejection of groups whose samples all
+    # earn the same.
+    config = replace(
+        config,
+        algorithm=replace(config.algorithm, advantage=replace(config.algorithm.advantage, drop_zero_variance=False)),
+        data=replace(config.data, shuffle=False),
+        trainer=replace(config.trainer, updates=updates),
+        tracking=replace(config.tracking, images_every=updates, images=1),
+        validation=None,
+    )
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
         raise TypeError("a simulation runs on a loop of virtual time")
@@ -161,21 +178,6 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
         seed=seed,
         bundle=bundle,
         shared=SharedDevices(loop) if config.placement.colocated else None,
-    )
-
-
-def _bare(config: Config, updates: int) -> Config:
-    """Remove what takes no virtual time.
-
-    That is validation, logged images, and the rejection of groups whose samples all earn the same."""
-    advantage = replace(config.algorithm.advantage, drop_zero_variance=False)
-    return replace(
-        config,
-        algorithm=replace(config.algorithm, advantage=advantage),
-        data=replace(config.data, shuffle=False),
-        trainer=replace(config.trainer, updates=updates),
-        tracking=replace(config.tracking, images_every=updates, images=1),
-        validation=None,
     )
 
 

@@ -1,7 +1,12 @@
-"""Lists the schedules and staleness budgets that a job is compared under, as configurations."""
+"""Derives the configurations that are simulated from a recipe's: other schedules, other budgets, samples in bundles.
+
+The samples of a bundle are of one group, always run together and are simulated as one, where simulating each sample
+would take minutes.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -24,8 +29,9 @@ class Arm(NamedTuple):
 
 def arms(config: Config) -> list[Arm]:
     """Return every baseline, and `async` with every budget; buffers are large enough that only the budget binds."""
-    found = [_arm(str(name), _scheduled(config, name)) for name in _BASELINES]
-    return found + [_arm(f"async S={budget}", with_budget(_scheduled(config, "async"), budget)) for budget in BUDGETS]
+    found = {str(name): _scheduled(config, name) for name in _BASELINES}
+    found |= {f"async S={budget}": with_budget(_scheduled(config, "async"), budget) for budget in BUDGETS}
+    return [Arm(name, job, check(job)) for name, job in found.items()]
 
 
 def synchronous(config: Config) -> Config:
@@ -53,5 +59,42 @@ def _scheduled(config: Config, name: ScheduleName) -> Config:
     return apply_schedule(replace(config, schedule=name, staleness=replace(config.staleness, exact=False)))
 
 
-def _arm(name: str, config: Config) -> Arm:
-    return Arm(name, config, check(config))
+# About half a minute of one core.
+_MOST_BUNDLES = 600_000
+# Bundles in flight per engine: with fewer, some engines are idle that would have some of the samples.
+_FEWEST_PER_ENGINE = 1
+
+
+def choose_bundle(config: Config, updates: int, most: int = _MOST_BUNDLES, fewest: float = _FEWEST_PER_ENGINE) -> int:
+    """Return the smallest bundle that leaves at most `most` of them to simulate, and else the largest there can be.
+
+    It divides a group and what an engine computes or a reward worker scores together, and leaves every engine `fewest`.
+    """
+    rollout = config.rollout
+    per_update = config.trainer.groups_per_update * rollout.group_size
+    in_flight = (config.staleness.max_updates + 1) * per_update / rollout.workers
+    whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
+    bundles = [
+        bundle
+        for bundle in range(1, whole + 1)
+        if whole % bundle == 0 and (bundle == 1 or in_flight / bundle >= fewest)
+    ]
+    return next((bundle for bundle in bundles if updates * per_update / bundle <= most), bundles[-1])
+
+
+def in_bundles(config: Config, bundle: int) -> Config:
+    """Return the configuration that counts bundles where the recipe counts samples.
+
+    Raises ValueError unless all samples that run together are a whole number of bundles: anything else would be another
+    job."""
+    rollout, reward, buffer = config.rollout, config.reward, config.buffer
+    together = {key: getattr(rollout, key) for key in ("group_size", "max_batch", "max_inflight")}
+    for key, samples in {**{f"rollout.{key}": n for key, n in together.items()}, "reward.batch": reward.batch}.items():
+        if bundle < 1 or samples % bundle:
+            raise ValueError(f"bundle: {bundle} samples do not divide {key} = {samples}")
+    return replace(
+        config,
+        rollout=replace(rollout, **{key: samples // bundle for key, samples in together.items()}),
+        reward=replace(reward, batch=reward.batch // bundle),
+        buffer=replace(buffer, trajectories=max(1, buffer.trajectories // bundle)),
+    )

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_async.config import ConfigError, load
-from omni_async.simulation.command import add_job, profile_of, write_json
+from omni_async.simulation.command import add_job, live_bar, profile_of, write_json
 from omni_async.tune.keys import TUNED, with_keys
 
 if TYPE_CHECKING:
-    from omni_async.tune.trials import Point
-
-    Progress = Callable[[int, Point], None]
+    from omni_async.tune.search import Point
 
 _TUNE = """\
 Find out, before anything runs, how to deal N devices to rollout, reward and trainer, how much staleness that needs,
@@ -84,13 +80,14 @@ def tune_recipe(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(options.json, b"")
 
+    from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate
-    from omni_async.simulation.times import not_measured
     from omni_async.tune.report import text
     from omni_async.tune.tuning import tune
     from omni_async.tune.write import write_tuned
 
-    with _progress(options.budget) as progress:
+    columns = ("simulation", "done", "at most", "bar", "elapsed", "{task.description}")
+    with live_bar(*columns, total=options.budget) as show:
         tuned = tune(
             config,
             profile,
@@ -99,13 +96,11 @@ def tune_recipe(options: argparse.Namespace) -> int:
             budget=options.budget,
             seed=options.seed,
             keep=options.keep,
-            progress=progress,
+            progress=_line if show is None else lambda made, point: show(made, _summary(point)),
         )
-    for note in dict.fromkeys(
-        [*not_measured(config, profile), *not_measured(with_keys(config, tuned.chosen.keys), profile)]
-    ):
-        sys.stdout.write(note + "\n")
-    sys.stdout.write(text(tuned) + "\n")
+    tuned_config = with_keys(config, tuned.chosen.keys)
+    notes = dict.fromkeys([*not_measured(config, profile), *not_measured(tuned_config, profile)])
+    sys.stdout.writelines(f"{line}\n" for line in (*notes, text(tuned)))
     written = []
     if tuned.is_no_slower:
         write_tuned(out, options.recipe, config, options.overrides, tuned)
@@ -131,29 +126,6 @@ def _require_usable(options: argparse.Namespace) -> None:
     for key in options.keep:
         if key not in TUNED:
             raise ConfigError(f"--keep: {key} is not tuned; keys that are: {', '.join(TUNED)}")
-
-
-@contextmanager
-def _progress(budget: int) -> Iterator[Progress]:
-    """Show a bar on a terminal, a line per simulation elsewhere; both on stderr, so that stdout is the result alone."""
-    if not sys.stderr.isatty():
-        yield _line
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("simulation"),
-        MofNCompleteColumn(),
-        TextColumn("at most"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=budget)
-        yield lambda made, point: bar.update(task, completed=made, description=_summary(point))
 
 
 def _line(made: int, point: Point) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from omni_async.tune.keys import (
@@ -22,14 +22,21 @@ from omni_async.tune.keys import (
     dealt,
     fewest_trajectories,
 )
-from omni_async.tune.search import BUFFER_NAMES
+from omni_async.tune.search import BUFFER_NAMES, Point, Trials
 from omni_async.tune.split import Split, device_kind, devices_each, split_by_law
-from omni_async.tune.trials import Point, Trials
 
 # Changes smaller than this are rounding.
 _NOTHING = 0.0025
 
 _STAGES = {"rollout": "generation", "reward": "scoring", "trainer": "training"}
+
+# What the plainest value of a key means, and what any other does.
+_PLAINEST = (1, "step")
+_MEANINGS = {
+    WINDOW: ("strict admission order", "younger groups may overtake"),
+    PUBLISH: ("every version reaches the engines", "fewer interruptions"),
+    SWAP: ("nothing waits for a swap", "engines wait before they swap"),
+}
 
 _WORKERS = {ENGINES: ("engine", "engines"), REWARDERS: ("reward worker", "reward workers"), RANKS: ("rank", "ranks")}
 
@@ -49,21 +56,16 @@ class Explainer:
         )
 
     def reasons(self) -> dict[str, str]:
+        """Return a sentence for every key that was not kept.
+
+        There is one for `schedule` too, where the recipe's own would stop everything from overlapping."""
         sentences: dict[str, Callable[[], str]] = {
             **{path: partial(self._workers, path) for path in SPLIT},
             S: self._budget,
             GROUPS: self._groups,
             TRAJECTORIES: self._trajectories,
-            WINDOW: lambda: self._plain(
-                WINDOW, "strict admission order" if self._value(WINDOW) == 1 else "younger groups may overtake"
-            ),
-            PUBLISH: lambda: self._plain(
-                PUBLISH, "every version reaches the engines" if self._value(PUBLISH) == 1 else "fewer interruptions"
-            ),
-            SWAP: lambda: self._plain(
-                SWAP, "nothing waits for a swap" if self._value(SWAP) == "step" else "engines wait before they swap"
-            ),
-            INFLIGHT: lambda: self._plain(INFLIGHT, f"for batches of {self._config.rollout.max_batch}"),
+            **{path: partial(self._plain, path, *meanings) for path, meanings in _MEANINGS.items()},
+            INFLIGHT: partial(self._plain, INFLIGHT, *2 * (f"for batches of {self._config.rollout.max_batch}",)),
         }
         found = {path: sentence() for path, sentence in sentences.items() if path not in self._trials.kept}
         if self._config.schedule is not None:
@@ -73,8 +75,9 @@ class Explainer:
     def _value(self, path: str) -> Value:
         return self._chosen.keys[path]
 
-    def _plain(self, path: str, meaning: str) -> str:
-        return f"{self._value(path)} ({meaning}), because {self._against(path)}"
+    def _plain(self, path: str, meaning: str, otherwise: str) -> str:
+        value = self._value(path)
+        return f"{value} ({meaning if value in _PLAINEST else otherwise}), because {self._against(path)}"
 
     def _against(self, path: str) -> str:
         """Compare with the nearest other values; of numbers one smaller and one larger."""
@@ -114,10 +117,9 @@ class Explainer:
         name, workers = path.split(".")[0], count(self._chosen.keys, path)
         each = devices_each(self._config)
         stage, slowest = self._split.times.bottleneck
-        takes = (
-            f"{_noun(path, workers)} then take{'s' if workers == 1 else ''}"
-            f" {seconds(_stage_seconds(self._split)[path])} per update"
-        )
+        times = self._split.times
+        own = {ENGINES: times.generate + times.pause, REWARDERS: times.score, RANKS: times.train + times.blocked}[path]
+        takes = f"{_noun(path, workers)} then take{'s' if workers == 1 else ''} {seconds(own)} per update"
         slower = "the slowest stage" if stage == name else f"{_STAGES[stage]} {seconds(slowest)}"
         parts = [f"{workers}, because {takes}, {slower}"]
         if not each[path]:
@@ -145,13 +147,10 @@ class Explainer:
     def _trajectories(self) -> str:
         value = count(self._chosen.keys, TRAJECTORIES)
         full = fewest_trajectories(self._config, self._chosen.keys)
-        room = (
-            "full batches of all engines"
-            if value <= full
-            else f"full batches of all engines ({full}) and {value - full} to be scored"
-        )
-        against = self._against(TRAJECTORIES) if value > full else "fewer would cut the batches"
-        return f"{value}, for {room}: {self._reserved(TRAJECTORIES)}; {against}"
+        room, against = "", "fewer would cut the batches"
+        if value > full:
+            room, against = f" ({full}) and {value - full} to be scored", self._against(TRAJECTORIES)
+        return f"{value}, for full batches of all engines{room}: {self._reserved(TRAJECTORIES)}; {against}"
 
     def _reserved(self, path: str) -> str:
         occupancy = self._chosen.simulated.buffers[BUFFER_NAMES[path]]
@@ -161,20 +160,8 @@ class Explainer:
         return f"all are reserved at times, {occupancy.mean * unit:.0f} on average"
 
 
-def reasons(trials: Trials, chosen: Point, ranked: Sequence[Split], devices: int) -> dict[str, str]:
-    """Return a sentence for every key that was not kept.
-
-    There is one for `schedule` too, where the recipe's own would stop everything from overlapping."""
-    return Explainer(trials, chosen, ranked, devices).reasons()
-
-
 def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s"
-
-
-def _stage_seconds(split: Split) -> Mapping[str, float]:
-    times = split.times
-    return {ENGINES: times.generate + times.pause, REWARDERS: times.score, RANKS: times.train + times.blocked}
 
 
 def _noun(path: str, workers: int) -> str:

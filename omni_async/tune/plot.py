@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from omni_async.tune.keys import S, count
-from omni_async.tune.trials import Point
+from omni_async.tune.search import Point
 from omni_async.tune.tuning import Tuned
 
 _FRONT, _CHOSEN, _RECIPE, _OTHER = (

@@ -18,8 +18,7 @@ from omni_async.tune.keys import (
     WINDOW,
     S,
 )
-from omni_async.tune.search import LOSS, tolerated
-from omni_async.tune.trials import Point
+from omni_async.tune.search import LOSS, Point, tolerated
 from omni_async.tune.tuning import Tuned
 
 _COLUMNS = {

@@ -24,7 +24,8 @@ from omni_async.config.checks import check
 from omni_async.layout import layout_problems
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
-from omni_async.performance.stages import stage_times, with_estimates
+from omni_async.performance.stages import with_estimates
+from omni_async.simulation.result import times_of
 from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, Keys, Value, count, roomy, with_keys
 
 # Splits whose law is further off the best than this are not simulated; nor more than this many.
@@ -66,14 +67,27 @@ def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
 
 
 def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) -> list[Split]:
-    """Return every split that uses the devices up, best first.
+    """Return every split that uses the devices up, best first; the kept split alone where CPUs are shared.
 
-    A role whose number of workers is kept may leave some idle. Returns the kept split alone where CPUs are shared.
-    Raises ConfigError if there are too few accelerators."""
+    Args:
+        config: The job.
+        profile: Its service times.
+        devices: How many there are.
+        kept: Keys that stay; a role whose number of workers is kept may leave some devices idle.
+
+    Raises:
+        ConfigError: There are too few accelerators.
+    """
     law = _Law(config, profile)
     if share_cpus(config, devices, kept):
         return [law.of({path: count(kept, path) for path in SPLIT})]
-    _require_enough(config, devices, kept)
+    needed = _fewest_needed(config, kept)
+    if sum(needed.values()) > devices + _ROUNDING:
+        parts = " + ".join(f"{path.split('.')[0]} {value:g}" for path, value in needed.items())
+        raise ConfigError(
+            f"--devices: {devices} {device_kind(config)} are fewer than the roles take at least: {parts} ="
+            f" {sum(needed.values()):g}"
+        )
     found = [law.of(keys) for keys in _splits(law, devices, kept)]
     found.sort(key=lambda split: (split.step_s, split.times.latency))
     return found
@@ -102,14 +116,7 @@ class _Law:
         self._plan = plan_updates(config)
 
     def of(self, workers: dict[str, int]) -> Split:
-        config, plan = with_keys(self.config, _roomy(self.config, workers)), self._plan
-        times = stage_times(
-            config,
-            self._profile,
-            streams=plan.mode != "collect",
-            recomputes_proximal=plan.proximal,
-            samples_per_rank=samples_per_rank(config),
-        )
+        times = times_of(with_keys(self.config, _roomy(self.config, workers)), self._profile, self._plan)
         return Split(workers, times, times.bottleneck[1])
 
 
@@ -122,16 +129,6 @@ def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
     fewest = {ENGINES: 1, REWARDERS: 1, RANKS: config.trainer.fewest_ranks}
     fewest |= {path: count(kept, path) for path in SPLIT if path in kept}
     return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
-
-
-def _require_enough(config: Config, devices: int, kept: Keys) -> None:
-    needed = _fewest_needed(config, kept)
-    if sum(needed.values()) > devices + _ROUNDING:
-        parts = " + ".join(f"{path.split('.')[0]} {value:g}" for path, value in needed.items())
-        raise ConfigError(
-            f"--devices: {devices} {device_kind(config)} are fewer than the roles take at least: {parts} ="
-            f" {sum(needed.values()):g}"
-        )
 
 
 def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:

@@ -6,7 +6,7 @@ real control plane find the rest. Pure computation: waits for nothing, and is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -18,19 +18,10 @@ from omni_async.config.schedule import apply_schedule, num_devices
 from omni_async.config.schema import ScheduleName
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
-from omni_async.tune.explain import reasons
-from omni_async.tune.front import front
+from omni_async.tune.explain import Explainer
 from omni_async.tune.keys import INFLIGHT, SPLIT, SWAP, TUNED, Value, keys_of, with_keys
-from omni_async.tune.search import fastest, search
-from omni_async.tune.split import (
-    device_kind,
-    devices_each,
-    ranked_splits,
-    share_cpus,
-    split_by_law,
-    worth_simulating,
-)
-from omni_async.tune.trials import Point, Simulate, Trials
+from omni_async.tune.search import Point, Simulate, Trials, fastest, search
+from omni_async.tune.split import device_kind, devices_each, ranked_splits, share_cpus, split_by_law, worth_simulating
 
 # A search that cannot scan one split says nothing.
 SMALLEST_BUDGET = 12
@@ -42,7 +33,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 
     devices_each: devices that one worker of each role takes. keys: the keys to write into the recipe; reasons: a
     sentence per key. chosen, fastest: the recommended point, and the one that makes the most images. points: every
-    point of the search; front: see `omni_async.tune.front`. recipe: the recipe as it is, on
+    point of the search; front: what more staleness buys, freshest first. recipe: the recipe as it is, on
     `recipe_devices`. in_step: schedules without overlap on the chosen devices, by name. times: of the chosen split, by
     the law. noise: the change that another seed makes, as a fraction of images/s. spent: the budget ended the search.
     shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's."""
@@ -85,8 +76,19 @@ def tune(
 ) -> Tuned:
     """Search for the best keys of a recipe.
 
-    `config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. Raises ConfigError if there is
-    nothing to tune."""
+    Args:
+        config: The recipe.
+        profile: The service times of its devices.
+        devices: How many there are to deal.
+        simulate: `omni_async.simulation.simulate.simulate`, or a stand-in for it.
+        budget: Most simulations.
+        seed: Of the service times.
+        keep: Keys that stay as the recipe says.
+        progress: Called with the number of simulations made, and the last one.
+
+    Raises:
+        ConfigError: There is nothing to tune.
+    """
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so nothing overlaps and there is nothing to tune")
     if budget < SMALLEST_BUDGET:
@@ -103,7 +105,7 @@ def tune(
     recipe = _as_it_is(trials, config, fits=recipe_devices <= devices)
     chosen = search(trials, worth_simulating(base, ranked))
     spent = trials.spent
-    explained = reasons(trials, chosen, ranked, devices)
+    explained = Explainer(trials, chosen, ranked, devices).reasons()  # with what the search has simulated alone
     in_step = _in_step(trials, chosen, ("sync",) if shared else IN_STEP)
     return Tuned(
         devices=devices,
@@ -165,3 +167,49 @@ def _to_write(config: Config, base: Config, chosen: Point, kept: dict[str, Value
     if base.schedule is not None:
         keys.pop(SWAP, None)  # the schedule decides it
     return keys
+
+
+# A point must be this much faster than every fresher one to be worth a row.
+_WORTH = 0.005
+_FRESHER = 0.05
+_ROWS = 12
+
+
+def front(points: Sequence[Point], chosen: Point) -> list[Point]:
+    """Return the front, freshest first.
+
+    Each point is faster than all before it whose staleness, mean and maximum, is no higher. `chosen` is always among
+    them."""
+    kept: list[Point] = []
+    for point in sorted(points, key=_freshness):
+        fresher = [
+            other.images_per_s for other in kept if other.simulated.staleness_mean <= point.simulated.staleness_mean
+        ]
+        if not fresher or point.images_per_s > (1 + _WORTH) * max(fresher):
+            kept.append(point)
+    kept = [*(point for point in kept if not _same(point, chosen)), chosen]
+    return sorted(_thinned(kept, chosen), key=lambda point: (point.images_per_s, point.simulated.staleness_mean))
+
+
+def _freshness(point: Point) -> tuple[int, float, float]:
+    return point.simulated.staleness_max, point.simulated.staleness_mean, -point.images_per_s
+
+
+def _same(point: Point, chosen: Point) -> bool:
+    """Return whether a point is as fast as the chosen one, and no fresher by more than chance."""
+    as_fast = abs(point.images_per_s / chosen.images_per_s - 1) <= _WORTH
+    fresher = point.simulated.staleness_mean <= chosen.simulated.staleness_mean - _FRESHER
+    return as_fast and not fresher and point.simulated.staleness_max >= chosen.simulated.staleness_max
+
+
+def _thinned(points: list[Point], chosen: Point) -> list[Point]:
+    """Keep at most _ROWS points: as long as there are more, drops the one whose next faster neighbour is closest."""
+    points = sorted(points, key=lambda point: point.images_per_s)
+    while len(points) > _ROWS:
+        gaps = [
+            (points[i + 1].images_per_s / points[i].images_per_s, i)
+            for i in range(len(points) - 1)
+            if points[i] is not chosen
+        ]
+        del points[min(gaps)[1]]
+    return points

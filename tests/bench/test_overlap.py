@@ -14,7 +14,7 @@ from omni_async.bench.result import read_overlap, spread
 from omni_async.config import load
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import load_profile
-from omni_async.simulation.times import times_of
+from omni_async.simulation.result import times_of
 from tests.bench import overlap_world as world
 from tests.runtime.runtime_world import write_world
 

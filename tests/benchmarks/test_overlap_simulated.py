@@ -11,8 +11,8 @@ from benchmarks import overlap_simulated
 from omni_async.config import load
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import load_profile
+from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.simulation.times import times_of
 
 RECIPES = sorted(overlap_simulated.EMULATED.glob("*.yaml"))
 

@@ -16,7 +16,7 @@ from omni_async.performance.law import async_step, sync_step
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.performance.service import NOTHING, ServiceTime
-from omni_async.simulation.times import times_of
+from omni_async.simulation.result import times_of
 from omni_async.tracking import timeline
 from omni_async.tracking.summary import read_summary
 from omni_async.tracking.timeline import WAITS, read_trace

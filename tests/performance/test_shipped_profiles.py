@@ -14,8 +14,8 @@ from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, load_profile, shipped_profiles, write_profile
 from omni_async.performance.service import ServiceTime
+from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.simulation.times import times_of
 
 NAMES = sorted(profile.name for profile in shipped())
 SAMPLES = 512

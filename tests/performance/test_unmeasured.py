@@ -12,8 +12,8 @@ from omni_async.config.schema import Data, Lora, Model, Placement, Reward, Rollo
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.performance.stages import unmeasured, with_estimates
+from omni_async.simulation.result import not_measured, times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.simulation.times import not_measured, times_of
 
 SECOND = ServiceTime(fixed_s=1.0)
 PROFILE = Profile(

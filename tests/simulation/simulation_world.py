@@ -15,9 +15,8 @@ from omni_async.control.ledger import Ledger
 from omni_async.control.versions import Versions
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
-from omni_async.simulation.meters import Meters
 from omni_async.simulation.virtual_time import VirtualTimeLoop
-from omni_async.simulation.world import SharedDevices, World
+from omni_async.simulation.world import Meters, SharedDevices, World
 from omni_async.types import Prompt, SampleRequest, SampleResult, ScoreJob, ScoreResult, SdeWindow, WeightReport
 from pipelines.qwen_image.sampling import QwenImageSampling
 

@@ -15,9 +15,8 @@ from omni_async.config.schedule import apply_schedule
 from omni_async.performance.law import async_step, sync_step
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
-from omni_async.simulation.result import Simulated
+from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import Steady, simulate
-from omni_async.simulation.times import times_of
 
 EXACT = 0.01
 

@@ -18,10 +18,9 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.control.reporting import buffer_statistics
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as module
-from omni_async.simulation.bundles import choose_bundle, in_bundles
-from omni_async.simulation.meters import Gauge, Stretches, Window
 from omni_async.simulation.simulate import Steady, simulate
-from omni_async.simulation.sweep import arms
+from omni_async.simulation.sweep import arms, choose_bundle, in_bundles
+from omni_async.simulation.world import Gauge, Stretches, Window
 
 PROFILE = make_profile(
     generate=(1.0, 0.5),

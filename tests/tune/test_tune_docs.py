@@ -16,7 +16,7 @@ from omni_async.config.schedule import SCHEDULES
 from omni_async.config.schema import Config
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import write_profile
-from omni_async.simulation.times import times_of
+from omni_async.simulation.result import times_of
 from tests.tune.tune_world import PROFILE, RECIPE
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from omni_async.tune.front import front
-from omni_async.tune.trials import Point
+from omni_async.tune.search import Point
+from omni_async.tune.tuning import front
 from tests.tune.tune_world import PROFILE, job, simulate_by_law
 
 ANY = simulate_by_law(job(), PROFILE, updates=1, seed=0, bundle=1)

@@ -24,9 +24,8 @@ from omni_async.tune.keys import (
     fewest_trajectories,
     with_keys,
 )
-from omni_async.tune.search import LOSS, MODEST, fastest, search
+from omni_async.tune.search import LOSS, MODEST, Trials, fastest, search
 from omni_async.tune.split import ranked_splits, split_by_law, worth_simulating
-from omni_async.tune.trials import Trials
 from tests.tune.tune_world import PROFILE, job, simulate_by_law
 
 
