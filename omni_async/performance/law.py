@@ -35,6 +35,7 @@ class StageTimes(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
+        """The seconds of an update whose stages run one after the other."""
         return self.generate + self.score + self.train + self.publish
 
     @property
@@ -47,11 +48,6 @@ class StageTimes(msgspec.Struct, frozen=True):
         stages = {"rollout": self.generate + self.pause, "reward": self.score, "trainer": self.train + self.blocked}
         name = max(stages, key=lambda stage: stages[stage])
         return name, stages[name]
-
-
-def sync_step(times: StageTimes) -> float:
-    """Return the seconds of an update whose stages run one after the other."""
-    return times.total
 
 
 def async_step(times: StageTimes, max_updates: int) -> float:

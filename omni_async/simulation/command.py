@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +88,26 @@ def _positive(text: str) -> int:
 
 def simulate_recipe(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
-    config, profile = _read(options)
+    from omni_async.actors.plan import require_trainable
+    from omni_async.performance.profile import require_room
+
+    named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
+    config = load(options.recipe, [*options.overrides, *named])
+    profile = profile_of(config, options.profile)
+    require_trainable(config)
+    require_room(config, profile.payload)
 
     from rich.console import Console
 
     from omni_async.simulation.report import show, show_sweep
+    from omni_async.simulation.simulate import simulate
 
     console = Console(width=max(_NARROWEST, Console().width), highlight=False)
-    console.print(f"{options.recipe}: profile {profile.name}; {_size(config)}")
+    samples = config.trainer.groups_per_update * config.rollout.group_size
+    console.print(
+        f"{options.recipe}: profile {profile.name}; {samples} samples an update; {config.rollout.workers} engines,"
+        f" {config.reward.workers} reward workers, {config.trainer.workers} trainer ranks"
+    )
     if config.validation is not None:
         console.print("validation rounds are left out")
     if config.rollout.buckets:
@@ -105,7 +119,12 @@ def simulate_recipe(options: argparse.Namespace) -> int:
         console.print(problem)
     for note in _notes(jobs, profile):
         console.print(note)
-    results = [(name, job, _simulate(name, job, profile, updates, options)) for name, job, updates in jobs]
+    results: list[tuple[str, Config, Simulated]] = []
+    for name, job, updates in jobs:
+        with live_bar("{task.description}", "bar", "done", "updates", "left", total=updates) as bar:
+            progress = _lines(name, updates) if bar is None else partial(bar, name)
+            found = simulate(job, profile, updates=updates, seed=options.seed, bundle=options.bundle, progress=progress)
+        results.append((name, job, found))
     if options.sweep:
         show_sweep(console, results)
     else:
@@ -116,18 +135,6 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(options.json, _as_json(options.recipe, profile, results))
     return 0
-
-
-def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
-    from omni_async.actors.plan import require_trainable
-    from omni_async.performance.profile import require_room
-
-    named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
-    config = load(options.recipe, [*options.overrides, *named])
-    profile = profile_of(config, options.profile)
-    require_trainable(config)
-    require_room(config, profile.payload)
-    return config, profile
 
 
 def profile_of(config: Config, name: str | None) -> Profile:
@@ -173,34 +180,19 @@ def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
     """List the stages that the profile has no time for, and which of the jobs need them."""
     from omni_async.simulation.result import not_measured
 
-    needed_by: dict[str, list[str]] = {}
+    needed_by: dict[str, list[str]] = defaultdict(list)
     for name, job, _ in jobs:
         for note in not_measured(job, profile):
-            needed_by.setdefault(note, []).append(name)
+            needed_by[note].append(name)
     return [note if len(names) == len(jobs) else f"{', '.join(names)}: {note}" for note, names in needed_by.items()]
 
 
-def _size(config: Config) -> str:
-    return (
-        f"{config.trainer.groups_per_update * config.rollout.group_size} samples an update; {config.rollout.workers}"
-        f" engines, {config.reward.workers} reward workers, {config.trainer.workers} trainer ranks"
-    )
-
-
-def _simulate(name: str, config: Config, profile: Profile, updates: int, options: argparse.Namespace) -> Simulated:
-    from omni_async.simulation.simulate import simulate
-
-    with live_bar("{task.description}", "bar", "done", "updates", "left", total=updates) as show:
-        progress = _lines(name, updates) if show is None else lambda version: show(version, name)
-        return simulate(config, profile, updates=updates, seed=options.seed, bundle=options.bundle, progress=progress)
-
-
 @contextmanager
-def live_bar(*columns: str, total: int) -> Iterator[Callable[[int, str], None] | None]:
+def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] | None]:
     """Show a bar on stderr, so that stdout is the result alone; yields None where stderr is no terminal.
 
-    `columns`: `bar`, `done`, `left` and `elapsed` are progress; anything else is text. What is yielded takes how many
-    of `total` are made, and a description."""
+    `columns`: `bar`, `done`, `left` and `elapsed` are progress; anything else is text. What is yielded takes a
+    description, and how many of `total` are made."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -216,7 +208,7 @@ def live_bar(*columns: str, total: int) -> Iterator[Callable[[int, str], None] |
     shown = [kinds[column]() if column in kinds else progress.TextColumn(column) for column in columns]
     with progress.Progress(*shown, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
-        yield lambda made, what: bar.update(task, completed=made, description=what)
+        yield lambda what, made: bar.update(task, completed=made, description=what)
 
 
 def _lines(name: str, updates: int) -> Callable[[int], None]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omni_async.config import Config
-from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget, sync_step
+from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget
 from omni_async.role_table import WORKING
 from omni_async.simulation.result import Simulated
 
@@ -21,7 +21,12 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 
     `sync`: the same job, one stage after the other."""
     console.print(_steps(config, found, sync))
-    console.print(_stages(found))
+    t = found.times
+    console.print(
+        f"stages by the law: generate {_number(t.generate)} + pauses {_number(t.pause)}, score {_number(t.score)},"
+        f" train {_number(t.train)} + copying weights {_number(t.blocked)}, publish {_number(t.publish)}; from"
+        f" admission to weights {_number(t.latency)}"
+    )
     rate, per_device = found.images_per_s, found.images_per_s_per_device
     console.print(f"{_number(rate)} images/s over {found.devices:g} devices, {_number(per_device)} each\n")
     console.print(_roles(found))
@@ -33,24 +38,14 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 
 def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
     """Print a row per schedule and budget; speed-ups are against the first row."""
-    columns = (
-        "s/update",
-        "law",
-        "law/sim",
-        "speed-up",
-        "images/s",
-        "each",
-        *(role for role in WORKING if role in rows[0][2].busy),
-        "stale",
-        "most",
-    )
     table = _table(
         "every schedule, with room in the buffers: images/s of all devices and of each, busy share of the roles,"
         " staleness",
         "schedule",
+        *("s/update", "law", "law/sim", "speed-up", "images/s", "each"),
+        *(role for role in WORKING if role in rows[0][2].busy),
+        *("stale", "most"),
     )
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
     for name, _, found in rows:
         table.add_row(
             name,
@@ -71,25 +66,15 @@ def _steps(config: Config, found: Simulated, sync: Simulated) -> Table:
     budget = config.staleness.max_updates
     name, seconds = found.times.bottleneck
     table = _table("seconds per update", "", "law", "simulated", "law / simulated")
-    table.add_row(
-        "one stage after the other", _number(sync_step(sync.times)), _number(sync.step_s), f"{sync.bound_fraction:.3f}"
-    )
+    one_by_one = sync.times.total
+    table.add_row("one stage after the other", _number(one_by_one), _number(sync.step_s), f"{sync.bound_fraction:.3f}")
     table.add_row(
         f"this recipe, S = {budget}", _number(found.law_s), _number(found.step_s), f"{found.bound_fraction:.3f}"
     )
-    law, simulated = _ratio(sync_step(sync.times), found.law_s), _ratio(sync.step_s, found.step_s)
+    law, simulated = _ratio(one_by_one, found.law_s), _ratio(sync.step_s, found.step_s)
     table.add_row("speed-up", f"{law:.2f}", f"{simulated:.2f}", "")
     table.add_row(f"bottleneck: {name}", _number(seconds), "", "")
     return table
-
-
-def _stages(found: Simulated) -> str:
-    t = found.times
-    return (
-        f"stages by the law: generate {_number(t.generate)} + pauses {_number(t.pause)}, score {_number(t.score)},"
-        f" train {_number(t.train)} + copying weights {_number(t.blocked)}, publish {_number(t.publish)}; from"
-        f" admission to weights {_number(t.latency)}"
-    )
 
 
 def _roles(found: Simulated) -> Table:

@@ -226,8 +226,6 @@ class Batch:
 
     `swaps`: (first denoising step, version that computes from that step on), oldest first."""
 
-    __slots__ = ("end", "paused", "requests", "start", "step_s", "steps", "swaps")
-
     def __init__(self, requests: list[SampleRequest], start: float, seconds: float, steps: int, version: int) -> None:
         self.requests = requests
         self.start = start

@@ -41,16 +41,9 @@ class _NumberedTask(asyncio.Task[T]):
 
     asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order."""
 
-    def __init__(
-        self,
-        number: int,
-        coro: Coroutine[Any, Any, T],
-        loop: asyncio.AbstractEventLoop,
-        name: str | None,
-        context: Context | None,
-    ) -> None:
+    def __init__(self, number: int, coro: Coroutine[Any, Any, T], **options: Any) -> None:
         self._number = number
-        super().__init__(coro, loop=loop, name=name, context=context)
+        super().__init__(coro, **options)
 
     def __hash__(self) -> int:
         return self._number
@@ -65,7 +58,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     # as tuples, because those compare much faster than its TimerHandles.
     _ready: Any
     _stopping: bool
-    _closed: bool
+    _check_closed: Callable[[], None]
 
     def __init__(self, start: float = 0.0, dice: random.Random | None = None) -> None:
         super().__init__()
@@ -80,10 +73,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._num_tasks = 0
 
     def create_task(self, coro: Any, *, name: Any = None, context: Context | None = None) -> asyncio.Task[Any]:
-        if self._closed:
-            raise RuntimeError("Event loop is closed")
+        self._check_closed()
         self._num_tasks += 1
-        return _NumberedTask(self._num_tasks, coro, self, name or f"Task-{self._num_tasks}", context)
+        name = name or f"Task-{self._num_tasks}"
+        return _NumberedTask(self._num_tasks, coro, loop=self, name=name, context=context)
 
     def time(self) -> float:
         return self.now
@@ -91,8 +84,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        if self._closed:
-            raise RuntimeError("Event loop is closed")
+        self._check_closed()
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
@@ -100,8 +92,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        if self._closed:
-            raise RuntimeError("Event loop is closed")
+        self._check_closed()
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         timer._scheduled = True  # type: ignore[attr-defined]  # else its cancellation is not counted
         self._num_timers += 1
@@ -151,7 +142,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         while True:
             if not ready and not self._stopping and not (timers and timers[0][0] <= self._instant):
                 if self._settling:
-                    self._settle()
+                    callbacks, self._settling = self._settling, []
+                    for callback in callbacks:
+                        callback()
                 else:
                     self._jump()
             while timers and timers[0][0] <= self._instant:
@@ -168,11 +161,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                     handle._run()
             if self._stopping:
                 return
-
-    def _settle(self) -> None:
-        callbacks, self._settling = self._settling, []
-        for callback in callbacks:
-            callback()
 
     def _jump(self) -> None:
         """Jump to the next timer."""

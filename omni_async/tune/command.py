@@ -73,7 +73,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     import msgspec
 
-    from omni_async.tune.write import require_writable
+    from omni_async.tune.report import require_writable
 
     out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
     require_writable(out, options.recipe)
@@ -82,12 +82,12 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate
-    from omni_async.tune.report import text
+    from omni_async.tune.report import text, write_tuned
     from omni_async.tune.tuning import tune
-    from omni_async.tune.write import write_tuned
 
     columns = ("simulation", "done", "at most", "bar", "elapsed", "{task.description}")
-    with live_bar(*columns, total=options.budget) as show:
+    with live_bar(*columns, total=options.budget) as bar:
+        show = bar or (lambda summary, made: sys.stderr.writelines([f"simulated {made}: {summary}\n"]))
         tuned = tune(
             config,
             profile,
@@ -96,7 +96,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
             budget=options.budget,
             seed=options.seed,
             keep=options.keep,
-            progress=_line if show is None else lambda made, point: show(made, _summary(point)),
+            progress=lambda made, point: show(_summary(point), made),
         )
     tuned_config = with_keys(config, tuned.chosen.keys)
     notes = dict.fromkeys([*not_measured(config, profile), *not_measured(tuned_config, profile)])
@@ -126,10 +126,6 @@ def _require_usable(options: argparse.Namespace) -> None:
     for key in options.keep:
         if key not in TUNED:
             raise ConfigError(f"--keep: {key} is not tuned; keys that are: {', '.join(TUNED)}")
-
-
-def _line(made: int, point: Point) -> None:
-    sys.stderr.write(f"simulated {made}: {_summary(point)}\n")
 
 
 def _summary(point: Point) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -32,8 +33,6 @@ RANKS = "trainer.workers"
 SPLIT = (ENGINES, REWARDERS, RANKS)
 TUNED = (*SPLIT, S, GROUPS, TRAJECTORIES, WINDOW, PUBLISH, SWAP, INFLIGHT)
 
-SWAPS = ("step", "request", "drain")
-
 
 def with_keys(config: Config, keys: Keys) -> Config:
     """Return the configuration with these keys set; its checks are not run."""
@@ -45,11 +44,7 @@ def with_keys(config: Config, keys: Keys) -> Config:
 
 def keys_of(config: Config, paths: Iterable[str]) -> dict[str, Value]:
     """Return the configuration's values of these keys."""
-    found: dict[str, Value] = {}
-    for path in paths:
-        section, key = path.split(".")
-        found[path] = getattr(getattr(config, section), key)
-    return found
+    return {path: attrgetter(path)(config) for path in paths}
 
 
 def count(keys: Keys, path: str) -> int:
@@ -102,9 +97,8 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
         after[GROUPS] = (count(after, S) + 1) * config.trainer.groups_per_update
     if path in SPLIT:
         unit = half_batch(config, keys)
-        after[TRAJECTORIES] = (
-            math.ceil(count(keys, TRAJECTORIES) * _held(config, after) / _held(config, keys) / unit) * unit
-        )
+        slots = count(keys, TRAJECTORIES) * _held(config, after) / _held(config, keys)
+        after[TRAJECTORIES] = math.ceil(slots / unit) * unit
     after[TRAJECTORIES] = max(count(after, TRAJECTORIES), fewest_trajectories(config, after))
     return after
 
@@ -126,20 +120,16 @@ def _held(config: Config, keys: Keys) -> int:
 def values(config: Config, keys: Keys, path: str) -> list[Value]:
     """Return the values to try of a key that has few, the most modest first; the one that is set is among them."""
     if path == SWAP:
-        return list(SWAPS)
+        return ["step", "request", "drain"]
     if path == PUBLISH:
         return [k for k in (1, 2, 4) if k <= count(keys, S) + 1]
     if path == WINDOW:
-        return [
-            1,
-            *sorted({2, max(2, config.trainer.groups_per_update // 2), max(2, config.trainer.groups_per_update)}),
-        ]
+        groups = config.trainer.groups_per_update
+        return [1, *sorted({2, max(2, groups // 2), max(2, groups)})]
     if path == INFLIGHT:
+        # Slots cost nothing by themselves: the recipe's are as good as any.
         batch, here = config.rollout.max_batch, config.rollout.max_inflight
-        return [
-            here,
-            *sorted({batch, 2 * batch} - {here}),
-        ]  # slots cost nothing by themselves: the recipe's are as good as any
+        return [here, *sorted({batch, 2 * batch} - {here})]
     if path == REWARDERS:
         here = count(keys, path)
         return sorted({max(1, here // 2), max(1, here - 1), here, here + 1})

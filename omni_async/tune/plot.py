@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from omni_async.tune.keys import S, count
 from omni_async.tune.search import Point
 from omni_async.tune.tuning import Tuned
 
-_FRONT, _CHOSEN, _RECIPE, _OTHER = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#999999",
-)  # Okabe and Ito's, which colour-blind readers tell apart
+# Okabe and Ito's, which colour-blind readers tell apart.
+_FRONT, _CHOSEN, _RECIPE, _OTHER = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 
 def draw(tuned: Tuned, path: Path) -> None:
@@ -31,7 +27,9 @@ def picture(tuned: Tuned) -> Figure:
     axes.scatter(*_coordinates(tuned.points), s=16, color=_OTHER, label="simulated")
     axes.plot(*_coordinates(tuned.front), color=_FRONT, marker="o", label="front")
     for point in {count(point.keys, S): point for point in tuned.front}.values():
-        _label(axes, point)  # the fastest of each S
+        (mean,), (rate,) = _coordinates([point])  # the fastest of each S
+        place: dict[str, Any] = {"xytext": (4, -12), "textcoords": "offset points"}
+        axes.annotate(f"S = {count(point.keys, S)}", (mean, rate), **place, fontsize=8, color=_FRONT)
     axes.plot(
         *_coordinates([tuned.chosen]), color=_CHOSEN, marker="*", markersize=16, linestyle="none", label="recommended"
     )
@@ -48,10 +46,3 @@ def picture(tuned: Tuned) -> Figure:
 
 def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [point.simulated.staleness_mean for point in points], [point.images_per_s for point in points]
-
-
-def _label(axes: Axes, point: Point) -> None:
-    position = (point.simulated.staleness_mean, point.images_per_s)
-    axes.annotate(
-        f"S = {count(point.keys, S)}", position, xytext=(4, -12), textcoords="offset points", fontsize=8, color=_FRONT
-    )

@@ -1,56 +1,56 @@
-"""Reports the result of a search as text: the front, the choice with its reasons, the recipe and the law beside it."""
+"""Reports the result of a search: as text, and as a recipe that extends the one it was made for.
+
+The text has the front, the choice with its reasons, the recipe and the law beside it; the recipe has the chosen keys,
+with the reasons as comments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from omni_async.performance.law import max_speedup, sync_step
+import msgspec
+
+from omni_async.config import Config, ConfigError, load
+from omni_async.config.redact import redact
+from omni_async.config.yaml_text import to_yaml
+from omni_async.performance.law import max_speedup
 from omni_async.tune.explain import seconds
-from omni_async.tune.keys import (
-    ENGINES,
-    GROUPS,
-    INFLIGHT,
-    PUBLISH,
-    RANKS,
-    REWARDERS,
-    SWAP,
-    TRAJECTORIES,
-    WINDOW,
-    S,
-)
+from omni_async.tune.keys import with_keys
 from omni_async.tune.search import LOSS, Point, tolerated
 from omni_async.tune.tuning import Tuned
 
 _COLUMNS = {
-    S: "S",
-    ENGINES: "rollout",
-    REWARDERS: "reward",
-    RANKS: "trainer",
-    TRAJECTORIES: "samples",
-    GROUPS: "groups",
-    WINDOW: "window",
-    PUBLISH: "publish every",
-    SWAP: "swap",
-    INFLIGHT: "in flight",
+    "staleness.max_updates": "S",
+    "rollout.workers": "rollout",
+    "reward.workers": "reward",
+    "trainer.workers": "trainer",
+    "buffer.trajectories": "samples",
+    "buffer.groups": "groups",
+}
+# Shown only where they differ within the table.
+_RARE = {
+    "buffer.window": "window",
+    "weights.publish_every": "publish every",
+    "weights.swap": "swap",
+    "rollout.max_inflight": "in flight",
 }
 # A role that works less than this has devices to spare.
 _IDLE = 0.6
-# Shown only where they differ within the table.
-_RARE = {WINDOW, PUBLISH, SWAP, INFLIGHT}
 
 
 def text(tuned: Tuned) -> str:
     """Return the whole report, for a terminal or a pipe."""
+    head = f"{tuned.devices} {tuned.kind}, profile {tuned.profile}, {tuned.simulations} simulations"
+    marked = f"the smallest S within {100 * tolerated(tuned.noise, LOSS):.2g} % of the best throughput"
     parts = [
-        (
-            f"Throughput against staleness: {tuned.devices} {tuned.kind}, profile {tuned.profile}, {tuned.simulations}"
-            " simulations"
-        ),
+        f"Throughput against staleness: {head}",
         _front(tuned),
-        (
-            f"* recommended: the smallest S within {100 * tolerated(tuned.noise, LOSS):.2g} % of the best throughput,"
-            " and no slower than the recipe; samples and groups are buffer.trajectories and buffer.groups"
-        ),
+        f"* recommended: {marked}, and no slower than the recipe; samples and groups are buffer.trajectories and"
+        " buffer.groups",
         "",
         "Chosen:",
         *(f"  {path}: {reason}" for path, reason in tuned.reasons.items() if path in tuned.keys),
@@ -63,7 +63,7 @@ def text(tuned: Tuned) -> str:
 
 def _front(tuned: Tuned) -> str:
     rows = [point.keys for point in tuned.front]
-    shown = {path: name for path, name in _COLUMNS.items() if path not in _RARE or len({row[path] for row in rows}) > 1}
+    shown = _COLUMNS | {path: name for path, name in _RARE.items() if len({row[path] for row in rows}) > 1}
     head = ["", "images/s", "per device", "of best", "staleness mean", "max", *shown.values()]
     best = tuned.fastest.images_per_s
     lines = [
@@ -82,24 +82,13 @@ def _front(tuned: Tuned) -> str:
 
 
 def _comparison(tuned: Tuned) -> str:
-    head = [
-        "",
-        "devices",
-        "images/s",
-        "per device",
-        "tuned is",
-        "s per update",
-        "law",
-        "bound fraction",
-        "staleness mean",
-        "max",
-    ]
+    head = " |devices|images/s|per device|tuned is|s per update|law|bound fraction|staleness mean|max"
     rows = [
         _row("tuned", tuned, tuned.chosen, tuned.devices),
         _row("recipe as it is", tuned, tuned.recipe, tuned.recipe_devices),
         *(_row(f"schedule: {name}", tuned, point, tuned.devices) for name, point in tuned.in_step.items()),
     ]
-    return table([[*head, "busy: rollout", "reward", "trainer"], *rows])
+    return table([f"{head}|busy: rollout|reward|trainer".strip().split("|"), *rows])
 
 
 def _row(name: str, tuned: Tuned, point: Point, devices: float) -> list[str]:
@@ -124,7 +113,7 @@ def _remarks(tuned: Tuned) -> list[str]:
     remarks = [
         "tuned is: its images/s per device over the row's. By the law no overlap is more than"
         f" {max_speedup(tuned.times):.2f} times as fast as schedule: sync on the same split"
-        f" ({seconds(sync_step(tuned.times))} per update)."
+        f" ({seconds(tuned.times.total)} per update)."
     ]
     if not tuned.is_no_slower:
         remarks.append(
@@ -176,3 +165,105 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 def number(value: float) -> str:
     """Format a number with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+_WIDTH = 140
+
+
+def require_writable(out: Path, recipe: Path) -> None:
+    """Raise ConfigError, before anything is searched, if the file cannot be written or would replace the recipe."""
+    if out.exists() and out.samefile(recipe):
+        raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a", encoding="utf-8"):
+            pass
+        if out.stat().st_size == 0:
+            out.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {out}: {error.strerror or error}") from None
+
+
+def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str], tuned: Tuned) -> None:
+    """Write the tuned recipe.
+
+    Args:
+        out: The file.
+        recipe: The recipe that it extends.
+        config: That recipe with the command line's overrides.
+        overrides: Those of the command line, which go into the file too.
+        tuned: What was found.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    base = os.path.relpath(recipe.resolve(), out.parent.resolve())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(_tuned_yaml(base, config, overrides, tuned), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {out}: {error.strerror or error}") from None
+    written = load(out)
+    if written != with_keys(written, tuned.chosen.keys):
+        raise AssertionError(f"{out} does not read back as what was simulated")
+
+
+def _tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned) -> str:
+    """Return the text of the recipe. `base`: the recipe's path relative to the file's folder."""
+    simulated = tuned.chosen.simulated
+    head = (
+        f"{number(tuned.chosen.images_per_s)} images/s on {tuned.devices} {tuned.kind} ({number(simulated.step_s)} s"
+        f" per update), staleness {simulated.staleness_mean:.2f} on average and {simulated.staleness_max} at most,"
+        f" simulated with profile {tuned.profile}. The recipe as it is: {number(tuned.recipe.images_per_s)} images/s on"
+        f" {tuned.recipe_devices:g}. Written by omni-async tune."
+    )
+    given = _given(config, overrides, tuned.keys)
+    lines = [*_comment(head), *_yaml({"extends": base})]
+    if "schedule" in tuned.keys:
+        lines += [*_comment(f"schedule: {tuned.reasons['schedule']}"), *_yaml({"schedule": tuned.keys["schedule"]})]
+    sections = [path.split(".")[0] for path in tuned.keys if "." in path]
+    for section in dict.fromkeys([*sections, *given]):
+        rest = given.get(section, {})
+        if not isinstance(rest, dict):
+            lines += _yaml({section: rest})
+            continue
+        lines.append(f"{section}:")
+        for path, value in tuned.keys.items():
+            if path.startswith(f"{section}."):
+                lines += [f"  {line}" for line in [*_comment(tuned.reasons[path]), *_yaml({path.split(".")[1]: value})]]
+        if rest:
+            lines += [f"  {line}" for line in ["# given on the command line", *_yaml(rest)]]
+    return "\n".join(lines) + "\n"
+
+
+def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the command line changed, as a tree of final values, without what tuning chose.
+
+    Of a section given as a whole, the rest of it."""
+    resolved: Any = msgspec.to_builtins(config)
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        path = override.partition("=")[0].strip()
+        if path in chosen:
+            continue
+        value, at, keys = resolved, tree, path.split(".")
+        for depth, key in enumerate(keys):
+            value = value[key]
+            if depth == len(keys) - 1 or not isinstance(value, dict):  # lists are replaced as a whole
+                at[key] = value
+                break
+            at = at.setdefault(key, {})
+    for path in chosen:
+        section, _, key = path.partition(".")
+        if isinstance(tree.get(section), dict):
+            tree[section].pop(key, None)
+    return {section: redact(rest) for section, rest in tree.items() if rest != {}}
+
+
+def _comment(text: str) -> list[str]:
+    whole_words: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent="# ", subsequent_indent="#   ", **whole_words)
+
+
+def _yaml(tree: Mapping[str, Any]) -> list[str]:
+    return to_yaml(dict(tree)).splitlines()

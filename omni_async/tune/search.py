@@ -103,9 +103,8 @@ def scan(trials: Trials, splits: Sequence[Split], budgets: Sequence[int]) -> Non
     reached = [(point.images_per_s, split) for split in splits if (point := trials.at(roomy(config, split.keys, top)))]
     trials.measure_noise(fastest(trials.points))
     best = max(speed for speed, _ in reached)
-    close = sorted(
-        (pair for pair in reached if pair[0] >= (1 - tolerated(trials.noise, LOSS)) * best), key=lambda pair: -pair[0]
-    )
+    enough = (1 - tolerated(trials.noise, LOSS)) * best
+    close = sorted((pair for pair in reached if pair[0] >= enough), key=lambda pair: -pair[0])
     for _, split in close[:_SCANNED]:
         for budget in budgets:
             trials.at(roomy(config, split.keys, budget))
@@ -141,10 +140,9 @@ def narrowed(trials: Trials) -> Point:
     """Return `smallest_budget`, after simulating budgets between it and the next smaller one that was simulated."""
     while True:
         start = smallest_budget(trials)
-        below = max(
-            (_budget(point) for point in trials.points if _budget(point) < _budget(start)), default=_budget(start)
-        )
-        if _budget(start) - below <= 1 or trials.moved(start, S, (below + _budget(start)) // 2) is None:
+        budget = _budget(start)
+        below = max((_budget(point) for point in trials.points if _budget(point) < budget), default=budget)
+        if budget - below <= 1 or trials.moved(start, S, (below + budget) // 2) is None:
             return start
 
 
@@ -156,9 +154,9 @@ def refine(trials: Trials, start: Point) -> Point:
     here, seen = start, [start]
     for _ in range(_ROUNDS):
         before = here
-        for path, grid in ((TRAJECTORIES, _samples_grid), (GROUPS, _groups_grid)):
+        for path in (TRAJECTORIES, GROUPS):
             if path not in trials.kept:
-                seen += _bisected(trials, here, path, grid(trials, here), _enough(trials, seen))
+                seen += _bisected(trials, here, path, _grid(trials.config, here, path), _enough(trials, seen))
                 here = _plainest(trials, here, path, seen)
         for path in _short_lists(trials):
             seen += [p for value in values(trials.config, here.keys, path) if (p := trials.moved(here, path, value))]
@@ -180,10 +178,7 @@ def _short_lists(trials: Trials) -> list[str]:
 
 def _enough(trials: Trials, seen: Sequence[Point]) -> float:
     """Return the images per second that a plainer setting has to make."""
-    return max(
-        (1 - tolerated(trials.noise, MODEST)) * fastest(seen).images_per_s,
-        _recommendable(trials),
-    )
+    return max((1 - tolerated(trials.noise, MODEST)) * fastest(seen).images_per_s, _recommendable(trials))
 
 
 def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> Point:
@@ -191,11 +186,8 @@ def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> 
 
     All of them differ from `here` by this key alone."""
     others = trials.compared(here, path)
-    order = (
-        [*values(trials.config, here.keys, path)]
-        if path not in BUFFER_NAMES
-        else sorted([*others, here.keys[path]], key=int)
-    )
+    buffer = path in BUFFER_NAMES
+    order = sorted([*others, here.keys[path]], key=int) if buffer else values(trials.config, here.keys, path)
     tried = [point for value in order if (point := here if value == here.keys[path] else others.get(value))]
     enough = _enough(trials, seen)
     return next((point for point in tried if point.images_per_s >= enough), fastest([*tried, here]))
@@ -217,29 +209,18 @@ def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enoug
     return tried
 
 
-def _samples_grid(trials: Trials, here: Point) -> list[int]:
-    """List values from full batches of every engine to the most that was ever reserved, by half batches."""
-    fewest = fewest_trajectories(trials.config, here.keys)
-    return _grid(fewest, _reserved(here, TRAJECTORIES), half_batch(trials.config, here.keys))
+def _grid(config: Config, here: Point, path: str) -> list[int]:
+    """List sizes of a buffer up to the most slots that were ever reserved at once.
 
-
-def _groups_grid(trials: Trials, here: Point) -> list[int]:
-    """List values up to the most that was ever reserved, by quarters of an update."""
-    unit = max(1, trials.config.trainer.groups_per_update // 4)
-    return _grid(unit, _reserved(here, GROUPS), unit)
-
-
-def _grid(fewest: int, most: int, unit: int) -> list[int]:
-    steps = max(0, math.ceil((most - fewest) / unit))
-    return [fewest + unit * i for i in range(steps + 1)]
-
-
-def _reserved(here: Point, path: str) -> int:
-    """Return the most slots of a buffer that were ever reserved at once.
-
-    The simulator may count bundles, so only the fraction is meaningful."""
+    Trajectories: from full batches of every engine, by half batches; groups: by quarters of an update."""
+    if path == TRAJECTORIES:
+        fewest, unit = fewest_trajectories(config, here.keys), half_batch(config, here.keys)
+    else:
+        fewest = unit = max(1, config.trainer.groups_per_update // 4)
     occupancy = here.simulated.buffers[BUFFER_NAMES[path]]
-    return math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)
+    # The simulator may count bundles, so only the fraction is meaningful.
+    most = math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)
+    return [fewest + unit * i for i in range(max(0, math.ceil((most - fewest) / unit)) + 1)]
 
 
 def _budget(point: Point) -> int:
@@ -357,10 +338,8 @@ class Trials:
         Smaller differences mean nothing."""
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
-            speeds = [
-                point.images_per_s,
-                *(self.run(config, point.keys, self._seed + i).images_per_s for i in range(1, _SEEDS)),
-            ]
+            others = (self.run(config, point.keys, self._seed + i) for i in range(1, _SEEDS))
+            speeds = [point.images_per_s, *(other.images_per_s for other in others)]
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
