@@ -11,8 +11,7 @@ import pytest
 from simulation_world import FakeCoordinator, make_config, make_profile, make_world, request
 
 from omni_async.performance.emulation import Draws
-from omni_async.simulation.simulated_roles import Batch, SimulatedEngine
-from omni_async.simulation.simulated_roles import SimulatedPublisher, reward_worker
+from omni_async.simulation.simulated_roles import Batch, SimulatedEngine, SimulatedPublisher, reward_worker
 from omni_async.simulation.virtual_time import run
 from omni_async.simulation.world import SharedDevices, World, at_once
 from omni_async.types import Prompt, ScoreJob, SdeWindow

@@ -17,9 +17,8 @@ from omni_async.performance.service import ServiceTime
 from omni_async.simulation.simulate import simulate
 from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
 from omni_async.tune.plot import picture
-from omni_async.tune.report import text
+from omni_async.tune.report import require_writable, text, write_tuned
 from omni_async.tune.tuning import overlapped, tune
-from omni_async.tune.report import require_writable, write_tuned
 from tests.tune.tune_world import PROFILE, RECIPE, job, simulate_by_law
 
 VARIED = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.05), score=ServiceTime(unit_s=0.2, cv=0.1))
