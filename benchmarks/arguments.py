@@ -31,12 +31,6 @@ def benchmark_parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Adds `key.path=value ...`."""
-    text = "override a value of the recipe in every run (values are YAML)"
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
-
-
 def add_emulated(parser: argparse.ArgumentParser) -> None:
     """Adds the names of emulated recipes, all of them by default."""
     names = ", ".join(emulated_names())

@@ -3,8 +3,7 @@ generation.
 
 Trainer and engines are Ray actors that run the framework's own rank, publisher, producers and transports on a model of
 each size (`weights_model`, `weights_roles`); all transports, and plain copies of the same bytes, take turns within a
-repeat (`weights_measure`). Generation is the quickstart's. What a difference of versions would save is computed on the
-quickstart's weights (`weights_delta`).
+repeat (`weights_measure`). Generation is the quickstart's.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from omni_async.config import Config, ConfigError, load
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 TRANSPORTS = ("object_store", "disk", "collective")
-_RATES = (1e-5, 3e-5, 1e-4)
 _HELP = """\
 Trainer-blocked time and publish-to-swapped latency by payload size and transport, against plain memory copies;
 generation during publishes.
 
   python -m benchmarks.weights                                # 10 MB to 2 GB, all transports; ~10 minutes on two cores
   python -m benchmarks.weights --max-mb 100 --repeats 3       # what fits a small machine
-  python -m benchmarks.weights --sizes --window 0             # neither publishes nor generation: the differences alone
+  python -m benchmarks.weights --sizes                        # no payloads: generation during publishes alone
   python -m benchmarks.weights --engine vllm_omni --sizes 10  # generation by the production engine
 
 OUT gets results.json; the tables are printed. A `!` marks a missed target: blocked <= 1.5 copies, generation >= 95 %
@@ -96,26 +94,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="object_store",
         help="of publishes during generation (default: object_store)",
     )
-    add(
-        "--delta-steps",
-        type=int,
-        default=20,
-        metavar="N",
-        help="AdamW steps before versions are compared; 0: not (default: 20)",
-    )
     add("--recipe", type=Path, default=RECIPE, help="whose model generates (default: the quickstart)")
     return parser.parse_args(arguments)
 
 
 def _measure(config: Config, options: argparse.Namespace, console: Console) -> Results:
-    from benchmarks.weights_delta import measure_delta
     from benchmarks.weights_measure import measure_publishes, measure_throughput, ray_session
 
     def log(line: str) -> None:
         console.print(line, markup=False, highlight=False)
 
     sizes, notes = _sizes(options)
-    results = Results(describe_machine(), asked(options), [], [], [], notes)
+    results = Results(describe_machine(), asked(options), [], [], notes)
     if sizes or options.window:
         with (
             tempfile.TemporaryDirectory(prefix="weights-", dir=options.out) as name,
@@ -149,8 +139,6 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
                     log=log,
                 )
                 results.throughput.extend(asyncio.run(throughput))
-    if options.delta_steps:
-        results.deltas.extend(measure_delta(config, _RATES, options.delta_steps))
     return results
 
 

@@ -11,7 +11,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.weights_delta import DeltaRecord
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from omni_async.bench.machine import Machine
 from omni_async.bench.result import Spread, spread
@@ -28,7 +27,6 @@ class Results(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     publishes: list[PublishRecord]
     throughput: list[ThroughputRecord]
-    deltas: list[DeltaRecord]
     notes: list[str]
 
 
@@ -38,8 +36,6 @@ def show(results: Results, console: Console) -> None:
         console.print(_publishes(results.publishes))
     if results.throughput:
         console.print(_throughput(results.throughput))
-    if results.deltas:
-        console.print(_deltas(results.deltas))
     for note in results.notes:
         console.print(note, markup=False, highlight=False)
 
@@ -94,28 +90,6 @@ def _throughput(records: Sequence[ThroughputRecord]) -> Table:
         per_second = spread([r.publishes / r.seconds for r in group])
         table.add_row(
             arm.replace("_", " "), _text(per_second), _text(spread([_rate(r) for r in group])), _text(share) + met
-        )
-    return table
-
-
-def _deltas(records: Sequence[DeltaRecord]) -> Table:
-    table = Table(
-        "lr", "AdamW step", "elements changed", "bits + values", "zlib of xor", "pack + apply / copy", "zlib / copy",
-        "worth it below",
-        title="A difference instead of all bf16 weights: size as a share of all bytes, time in plain copies, and the "
-        "link on which it breaks even",
-    )  # fmt: skip
-    for r in records:
-        link = 2 * r.num_elements * (1 - r.packed_bytes) / (r.pack_s + r.apply_s)
-        table.add_row(
-            f"{r.lr:g}",
-            str(r.steps),
-            f"{r.changed:.1%}",
-            f"{r.packed_bytes:.1%}",
-            f"{r.zlib_bytes:.1%}",
-            f"{(r.pack_s + r.apply_s) / r.copy_s:.0f}",
-            f"{r.zlib_s / r.copy_s:.0f}",
-            f"{8e-9 * link:.2g} Gbit/s",
         )
     return table
 

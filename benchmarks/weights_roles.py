@@ -127,10 +127,6 @@ class EngineHost:
         await asyncio.gather(*(self._engine.generate(request) for request in requests[:samples]))
         return time.perf_counter() - started
 
-    async def processor_seconds(self) -> float:
-        """Returns the processor time that this process has taken so far, in all threads."""
-        return time.process_time()
-
 
 class _Route:
     """An engine host as the publisher of one transport knows it."""

@@ -84,7 +84,7 @@ def test_every_transport_brings_two_engines_the_same_weights_update_after_update
 def test_a_tiny_run_measures_every_arm_and_leaves_its_numbers(
     local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_recipe: Path
 ) -> None:
-    arguments = ["--sizes", "1", "100000", "--repeats", "2", "--window", "0.1", "--every", "0.05", "--delta-steps", "1"]
+    arguments = ["--sizes", "1", "100000", "--repeats", "2", "--window", "0.1", "--every", "0.05"]
     assert weights.main([*arguments, "--recipe", str(tiny_recipe), "--out", str(tmp_path)]) == 0
     results = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Results)
     assert [(r.transport, r.repeat) for r in results.publishes] == [
@@ -97,7 +97,6 @@ def test_a_tiny_run_measures_every_arm_and_leaves_its_numbers(
         (a, n) for n in range(2) for a in ("quiet", "periodic", "back_to_back")
     ]
     assert [r.publishes == 0 for r in results.throughput] == [True, False, False] * 2
-    assert [(r.lr, r.steps) for r in results.deltas] == [(1e-5, 1), (3e-5, 1), (1e-4, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     shown = capsys.readouterr().out
     assert "left out: 100000 MB (--max-mb is 2000" in shown

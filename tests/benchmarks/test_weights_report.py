@@ -1,5 +1,4 @@
-"""Tests the weight benchmark's report: ratios within a repeat, missed targets marked, differences that can be
-applied."""
+"""Tests the weight benchmark's report: ratios within a repeat, missed targets marked."""
 
 from __future__ import annotations
 
@@ -9,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks import weights
 from benchmarks.arguments import write_json
-from benchmarks.weights_delta import DeltaRecord, apply, pack
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from benchmarks.weights_report import Results, show
 from omni_async.bench.machine import describe_machine
@@ -34,7 +29,7 @@ def window(arm: str, repeat: int, seconds: float, publishes: int = 0) -> Through
 
 
 def text(**records: Any) -> list[str]:
-    given = {"publishes": [], "throughput": [], "deltas": [], "notes": [], **records}
+    given = {"publishes": [], "throughput": [], "notes": [], **records}
     console = Console(file=io.StringIO(), width=200)
     show(Results(describe_machine(), {}, **given), console)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -81,27 +76,11 @@ def test_generation_is_compared_with_the_quiet_window_of_its_own_repeat() -> Non
     assert "4 (4..4)" in line
 
 
-def test_the_link_on_which_a_difference_breaks_even_is_what_it_saves_in_the_time_it_takes() -> None:
-    record = DeltaRecord(1e-5, 1, 500_000_000, 0.1, 0.2, 0.15, 0.1, 0.5, 0.3, 9.0)
-    line = line_with(text(deltas=[record]), "1e-05")
-    assert "8 Gbit/s" in line  # 0.8 of 1 GB in 0.8 s
-
-
 def test_results_can_be_read_back(tmp_path: Path) -> None:
     results = Results(
-        describe_machine(), {"repeats": 1}, [publish(0, 0.001, 0.001)], [window("quiet", 0, 1.0)], [], ["a note"]
+        describe_machine(), {"repeats": 1}, [publish(0, 0.001, 0.001)], [window("quiet", 0, 1.0)], ["a note"]
     )
     assert msgspec.json.decode(write_json(tmp_path / "results.json", results).read_bytes(), type=Results) == results
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
-def test_a_difference_that_is_applied_gives_the_later_weights(pairs: list[tuple[int, int]]) -> None:
-    before, after = np.array(pairs, np.uint16).T.copy()
-    mask, values = pack(before, after)
-    assert len(values) == np.count_nonzero(before != after)
-    assert mask.nbytes == -(-len(pairs) // 8)
-    assert np.array_equal(apply(before, mask, values), after)
 
 
 def options(**changes: Any) -> argparse.Namespace:
