@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.arguments import benchmark_parser
 from omni_async.bench.machine import Machine, describe_machine
 from omni_async.config import Config, ConfigError, check
-from omni_async.config.sizes import SizeText, bytes_of, size_text
+from omni_async.config.section import SizeText, bytes_of, size_text
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from omni_async.algorithms.decay import nft_decay
 from omni_async.config.algorithm import Algorithm
-from omni_async.config.objective_section import OBJECTIVES
+from omni_async.config.load import OBJECTIVES
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
 from omni_async.entry_points import load_named

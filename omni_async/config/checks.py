@@ -6,15 +6,46 @@ Bounds of single values are in the schema.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from omni_async.backends import find_backend
 from omni_async.config.schema import Config
-from omni_async.config.sizes import size_text
+from omni_async.config.section import size_text
 from omni_async.families import SamplingSpec
 
 _MOST_LIVE_GROUPS = 100_000
 _LEAST_SHARE = 0.0001  # of a CPU or an accelerator
+
+
+def check(config: Config) -> str | None:
+    """Return the first problem found, or None."""
+    return next(_problems(config), None)
+
+
+def _problems(c: Config) -> Iterator[str]:
+    yield from _data(c)
+    yield from _window(c)
+    yield from _placement(c)
+    yield from _staleness(c)
+    yield from _batching(c)
+    yield from _training(c)
+    yield from _reward(c)
+    yield from _runtime(c)
+    names = [role.name for role in c.roles]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            yield f"roles.{number}.name: {name!r} is there twice; raise its `workers` instead"
+
+
+def _data(c: Config) -> Iterator[str]:
+    if c.emulation is not None:
+        if c.data.preferences is not None:
+            yield "emulation.profile: emulated devices generate their samples; leave out data.preferences"
+    elif c.data.prompts is None and c.data.preferences is None:
+        yield (
+            "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"
+            " diffusion_dpo"
+        )
 
 
 def _window(c: Config) -> Iterator[str]:
@@ -33,71 +64,56 @@ def _window(c: Config) -> Iterator[str]:
         )
 
 
-def _data(c: Config) -> Iterator[str]:
-    if c.emulation is not None:
-        if c.data.preferences is not None:
-            yield "emulation.profile: emulated devices generate their samples; leave out data.preferences"
-        return
-    if c.data.prompts is None and c.data.preferences is None:
-        yield (
-            "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"
-            " diffusion_dpo"
-        )
+def _placement(c: Config) -> Iterator[str]:
+    for key, resources in c.resources.items():
+        gpus = resources.gpus
+        if gpus > 1 and gpus != int(gpus):
+            yield (
+                f"{key}.gpus: Ray divides one accelerator, but no more than one: expected a part of 1 or a"
+                f" whole number, got {gpus:g}"
+            )
+        for kind, asked in (("cpus", resources.cpus), ("gpus", gpus)):
+            if 0 < asked < _LEAST_SHARE:
+                yield f"{key}.{kind}: Ray counts in ten-thousandths, expected at least {_LEAST_SHARE}, got {asked:g}"
 
 
-def _live_groups(c: Config) -> Iterator[str]:
+def _staleness(c: Config) -> Iterator[str]:
+    buffer, every = c.buffer, c.weights.publish_every
     live = (c.staleness.max_updates + 1) * c.trainer.groups_per_update
     if live > _MOST_LIVE_GROUPS:
         yield (
             f"staleness.max_updates: (S + 1) x trainer.groups_per_update = {live} groups may be alive at once, at most"
             f" {_MOST_LIVE_GROUPS} are kept track of; lower one of them"
         )
-
-
-def _placement(c: Config) -> Iterator[str]:
-    for key, resources in c.resources.items():
-        cpus, gpus = resources.cpus, resources.gpus
-        if gpus > 1 and gpus != int(gpus):
-            yield (
-                f"{key}.gpus: Ray divides one accelerator, but no more than one: expected a part of 1 or a"
-                f" whole number, got {gpus:g}"
-            )
-        for kind, asked in (("cpus", cpus), ("gpus", gpus)):
-            if 0 < asked < _LEAST_SHARE:
-                yield (f"{key}.{kind}: Ray counts in ten-thousandths, expected at least {_LEAST_SHARE}, got {asked:g}")
-
-
-def _exact(c: Config) -> Iterator[str]:
-    if not c.staleness.exact:
-        return
-    live = (c.staleness.max_updates + 1) * c.trainer.groups_per_update
-    if c.buffer.groups < live:
+    if c.staleness.exact and buffer.groups < live:
         yield (
             f"buffer.groups: staleness.exact waits for all {live} admitted groups, so they must fit; got"
-            f" {c.buffer.groups}"
+            f" {buffer.groups}"
         )
-    if c.weights.publish_every != 1:
+    if c.staleness.exact and every != 1:
         yield (
             "weights.publish_every: staleness.exact trains on nothing older than S updates, so every update is"
-            f" published; got {c.weights.publish_every}"
+            f" published; got {every}"
         )
-
-
-def _bytes(c: Config) -> Iterator[str]:
-    if c.buffer.bound is None:
-        return
-    if c.staleness.exact:
+    if c.staleness.exact and buffer.bound is not None:
         yield (
             "buffer.max_bytes: staleness.exact waits for a whole number of updates' groups, which a bound in bytes may"
-            f" keep out; leave one of them out, got {c.buffer.max_bytes}"
+            f" keep out; leave one of them out, got {buffer.max_bytes}"
         )
-    samples = c.trainer.groups_per_update * c.rollout.group_size
-    media = _media_bytes(c)
-    if media and c.buffer.bound <= samples * media:
+    samples, media = c.trainer.groups_per_update * c.rollout.group_size, _media_bytes(c)
+    if media and buffer.bound is not None and buffer.bound <= samples * media:
         yield (
             f"buffer.max_bytes: an update's {samples} samples are held together, with {size_text(media)} of media"
-            f" each and their trajectories: expected more than {size_text(samples * media)}, got {c.buffer.max_bytes}"
+            f" each and their trajectories: expected more than {size_text(samples * media)}, got {buffer.max_bytes}"
         )
+    if c.staleness.max_updates + 1 < every:
+        yield (
+            f"staleness.max_updates: {c.staleness.max_updates} is smaller than weights.publish_every - 1 ="
+            f" {every - 1}: the trainer would wait for groups that only a publish admits; raise"
+            " max_updates or lower publish_every"
+        )
+    if c.weights.payload == "lora" and c.model.lora is None:
+        yield "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"
 
 
 def _media_bytes(c: Config) -> int:
@@ -106,17 +122,6 @@ def _media_bytes(c: Config) -> int:
     return max(
         (sum(math.prod(part.shape) for part in spec.media() if part.part != "audio") for spec in specs), default=0
     )
-
-
-def _publishing(c: Config) -> Iterator[str]:
-    if c.staleness.max_updates + 1 < c.weights.publish_every:
-        yield (
-            f"staleness.max_updates: {c.staleness.max_updates} is smaller than weights.publish_every - 1 ="
-            f" {c.weights.publish_every - 1}: the trainer would wait for groups that only a publish admits; raise"
-            " max_updates or lower publish_every"
-        )
-    if c.weights.payload == "lora" and c.model.lora is None:
-        yield "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"
 
 
 def _batching(c: Config) -> Iterator[str]:
@@ -132,7 +137,7 @@ def _batching(c: Config) -> Iterator[str]:
         yield "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for 'emulated'; use 'step'"
 
 
-def _batches(c: Config) -> Iterator[str]:
+def _training(c: Config) -> Iterator[str]:
     t = c.trainer
     if t.groups_per_update % t.steps_per_update:
         yield (
@@ -148,45 +153,35 @@ def _batches(c: Config) -> Iterator[str]:
             f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update},"
             " which streaming: off collects first"
         )
-
-
-def _backend(c: Config) -> Iterator[str]:
     # Ranks without accelerators of their own compute on the CPU; in one process only the machine tells.
     on_cpu = c.run.runtime == "ray" and c.placement.trainer.gpus == 0
     try:
-        find_backend(c.trainer.backend, workers=c.trainer.workers, offload=c.trainer.offload, on_cpu=on_cpu)
+        find_backend(t.backend, workers=t.workers, offload=t.offload, on_cpu=on_cpu)
     except ValueError as error:
         yield str(error)
+    if c.algorithm.clip_range is not None and c.algorithm.clip_range_nats is not None:
+        yield "algorithm.clip_range: give either clip_range or clip_range_nats, not both"
 
 
 def _reward(c: Config) -> Iterator[str]:
-    needed = c.trainer.groups_per_update * c.rollout.group_size
-    if not c.reward.streaming and c.buffer.trajectories < needed:
+    r, needed = c.reward, c.trainer.groups_per_update * c.rollout.group_size
+    if not r.streaming and c.buffer.trajectories < needed:
         yield (
             f"buffer.trajectories: with reward.streaming: false an update's {needed} samples lie there at once, got"
             f" {c.buffer.trajectories}"
         )
-    if c.reward.backoff_max_s < c.reward.backoff_s:
+    if r.backoff_max_s < r.backoff_s:
+        yield (f"reward.backoff_max_s: pauses begin with reward.backoff_s = {r.backoff_s:g}, got {r.backoff_max_s:g}")
+    if r.hedge_s is not None and r.hedge_s >= r.timeout_s:
         yield (
-            f"reward.backoff_max_s: pauses begin with reward.backoff_s = {c.reward.backoff_s:g}, got"
-            f" {c.reward.backoff_max_s:g}"
+            f"reward.hedge_s: a call is given up after reward.timeout_s = {r.timeout_s:g}, so expected less, got"
+            f" {r.hedge_s:g}"
         )
-    if c.reward.hedge_s is not None and c.reward.hedge_s >= c.reward.timeout_s:
-        yield (
-            f"reward.hedge_s: a call is given up after reward.timeout_s = {c.reward.timeout_s:g}, so expected less, got"
-            f" {c.reward.hedge_s:g}"
-        )
-
-
-def _algorithm(c: Config) -> Iterator[str]:
-    if c.algorithm.clip_range is not None and c.algorithm.clip_range_nats is not None:
-        yield "algorithm.clip_range: give either clip_range or clip_range_nats, not both"
-    if c.emulation is not None:
-        return
-    if c.data.preferences is None and not c.reward.scorers:
-        yield "reward.scorers: required, at least one; `omni-async list` shows them"
-    elif c.data.preferences is None and not any(s.weight for s in c.reward.scorers):
-        yield "reward.scorers: every weight is 0, so there is no reward"
+    if c.emulation is None and c.data.preferences is None:
+        if not r.scorers:
+            yield "reward.scorers: required, at least one; `omni-async list` shows them"
+        elif not any(scorer.weight for scorer in r.scorers):
+            yield "reward.scorers: every weight is 0, so there is no reward"
 
 
 def _runtime(c: Config) -> Iterator[str]:
@@ -195,46 +190,17 @@ def _runtime(c: Config) -> Iterator[str]:
             "placement.colocated: roles that share devices take turns, which is staleness.max_updates: 0, got"
             f" {c.staleness.max_updates}"
         )
-    if c.run.runtime == "inprocess" and c.weights.transport == "collective":
+    if c.run.runtime == "ray":
+        return
+    if c.weights.transport == "collective":
         yield "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
-    if c.run.runtime == "inprocess" and c.emulation is None:
-        if c.rollout.engine == "vllm_omni" and c.data.preferences is None:
-            yield (
-                "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray,"
-                " or engine: diffusers"
-            )
-        if c.trainer.workers > 1:
-            yield (
-                f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use"
-                " runtime: ray"
-            )
-
-
-def _roles(c: Config) -> Iterator[str]:
-    names = [role.name for role in c.roles]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            yield f"roles.{number}.name: {name!r} is there twice; raise its `workers` instead"
-
-
-_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _data,
-    _window,
-    _live_groups,
-    _placement,
-    _exact,
-    _bytes,
-    _publishing,
-    _batching,
-    _batches,
-    _backend,
-    _reward,
-    _algorithm,
-    _runtime,
-    _roles,
-)
-
-
-def check(config: Config) -> str | None:
-    """Return the first problem found, or None."""
-    return next((problem for section in _CHECKS for problem in section(config)), None)
+    if c.emulation is None and c.rollout.engine == "vllm_omni" and c.data.preferences is None:
+        yield (
+            "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray,"
+            " or engine: diffusers"
+        )
+    if c.emulation is None and c.trainer.workers > 1:
+        yield (
+            f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use"
+            " runtime: ray"
+        )

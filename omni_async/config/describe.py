@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import types
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-_BOUNDS = (
-    ("ge", ">="),
-    ("gt", ">"),
-    ("le", "<="),
-    ("lt", "<"),
-    ("multiple_of", "multiple of"),
-    ("min_length", "length >="),
-    ("pattern", "matching"),
-)
+_BOUNDS = {
+    "ge": ">=",
+    "gt": ">",
+    "le": "<=",
+    "lt": "<",
+    "multiple_of": "multiple of",
+    "min_length": "length >=",
+    "pattern": "matching",
+}
 
 
 def _strip(annotation: Any) -> tuple[Any, list[msgspec.Meta]]:
-    if get_origin(annotation) is Annotated:
-        base, *metas = get_args(annotation)
-        inner, more = _strip(base)
-        return inner, [*more, *(m for m in metas if isinstance(m, msgspec.Meta))]
-    return annotation, []
+    if get_origin(annotation) is not Annotated:
+        return annotation, []
+    base, *metas = get_args(annotation)
+    return base, [meta for meta in metas if isinstance(meta, msgspec.Meta)]
 
 
-def _shown(bound: Any) -> str:
-    """Format 1000000.0 as 1000000, 1e+12 as 1e12."""
-    return f"{bound:.12g}".replace("e+", "e") if isinstance(bound, float) else str(bound)
-
-
-def _bound(meta: msgspec.Meta, key: str, word: str) -> str:
-    why = (meta.extra or {}).get("why")
-    return f"of {why}" if key == "pattern" and why else f"{word} {_shown(getattr(meta, key))}"
+def _extra(meta: msgspec.Meta, key: str) -> Any:
+    return (meta.extra or {}).get(key)
 
 
 def describe(annotation: Any, value: Any = None) -> str:
@@ -43,35 +41,35 @@ def describe(annotation: Any, value: Any = None) -> str:
     Bounds that only keep absurd values out are named where `value` may have left them."""
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
-    bounds = [_bound(m, key, word) for m in metas for key, word in _BOUNDS if _matters(m, key, value)]
+    bounds = [_bound(meta, key) for meta in metas for key in _BOUNDS if _matters(meta, key, value)]
     if origin is Literal:
-        text = "one of " + ", ".join(repr(a) for a in args)
+        text = "one of " + ", ".join(map(repr, args))
     elif origin in (Union, types.UnionType):
-        text = " or ".join(describe(a, value) for a in args)
+        text = " or ".join(describe(arg, value) for arg in args)
     elif origin is tuple:
-        text = (
-            f"list of {describe(args[0], value)}"
-            if args[-1] is Ellipsis
-            else f"list of {len(args)} {describe(args[0], value)}"
-        )
+        number = "" if args[-1] is Ellipsis else f"{len(args)} "
+        text = f"list of {number}{describe(args[0], value)}"
     elif base is type(None):
         text = "null"
     elif base is Any or origin is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct)):
         text = "mapping"
     else:
         text = getattr(base, "__name__", str(base))
-    return ", ".join([f"{text} {bounds[0]}", *bounds[1:]]) if bounds else text
+    return f"{text} {', '.join(bounds)}" if bounds else text
 
 
-def description(annotation: Any) -> str:
-    """Return the documentation attached to a field, or an empty string."""
-    return next((m.description for m in reversed(_strip(annotation)[1]) if m.description), "")
+def _bound(meta: msgspec.Meta, key: str) -> str:
+    bound, why = getattr(meta, key), _extra(meta, "why")
+    if key == "pattern" and why:
+        return f"of {why}"
+    # 1000000.0 as 1000000, and 1e+12 as 1e12
+    return f"{_BOUNDS[key]} {f'{bound:.12g}'.replace('e+', 'e') if isinstance(bound, float) else bound}"
 
 
 def _matters(meta: msgspec.Meta, key: str, value: Any) -> bool:
     if getattr(meta, key) is None:
         return False
-    if not (meta.extra or {}).get("generous"):
+    if not _extra(meta, "generous"):
         return True
     return _is_above(meta, value) if key == "le" else key != "pattern" or isinstance(value, str)
 
@@ -82,9 +80,12 @@ def _is_above(meta: msgspec.Meta, value: Any) -> bool:
 
 def reason(annotation: Any, value: Any) -> str:
     """Return the reason why `value` is too large; empty where the bound needs none."""
-    return next(
-        (str(why) for m in _strip(annotation)[1] if (why := (m.extra or {}).get("why")) and _is_above(m, value)), ""
-    )
+    return next((why for m in _strip(annotation)[1] if (why := _extra(m, "why")) and _is_above(m, value)), "")
+
+
+def description(annotation: Any) -> str:
+    """Return the documentation attached to a field, or an empty string."""
+    return next((m.description for m in reversed(_strip(annotation)[1]) if m.description), "")
 
 
 def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
@@ -125,15 +126,32 @@ def annotation_at(root: type[msgspec.Struct], path: list[str]) -> Any:
 
 
 def walk(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, annotation, default) of every field, depth first; `msgspec.NODEFAULT` marks required fields."""
-    hints = fields_of(section)
+    """Yield (path, annotation, default) of every field, depth first; `msgspec.NODEFAULT` marks required fields.
+
+    The text below a field is its annotation's `description`."""
+    hints, texts = fields_of(section), _texts_below(section)
     for field in msgspec.structs.fields(section):
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
-        path = f"{prefix}{field.name}"
-        yield path, hints[field.name], default
-        nested = struct_of(hints[field.name])
+        hint, path = hints[field.name], f"{prefix}{field.name}"
+        text = texts.get(field.name)
+        yield path, Annotated[hint, msgspec.Meta(description=text)] if text else hint, default
+        nested = struct_of(hint)
         if nested is not None:
-            is_list = get_origin(_strip(hints[field.name])[0]) is tuple
-            yield from walk(nested, f"{path}{'[]' if is_list else ''}.")
+            yield from walk(nested, f"{path}{'[]' if get_origin(_strip(hint)[0]) is tuple else ''}.")
+
+
+@cache
+def _texts_below(section: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the text below each field of a section. Only its source has them; without one there are none."""
+    try:
+        [found] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    texts = {}
+    for field, below in pairwise(found.body if isinstance(found, ast.ClassDef) else ()):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
+    return texts

@@ -10,24 +10,36 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from omni_async.config.checkpoint_family import family_of
 from omni_async.config.checks import check
 from omni_async.config.decode import decode
-from omni_async.config.objective_section import objective_section
+from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import redact, shown
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config, Role
+from omni_async.config.section import Section
 from omni_async.config.tree import errors_of, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
-from omni_async.families import find_family
+from omni_async.entry_points import load_registered
+from omni_async.families import family_names, find_family
 from omni_async.services import find_service
+
+OBJECTIVES = "omni_async.objectives"
+# `algorithms/registry.py` has what these are; here a name is only told from a misspelt one.
+BUILT_IN_OBJECTIVES = (
+    *("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"),
+    *("diffusion_nft", "awm", "diffusion_dpo"),
+)
+_LARGEST_INDEX = 10_000_000
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -82,14 +94,54 @@ def with_spec(config: Config) -> Config:
     return replace(config, model=replace(config.model, pipeline=name), rollout=rollout)
 
 
+def family_of(folder: Path) -> str:
+    """Return the one installed family that takes the checkpoint in `folder`, by the class that its index names.
+
+    ValueError, one line naming the key, if there is none, or several."""
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise ValueError(f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no {index.name}")
+    try:
+        found = json.loads(read_file(index, _LARGEST_INDEX).decode("utf-8"))["_class_name"]
+    except (TooLargeError, OSError) as error:
+        raise ValueError(f"model.path: {index} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError, LookupError, TypeError):
+        raise ValueError(f"model.path: {index} names no pipeline class; copy it again") from None
+    names = [name for name in family_names() if _takes(name, found)]
+    if not names:
+        raise ValueError(
+            f"model.path: {folder} is a {found} checkpoint, and none of the installed families takes it, which are"
+            f" {[*family_names()]}"
+        )
+    if len(names) > 1:
+        raise ValueError(f"model.pipeline: {folder} is a {found} checkpoint, and {names} all take it: name one")
+    return names[0]
+
+
+def _takes(name: str, model_index_class: object) -> bool:
+    try:
+        return find_family(name).model_index_class == model_index_class
+    except ValueError:  # a foreign package that is broken, which may have nothing to do with this checkpoint
+        return False
+
+
 def with_settings(config: Config) -> Config:
     """Return the configuration with `algorithm.settings` as the section of an objective of another package."""
     algorithm = config.algorithm
-    section = _found(objective_section, algorithm.name)
+    installed = entry_points(group=OBJECTIVES)
+    point = next(iter(installed.select(name=algorithm.name)), None)
+    objective = _found(load_registered, point, object, "algorithm.name") if point is not None else None
+    section: type[Section] | None = getattr(objective, "settings", None)
     if section is not None:
         settings = decode(algorithm.settings, section, "algorithm", "settings")
         return replace(config, algorithm=replace(algorithm, settings=settings))
     if algorithm.settings:
+        if algorithm.name not in (known := {*BUILT_IN_OBJECTIVES, *installed.names}):
+            close = " or ".join(map(repr, difflib.get_close_matches(algorithm.name, sorted(known))))
+            hint = f"did you mean {close}? " if close else ""
+            raise ConfigError(
+                f"algorithm.name: unknown objective {algorithm.name!r}; {hint}`omni-async list` shows them"
+            )
         raise ConfigError(
             f"algorithm.settings: these are settings of an objective of another package, and {algorithm.name!r} has"
             " none; remove them, or set algorithm.name"
@@ -111,10 +163,10 @@ def _with_own_settings(number: int, role: Role) -> Role:
     return role
 
 
-def _found(find: Any, name: str) -> Any:
+def _found(find: Any, *arguments: Any) -> Any:
     """Call `find`, whose ValueError about another package says it all."""
     try:
-        return find(name)
+        return find(*arguments)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -1,5 +1,8 @@
 """Removes credentials from configurations and texts, and turns texts into one line that a terminal does not obey.
 
+Recipes name the environment's variables as `env:NAME`, and run folders hold masks: `resolve_references` replaces the
+former where a part is built that needs a secret.
+
 A secret is recognised by its context: the value of a key named like one (`api_key`, `Authorization`), the user and
 password of a URL, a query value named like one, the text after `Bearer`. A text that was made elsewhere (a scorer's
 exception) may quote a secret without any of that, or encoded; a caller that knows the configuration passes its
@@ -8,16 +11,18 @@ exception) may quote a secret without any of that, or encoded; a caller that kno
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+import msgspec
+
 from omni_async.config import secret_forms
 
 MASK = "***"
-# A value `env:NAME` names the variable that holds a secret, and is no secret itself (`secret_references`).
-REFERENCE = "env:"
+REFERENCE = "env:"  # a value `env:NAME` names the variable that holds a secret, and is no secret itself
 SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
 _OF_KEYS = (
     "access|account|api|app|auth|client|consumer|encryption|functions|licen[cs]e|master|private|secret|shared|signing"
@@ -111,6 +116,36 @@ def one_line(text: str, longest: int = 10_000) -> str:
     return "".join(
         c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def resolve_references(value: Any, where: str) -> Any:
+    """Return `value`, of plain values, with every `env:NAME` replaced by the environment's value.
+
+    ValueError, one line that begins with `where`, for a variable that is not set, and for a mask."""
+    if isinstance(value, dict):
+        return {key: resolve_references(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve_references(item, where) for item in value]
+    if value == MASK:
+        raise ValueError(
+            f"{where}: a masked credential, as in a run folder's config.yaml; give it again, or name it as env:NAME"
+        )
+    if not isinstance(value, str) or not value.startswith(REFERENCE):
+        return value
+    variable = value.removeprefix(REFERENCE)
+    found = os.environ.get(variable)
+    if not found:
+        raise ValueError(f"{where}: {value!r} names an environment variable that is not set; set {variable}")
+    return found
+
+
+def with_secrets(section: Any, where: str) -> Any:
+    """Return a section of settings with its references replaced; anything else as it is.
+
+    ValueError as `resolve_references`."""
+    if not isinstance(section, msgspec.Struct):
+        return section
+    return msgspec.convert(resolve_references(msgspec.to_builtins(section), where), type(section))
 
 
 def _has_text(value: Any) -> bool:

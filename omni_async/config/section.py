@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 def doc(text: str, why: str | None = None, *, most: float | None = None, **bounds: Any) -> Meta:
-    """Return a field's documentation and bounds.
+    """Return a field's documentation and bounds, where the text is not below the field as in this package's sections.
 
     `most` is an upper bound that messages name only if a value is above it. `why` gives the reason of that bound, or
     the allowed values of a pattern, in words."""
@@ -41,11 +41,34 @@ Updates = Annotated[int, most(MOST_UPDATES, ge=1)]
 NumSteps = Annotated[int, most(MOST_STEPS, SCHEDULERS, ge=1)]
 Workers = Annotated[int, most(MOST_WORKERS, "each is a process", ge=1)]
 Retries = Annotated[int, most(1000, ge=0)]
+InMemory = Annotated[int, most(100_000, "they all lie in memory", ge=1)]
+Alive = Annotated[int, most(10_000, "their samples are alive at once", ge=1)]
 
 # No path, address or name contains characters that a terminal obeys or a file name cannot hold.
 _PLAIN = {"why": "1 to 4096 characters, no line ends or control codes", "generous": True}
 Plain = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,4096}\Z", extra=_PLAIN)]
 
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+SizeText = Annotated[
+    str,
+    Meta(
+        pattern=r"^[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]iB\Z",
+        extra={"why": "a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB'"},
+    ),
+]
+
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Base of every section: unknown keys are errors, values never change after loading."""
+
+
+def bytes_of(text: str) -> int:
+    """Return the bytes of a `SizeText`: 1610612736 for "1.5GiB"."""
+    return int(float(text[:-3]) * _UNITS[text[-3:]])
+
+
+def size_text(size: int) -> str:
+    """Return a size for a person: "1.5 GiB" for 1610612736."""
+    unit = next((unit for unit in reversed(_UNITS) if size >= _UNITS[unit]), None)
+    return f"{size} bytes" if unit is None else f"{size / _UNITS[unit]:.4g} {unit}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from omni_async.config.sizes import size_text
+from omni_async.config.section import size_text
 
 
 class HeldBytes:

@@ -15,7 +15,7 @@ import msgspec
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
-from omni_async.config.sizes import size_text
+from omni_async.config.section import size_text
 from omni_async.driver.control_socket import MOST_WORKERS, ControlError, NotRunning, Request, ask
 from omni_async.role_table import scalable_roles
 from omni_async.tracking.console import columns, duration, validated, validation_curve

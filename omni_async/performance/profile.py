@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.reading import TooLargeError, read_file
-from omni_async.config.sizes import size_text
+from omni_async.config.section import size_text
 from omni_async.performance.service import NOTHING, ServiceTime
 
 _SHIPPED = "omni_async.performance.profiles"

@@ -20,9 +20,9 @@ from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import Plan, require_trainable
 from omni_async.backends import find_backend
 from omni_async.config import Config, ConfigError
-from omni_async.config.checkpoint_family import family_of
+from omni_async.config.load import family_of
+from omni_async.config.redact import with_secrets
 from omni_async.config.schema import Emulation
-from omni_async.config.secret_references import with_secrets
 from omni_async.control.control_state import LedgerState
 from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.families import PipelineFamily, SamplingSpec, find_family

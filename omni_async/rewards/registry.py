@@ -27,8 +27,7 @@ from typing import Any, cast, get_type_hints
 import msgspec
 
 from omni_async.config import schema
-from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, secrets_in
-from omni_async.config.secret_references import resolve_references
+from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
 from omni_async.families import PARTS, MediaShape
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer

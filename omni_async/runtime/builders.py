@@ -25,7 +25,7 @@ from omni_async.aio.clock import Clock, WallClock
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
-from omni_async.config.secret_references import with_secrets
+from omni_async.config.redact import with_secrets
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import HeldBackSink, JsonlSink
 from omni_async.layout import ParallelLayout

@@ -1,12 +1,13 @@
 """A recipe need not name the model family: the checkpoint does."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from omni_async.config import load
-from omni_async.config.checkpoint_family import family_of
+from omni_async.config.load import family_of
 from omni_async.families import PipelineFamily, SamplingSpec, family_names
 
 
@@ -56,6 +57,6 @@ def test_two_families_that_take_the_same_checkpoint(tmp_path: Path, monkeypatch:
             raise ValueError("model.pipeline: its package is broken")
         return PipelineFamily(name, policy="", model_index_class="TwicePipeline", sampling=SamplingSpec)
 
-    monkeypatch.setattr("omni_async.config.checkpoint_family.find_family", find)
+    monkeypatch.setattr(sys.modules["omni_async.config.load"], "find_family", find)
     with pytest.raises(ValueError, match=r"is a TwicePipeline checkpoint, and .* all take it: name one"):
         family_of(checkpoint(tmp_path / "model", '{"_class_name": "TwicePipeline"}'))

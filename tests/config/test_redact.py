@@ -12,8 +12,15 @@ from recipe import MINIMAL, complaint, load_text
 
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.describe import walk
-from omni_async.config.redact import is_secret_key, one_line, redact, redact_text, secrets_in
-from omni_async.config.secret_references import resolve_references, with_secrets
+from omni_async.config.redact import (
+    is_secret_key,
+    one_line,
+    redact,
+    redact_text,
+    resolve_references,
+    secrets_in,
+    with_secrets,
+)
 from omni_async.config.section import Section
 
 

@@ -1,0 +1,227 @@
+"""Defines the sections of the three stages: `rollout`, `reward` and `trainer`."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from omni_async.config.section import (
+    MOST_STEPS,
+    MOST_UPDATES,
+    MOST_WORKERS,
+    SCHEDULERS,
+    Alive,
+    InMemory,
+    NumSteps,
+    Pause,
+    Plain,
+    Positive,
+    Retries,
+    Seconds,
+    Section,
+    Updates,
+    Workers,
+    most,
+)
+
+Step = Annotated[int, most(MOST_STEPS)]
+
+
+class WindowConfig(Section, kw_only=True, frozen=True):
+    size: NumSteps = 2
+    """Number of consecutive trained (noisy) steps."""
+    range: tuple[Step, Step] = (0, 5)
+    """The window lies in [lo, hi): its start is one of lo..hi-size."""
+    schedule: Literal["uniform", "random", "progressive", "decay", "exp_decay"] = "uniform"
+    """Where windows start. `uniform`: drawn for every group (Flow-GRPO-Fast). The others share one window per update
+    (MixGRPO): `random` draws it; `progressive` stays `updates_per_position` updates, then moves by `stride`; `decay`
+    and `exp_decay` stay ever shorter at later positions."""
+    updates_per_position: Updates = 25
+    """Updates a sliding window stays at its first position."""
+    stride: Annotated[int, most(MOST_STEPS, ge=1)] = 1
+    """Steps a sliding window moves by."""
+    at_end: Literal["roll_back", "stay"] = "roll_back"
+    """After the last position: start over, or stay there."""
+    decay_rate: Annotated[float, most(1000, gt=0)] = 0.1
+    """`exp_decay`: rate k per position beyond `decay_from`."""
+    decay_from: Annotated[int, most(MOST_STEPS, ge=0)] = 0
+    """`exp_decay`: the first position that is left sooner."""
+
+
+class Sde(Section, kw_only=True, frozen=True):
+    kind: Literal["flow", "cps", "dance"] = "flow"
+    """Transition kernel: Flow-GRPO, coefficient-preserving, or DanceGRPO."""
+    noise_level: Annotated[float, Meta(gt=0, le=10)] = 0.7
+    """Noise scale n (eta)."""
+    window: WindowConfig = WindowConfig()
+    """Which steps carry noise and are trained."""
+
+
+class Emulated(Section, kw_only=True, frozen=True):
+    step_s: Pause = 0.01
+    """Seconds of one denoising step of a batch."""
+    per_sample_s: Pause = 0.0
+    """Seconds each further sample of the batch adds to a step."""
+    decode_s: Pause = 0.0
+    """Seconds to decode one sample."""
+
+
+class Bucket(Section, kw_only=True, frozen=True):
+    sampling: Any = msgspec.field(default_factory=dict)
+    """What differs from `rollout.sampling`; the same keys."""
+    weight: Annotated[float, most(1_000_000, gt=0)] = 1.0
+    """Share of the groups, relative to the other buckets'."""
+
+
+class Rollout(Section, kw_only=True, frozen=True):
+    engine: Literal["vllm_omni", "diffusers", "emulated"] = "vllm_omni"
+    """Engine that generates the samples."""
+    workers: Workers = 1
+    """Number of engines, one producer actor each."""
+    group_size: Alive = 8
+    """Samples per prompt group."""
+    sampling: Any = msgspec.field(default_factory=dict)
+    """Size, guidance and whatever else changes what is drawn; the keys are the model family's, see below."""
+    buckets: tuple[Bucket, ...] = ()
+    """Several resolutions, frame counts or other settings in one run: every group draws one of these, for all of its
+    samples. Empty: all are drawn as `rollout.sampling` says."""
+    num_inference_steps: Annotated[int, most(MOST_STEPS, SCHEDULERS, ge=2)] = 10
+    """Denoising steps N of a training sample."""
+    max_inflight: InMemory = 16
+    """Samples one engine holds at a time (running and queued)."""
+    max_batch: InMemory = 16
+    """Samples one denoising step computes together."""
+    batching: Literal["step", "request"] = "step"
+    """`step`: samples join and leave an engine's batch at every denoising step, and new weights are swapped in between
+    steps. `request`: a batch is drawn from noise to the end before the next begins, which costs less per step; needs
+    `weights.swap: request` or `drain`."""
+    timeout_s: Seconds = 600.0
+    """Longest a sample may take before the engine counts as hung."""
+    retries: Retries = 2
+    """Times a failed sample is generated again (same seed) before its group is dropped."""
+    share_initial_noise: bool = False
+    """Samples of a group start from the same noise (lowers reward variance)."""
+    sde: Sde | None = Sde()
+    """How noise is injected; null: plain ODE sampling, for objectives that train on the final latents alone."""
+    emulated: Emulated = Emulated()
+    """Service times of the emulated engine."""
+
+    @property
+    def specs(self) -> tuple[Any, ...]:
+        """The `SamplingSpec` of every bucket; the one of `sampling` where there are none."""
+        return tuple(bucket.sampling for bucket in self.buckets) or (self.sampling,)
+
+
+class Scorer(Section, kw_only=True, frozen=True):
+    name: str
+    """A registered scorer; `omni-async list` shows them."""
+    weight: Annotated[float, most(1e6, ge=-1e6)] = 1.0
+    """Factor in the weighted sum (weights are not normalised)."""
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The scorer's own options."""
+
+
+class Reward(Section, kw_only=True, frozen=True):
+    workers: Workers = 1
+    """Number of reward workers."""
+    batch: InMemory = 8
+    """Most samples a worker scores at once; it never waits to fill a batch."""
+    streaming: bool = True
+    """Score samples as they appear; false: only once everything that may be generated now is generated, as an in-step
+    loop does."""
+    timeout_s: Seconds = 60.0
+    """Longest one call of a scorer may take."""
+    hedge_s: Seconds | None = None
+    """A second call is made beside one that takes longer, and the first answer counts: for scorers that are
+    `concurrent`. null: never."""
+    retries: Retries = 3
+    """Times a failed score is tried again before its group is rejected."""
+    backoff_s: Pause = 1.0
+    """Pause before a failed score is tried again, and before a scorer that is down is called again; it doubles every
+    time."""
+    backoff_max_s: Seconds = 30.0
+    """Longest such pause."""
+    outage_s: Pause = 600.0
+    """How long samples wait for a scorer that is down (every call fails); then their groups are rejected."""
+    max_abs: Annotated[float, Meta(gt=0, le=1e12)] = 1e6
+    """Largest absolute reward: a group with a larger one, or with a scorer whose weighted value is larger, is rejected
+    with the reason."""
+    probe: bool = True
+    """Let every scorer score a synthetic sample before samples are drawn, and end the run if it fails twice with the
+    same error that is no outage. false: a scorer that has scored nothing yet counts as down."""
+    scorers: tuple[Scorer, ...] = ()
+    """The reward is the weighted sum of these."""
+
+
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Optimizer(Section, kw_only=True, frozen=True):
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer."""
+    lr: Annotated[float, most(1000, gt=0)] = 3e-4
+    """Learning rate after warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's betas."""
+    eps: Annotated[float, most(1, gt=0)] = 1e-8
+    """AdamW's epsilon: keep it <= 1e-8, gradients of mean log-ratios are small."""
+    weight_decay: Annotated[float, most(1000, ge=0)] = 1e-4
+    """Decoupled weight decay."""
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """SGD's momentum."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up, over trainer.updates."""
+    warmup_steps: Annotated[int, most(MOST_UPDATES, ge=0)] = 0
+    """Optimizer steps of linear warm-up."""
+    max_grad_norm: Positive | None = 1.0
+    """Clip the gradient's global norm; null leaves it."""
+
+
+class Ema(Section, kw_only=True, frozen=True):
+    decay: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    """Decay after warm-up."""
+    warmup: Literal["ratio", "linear"] = "ratio"
+    """Decay of average t: `ratio` min((1 + t) / (10 + t), decay); `linear` min(.001 t, decay) (AWM)."""
+    every: Updates = 8
+    """Optimizer steps between averages."""
+
+
+class Trainer(Section, kw_only=True, frozen=True):
+    backend: Plain = "auto"
+    """How ranks hold the model: `fsdp2`, `plain` (one rank), or one of another package; `auto`: plain on one CPU rank
+    (wrapping only costs time there), FSDP2 otherwise."""
+    workers: Workers = 1
+    """Trainer ranks; each group's samples are dealt over them."""
+    sequence_parallel: Annotated[int, most(MOST_WORKERS, ge=1)] = 1
+    """Ranks that compute each row together, every one a part of its tokens (Ulysses)."""
+    shard: Annotated[int, most(MOST_WORKERS, ge=1)] | None = None
+    """Ranks that hold one copy of the weights together (HSDP); null spreads it over all of them."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory between their uses."""
+    compile: bool = False
+    """Compile the repeated layers of each component with torch.compile."""
+    updates: Updates = 100
+    """Policy updates in this run."""
+    groups_per_update: Alive = 4
+    """P: prompt groups per update."""
+    steps_per_update: Annotated[int, most(10_000, ge=1)] = 1
+    """Optimizer steps an update is cut into."""
+    micro_batch_size: InMemory = 8
+    """Rows (sample x trained step) per forward and backward on one rank."""
+    streaming: Literal["auto", "on", "off"] = "auto"
+    """Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is
+    exact."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward."""
+    ema: Ema | None = None
+    """Keep an exponential moving average of the trained weights, saved with every checkpoint."""
+    optimizer: Optimizer = Optimizer()
+    """Optimizer and schedule."""
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Return the least number of ranks that the degrees of sequences and copies divide."""
+        return math.lcm(self.sequence_parallel, self.shard or 1)
