@@ -75,7 +75,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     model_index_class: str
     sampling: type[SamplingSpec]
     vllm_pipeline: str | None = None
-    vllm_extension: str | None = None
+    vllm_extension: str = "omni_async.rollout.vllm_worker.RolloutWorkerExtension"
     components: tuple[str, ...] = ("transformer",)
     prompt_images: int = 0
     attention_heads: str | None = None

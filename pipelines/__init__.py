@@ -1,3 +1,4 @@
-"""Contains the rollout pipelines, one package for each model family.
+"""Contains the model families, one package for each: what the engine runs, and what trains its denoisers."""
 
-What the engine runs, and what trains its transformer."""
+# First of all: it makes torchvision importable beside a CPU build of torch.
+import omni_async  # noqa: F401

@@ -1,27 +1,23 @@
-"""Reads the parts of a checkpoint in diffusers layout, and holds what the policies of all families have in common."""
+"""Holds what the policies and codecs of all families have in common, and loads the parts of a diffusers checkpoint.
+
+diffusers and transformers, which take seconds to import, are imported when a model is loaded.
+"""
 
 from __future__ import annotations
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
-from omni_async.families import SamplingSpec
+from omni_async.conditioning import Rule, stack_rows
 from omni_async.media import Media, require_media
-
-
-def read_config(path: str, part: str, name: str = "config.json") -> dict[str, Any]:
-    """Return a part's configuration file. ValueError if the checkpoint has none."""
-    file = Path(path) / part / name
-    if not file.is_file():
-        raise ValueError(f"model.path: {path} is no checkpoint of this family in diffusers layout, {file} is missing")
-    config: dict[str, Any] = json.loads(file.read_text())
-    return config
+from omni_async.policy import SequencePlan
+from omni_async.types import Prompt
 
 
 def load_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
@@ -47,42 +43,92 @@ def empty_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
     finally:
         torch.set_default_dtype(before)
     # Without diffusers' own `to`, which would speak of parts to be kept in float32.
-    return torch.nn.Module.to(part, dtype).eval()
+    return nn.Module.to(part, dtype).eval()
 
 
-def load_tokenizer(cls: Any, path: str, folder: str = "tokenizer") -> Any:
-    """Load a tokenizer or processor."""
-    return cls.from_pretrained(path, subfolder=folder, local_files_only=True)
+def latent_grid(spec: Any, pixels: int) -> tuple[int, int]:
+    """Return how many squares of so many pixels a column and a row of the media have. ValueError if not a whole one."""
+    if spec.height % pixels or spec.width % pixels or spec.height <= 0 or spec.width <= 0:
+        raise ValueError(f"height and width must be positive multiples of {pixels}, got {spec.height} x {spec.width}")
+    return spec.height // pixels, spec.width // pixels
 
 
-def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
-    """Map a VAE's output in [-1, 1] to uint8, as diffusers' image processor does."""
-    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+def to_uint8(pixels: Tensor) -> Tensor:
+    """Map a VAE's output in [-1, 1] to uint8 on the CPU, as diffusers' image processor does."""
+    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
 
-def as_images(pixels: torch.Tensor) -> list[Media]:
+def as_images(pixels: Tensor) -> list[Media]:
     """Make the media of B samples of a VAE's output (B, 3, height, width) in [-1, 1]."""
-    return [Media(image=image.clone()) for image in to_uint8(pixels).cpu()]
+    return [Media(image=image.clone()) for image in to_uint8(pixels)]
 
 
-def stack_images(media: list[Media], spec: SamplingSpec) -> torch.Tensor:
-    """Return the images of B samples as float32 (B, 3, height, width) in [-1, 1].
-
-    ValueError if one is not the spec's."""
+def stack_pixels(media: list[Media], spec: Any) -> Tensor:
+    """Return the images or videos of B samples as float32 (B, ...) in [-1, 1]. ValueError if one is not the spec's."""
     require_media(media, spec)
-    return torch.stack([torch.as_tensor(one.image) for one in media]).float() / 127.5 - 1.0
+    return torch.stack([torch.as_tensor(getattr(one, spec.media()[0].part)) for one in media]).float() / 127.5 - 1.0
 
 
-class DiffusersPolicy:
-    """What is the same of every `omni_async.policy.Policy` whose denoisers are models of diffusers.
+def latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of the latents (B, C, F, h, w) of a video VAE, per channel."""
+    both = (vae.config.latents_mean, vae.config.latents_std)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1).to(like.device, like.dtype) for values in both)
+    return mean, std
 
-    `denoiser` is the name of their class, which is imported when a model is loaded."""
+
+class DiffusersPolicy(ABC):
+    """What is the same of every `omni_async.policy.Policy` whose parts are models of diffusers and transformers.
+
+    A sample's conditioning has each tensor of `text_rules` as `prompt_<name>` and, if it is guided, also as
+    `negative_prompt_<name>`.
+
+    denoiser: name of the denoisers' class in diffusers.
+    parts: the other parts as `library.Class`, by folder, which is also their argument of `codec`.
+    codec: class of the family's codec.
+    text_rules: how the tensors of a text are stacked (`omni_async.conditioning.stack_rows`).
+    guidance: key of the spec that has the scale of classifier-free guidance."""
 
     denoiser: str
+    parts: ClassVar[Mapping[str, str]]
+    codec: type[DiffusersCodec]
+    text_rules: ClassVar[Mapping[str, Rule]]
+    guidance = "guidance_scale"
     components: tuple[str, ...] = ("transformer",)
+    sequence_plan: SequencePlan | None = None
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    # ---- defined by a family, with `sigmas` --------------------------------------------------------------------------
+
+    @abstractmethod
+    def latent_shape(self, spec: Any) -> tuple[int, ...]:
+        """See `omni_async.policy.Policy`."""
+
+    @abstractmethod
+    def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor], spec: Any) -> dict[str, Any]:
+        """Return what the denoiser takes besides `hidden_states`, which are the latents.
+
+        All floats are in its dtype, but `sigma` (B,); `text` has the tensors of `text_rules`, (B, ...)."""
+
+    @abstractmethod
+    def blank_text(self, spec: Any) -> dict[str, Tensor]:
+        """Return the tensors of `text_rules` of a short text, with nothing in them."""
+
+    def scale(self, spec: Any, component: str) -> float:
+        """Return the scale of the guidance; 1 where there is none."""
+        scale: float = getattr(spec, self.guidance)
+        return scale
+
+    def combine(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """Apply classifier-free guidance."""
+        return uncond + scale * (cond - uncond)
+
+    def call(self, denoiser: nn.Module, **inputs: Any) -> Any:
+        """Run the denoiser; where an engine's own takes other arguments than diffusers', a subclass adds them."""
+        return denoiser(**inputs)
+
+    # ---- the contract ------------------------------------------------------------------------------------------------
 
     def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
         # diffusers would keep some norms in float32, which vLLM-Omni does not and FSDP2 cannot shard.
@@ -93,46 +139,99 @@ class DiffusersPolicy:
 
     @property
     def _class(self) -> Any:
-        import diffusers
-
-        return getattr(diffusers, self.denoiser)
+        return getattr(import_module("diffusers"), self.denoiser)
 
     def component_of(self, sigma: float) -> str:
         return self.components[0]
 
+    def velocity(
+        self,
+        components: Mapping[str, nn.Module],
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: TensorDict,
+        spec: Any,
+        *,
+        unconditional_gradient: bool = True,
+    ) -> Tensor:
+        """Compute the velocity; ValueError if there is guidance and the conditioning has no negative prompt."""
+        # Where there is one component its name must not cost a look at the device's memory.
+        component = self.components[0] if len(self.components) == 1 else self.component_of(sigma[0].item())
+        denoiser = components[component]
+        latents = latents.to(next(denoiser.parameters()).dtype)
+        sigma = sigma.to(latents.device)
 
-def branches(guided: bool) -> tuple[str, ...]:
-    """Return the beginnings of the names of a sample's conditioning: of the prompt, and of the negative one."""
-    return ("prompt", "negative_prompt") if guided else ("prompt",)
+        def predict(branch: str) -> Tensor:
+            text = {name: conditioning[f"{branch}_{name}"].to(latents.device) for name in self.text_rules}
+            text = {name: t.to(latents.dtype) if t.is_floating_point() else t for name, t in text.items()}
+            inputs = self.inputs(latents, sigma, text, spec)
+            v: Tensor = self.call(denoiser, hidden_states=latents, return_dict=False, **inputs)[0]
+            return v.float()
+
+        cond, scale = predict("prompt"), self.scale(spec, component)
+        if scale <= 1:
+            return cond
+        if f"negative_prompt_{next(iter(self.text_rules))}" not in conditioning:
+            raise ValueError(f"{self.guidance} = {scale} needs conditioning with a negative prompt")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
+            uncond = predict("negative_prompt")
+        return self.combine(cond, uncond, scale)
+
+    def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
+        branches = ("prompt", "negative_prompt")
+        return stack_rows(rows, {f"{b}_{name}": rule for b in branches for name, rule in self.text_rules.items()})
+
+    def blank_conditioning(self, spec: Any) -> TensorDict:
+        return _conditioning(spec.guided, lambda branch: self.blank_text(spec))
+
+    def load_codec(self, dtype: torch.dtype) -> DiffusersCodec:
+        found = {}
+        for folder, cls in self.parts.items():
+            library, _, name = cls.partition(".")
+            loaded = getattr(import_module(library), name)
+            if folder.startswith("tokenizer"):
+                found[folder] = loaded.from_pretrained(self.path, subfolder=folder, local_files_only=True)
+            else:
+                found[folder] = load_part(loaded, self.path, folder, dtype)
+        return self.codec(**found)
 
 
-def linear_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-    """Apply classifier-free guidance."""
-    return uncond + scale * (cond - uncond)
+class DiffusersCodec(ABC):
+    """What is the same of every `omni_async.policy.Codec` around a VAE and text encoders.
+
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
+
+    def __init__(self, *, vae: Any, **text_parts: Any) -> None:
+        self.vae = vae
+        self._models = [vae, *(part for name, part in text_parts.items() if name.startswith("text_encoder"))]
+
+    def to(self, device: Any) -> Self:
+        for model in self._models:
+            model.to(device)
+        return self
+
+    @torch.no_grad()
+    def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
+        def encode_branch(branch: str) -> dict[str, Tensor]:
+            return self.encode_text(prompt.text if branch == "prompt" else spec.negative_prompt, spec)
+
+        return _conditioning(spec.guided, encode_branch)
+
+    @abstractmethod
+    def encode_text(self, text: str, spec: Any) -> dict[str, Tensor]:
+        """Return one text's tensors of the policy's `text_rules`. ValueError for one that the model cannot take."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor, spec: Any) -> list[Media]:
+        """See `omni_async.policy.Codec`."""
+
+    @abstractmethod
+    def encode_media(self, media: list[Media], spec: Any) -> Tensor:
+        """See `omni_async.policy.Codec`."""
 
 
-def guided(
-    predict: Callable[[str], torch.Tensor],
-    conditioning: Mapping[str, Any] | TensorDict,
-    key: str,
-    scale: float,
-    unconditional_gradient: bool,
-    combine: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = linear_guidance,
-) -> torch.Tensor:
-    """Compute the velocity of both branches, or of the prompt alone where `scale` is 1.
-
-    Args:
-        predict: returns the velocity of a branch, one of `branches`.
-        conditioning: of the batch; ValueError if there is guidance and it has no negative prompt.
-        key: the key of the spec that `scale` is, for errors.
-        scale: of the guidance.
-        unconditional_gradient: whether gradients flow through the unconditional branch.
-        combine: makes the velocity of the conditional one, the unconditional one and `scale`."""
-    cond = predict("prompt")
-    if scale <= 1:
-        return cond
-    if "negative_prompt_embeds" not in conditioning:
-        raise ValueError(f"{key} = {scale} needs conditioning with a negative prompt")
-    with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
-        uncond = predict("negative_prompt")
-    return combine(cond, uncond, scale)
+def _conditioning(guided: bool, tensors_of: Callable[[str], dict[str, Tensor]]) -> TensorDict:
+    """Make a sample's conditioning of the tensors of its prompt and, if it is guided, of its negative prompt."""
+    branches = ("prompt", "negative_prompt") if guided else ("prompt",)
+    named = {f"{branch}_{name}": t for branch in branches for name, t in tensors_of(branch).items()}
+    return TensorDict(named, batch_size=[])

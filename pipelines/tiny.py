@@ -1,16 +1,26 @@
-"""Holds what the families' builders of tiny checkpoints have in common: writing one, and the command line."""
+"""Holds what the families' builders of tiny checkpoints have in common.
+
+Tokenizers of a few hundred tokens, trained on a handful of prompts and so without a hub; writing a checkpoint; and the
+command line."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import CLIPTokenizer, T5Tokenizer
 from transformers.utils import logging as transformers_logging
+
+CORPUS = ("the digit 7", "a photo of a red circle on a white background", "a blue square moves to the right")
+_CLIP_TOKENS = 77
+_T5_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'\"-()"
 
 
 def fill_zeros(model: Any) -> None:
@@ -20,8 +30,63 @@ def fill_zeros(model: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.05)
 
 
-def write(pipeline: Any, path: str | Path, dtype: torch.dtype) -> Path:
-    """Write a pipeline in diffusers' layout to `path`, weights in `dtype`, and return the path."""
+def clip_tokenizer(vocab_size: int = 700, corpus: Iterable[str] = CORPUS) -> CLIPTokenizer:
+    """Train a byte-level BPE tokenizer with CLIP's word suffix.
+
+    Its last two tokens begin and end a text, as in the published ones, where pooling looks for the largest id."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=alphabet,
+        end_of_word_suffix="</w>",
+    )
+    bpe.train_from_iterator([*corpus] * 2, trainer)
+    trained = trained_model(bpe)
+    vocab: dict[str, int] = trained["vocab"]
+    for token in (*(f"{letter}</w>" for letter in sorted(alphabet)), "<|startoftext|>", "<|endoftext|>"):
+        vocab.setdefault(token, len(vocab))
+    merges = [tuple(merge) for merge in trained["merges"]]
+    pairs: Any = merges  # what the tokenizer takes, whatever it declares
+    return CLIPTokenizer(vocab=vocab, merges=pairs, model_max_length=_CLIP_TOKENS)
+
+
+def t5_tokenizer(model_max_length: int = 512, corpus: Iterable[str] = CORPUS) -> T5Tokenizer:
+    """Train a Unigram tokenizer, which serves T5 and UMT5."""
+    unigram = Tokenizer(models.Unigram())
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200,
+        special_tokens=["<pad>", "</s>", "<unk>"],
+        unk_token="<unk>",
+        initial_alphabet=sorted(_T5_LETTERS),
+        show_progress=False,
+    )
+    unigram.train_from_iterator([*corpus] * 4, trainer)
+    pieces = [(piece, score) for piece, score in trained_model(unigram)["vocab"]]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=model_max_length)
+
+
+def trained_model(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a tokenizer has learnt: its `vocab` and, of a BPE, its `merges`."""
+    model: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    return model
+
+
+def t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:
+    """Return the arguments of a small `T5Config` or `UMT5Config` of `width` features."""
+    sizes = {"vocab_size": len(tokenizer) + 4, "d_model": width, "d_kv": 16, "d_ff": 64}
+    return sizes | {"num_layers": 2, "num_heads": 2, "feed_forward_proj": "gated-gelu"}
+
+
+def build(make: Callable[..., Any], path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
+    """Write the pipeline that `make(**shape)` returns in diffusers' layout to `path`, weights in `dtype`."""
+    pipeline = make(**shape)
     if dtype != torch.float32:
         pipeline.to(dtype)
     pipeline.save_pretrained(path)

@@ -141,7 +141,7 @@ class PreferenceReader:
     def _load(self) -> None:
         import torch
 
-        from omni_async.rollout.conditioning import ConditioningCache
+        from omni_async.rollout.stepping import ConditioningCache
 
         device = self.device
         if device is None:

@@ -41,7 +41,7 @@ def _family(family: PipelineFamily) -> tuple[str, ...]:
     It has the parts of its default sample's media, its trained components, the engines that run it and how these may
     batch its samples."""
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
-    engines = ["vllm_omni"] if family.vllm_pipeline and family.vllm_extension else []
+    engines = ["vllm_omni"] if family.vllm_pipeline else []
     return (
         f"  {family.name}",
         ", ".join(media),

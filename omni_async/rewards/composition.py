@@ -13,7 +13,7 @@ from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import Scorer, Unbounded, WrongScorer, shown_to
 from omni_async.rewards.checks import describe, require_media, require_scores
-from omni_async.rewards.hiding import Discreet, told
+from omni_async.rewards.failures import Discreet, place_of, told
 from omni_async.types import Prompt, Score
 
 
@@ -37,7 +37,7 @@ def _built(label: str, config: schema.Scorer) -> Scorer:
     except registry.ScorerConfigError:
         raise
     except BaseException as error:  # noqa: BLE001 (its constructor is foreign code, and may exit)
-        raise WrongScorer(f"scorer {label!r} cannot be built: {one_line(told(error), 500)}") from None
+        raise WrongScorer(f"scorer {label!r} cannot be built: {one_line(told(error), 500)}{place_of(error)}") from None
 
 
 class Member(NamedTuple):

@@ -1,6 +1,7 @@
-"""Calls one scorer of a reward so that its failures affect nothing else.
+"""Calls the scorers of a reward so that their failures affect nothing else.
 
-That is: in threads, with a timeout, a hedge and a circuit breaker.
+`Panel` asks all of them, one after the other; `GuardedScorer` calls one: in threads, with a timeout, a hedge and a
+circuit breaker.
 
 `score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the
 pauses between attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel
@@ -19,7 +20,7 @@ that of an outage, counts against the scorer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,10 @@ from omni_async.aio.clock import Clock
 from omni_async.config.redact import one_line
 from omni_async.config.schema import Reward
 from omni_async.media import Media
-from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent, shown_to
-from omni_async.rewards.checks import require_scores
-from omni_async.rewards.hiding import told
-from omni_async.rewards.outages import is_outage, repeats
+from omni_async.rewards.base import Outage, ScoreError, Scorer, Unbounded, is_concurrent, shown_to
+from omni_async.rewards.checks import require_media, require_scores
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.failures import is_outage, place_of, repeats, told
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.types import Fault, Prompt, Score
@@ -144,9 +145,12 @@ class GuardedScorer:
             return replace(failure, fault="retry")
         if not self._breaker.given_up:
             return failure
-        return Failure(
-            f"scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s: {self._breaker.reason}"
-        )
+        reason = self._unnamed(self._breaker.reason)
+        return Failure(f"scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s: {reason}")
+
+    def _unnamed(self, reason: str) -> str:
+        """Return a reason without the scorer's name, for a sentence that has it."""
+        return reason.removeprefix(f"scorer {self._label!r}").lstrip(":, ")
 
     async def _score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
         if self._breaker.state is State.OPEN:
@@ -188,7 +192,7 @@ class GuardedScorer:
         self._breaker.missed(reason)
         if not self._reported_down:
             self._reported_down = True
-            await self._report(f"warning: scorer {self._label!r} fails ({reason}); its samples wait")
+            await self._report(f"warning: scorer {self._label!r} fails ({self._unnamed(reason)}); its samples wait")
 
     async def _answered(self, media: Media, prompt: Prompt) -> None:
         if self._known is None or self._doubted:
@@ -291,11 +295,88 @@ def _answer(label: str, scorer: Scorer, media: MediaList, prompts: Prompts) -> A
 
 
 def _failed(label: str, error: BaseException) -> ScoreError:
-    text = str(error) if isinstance(error, ScoreError) else f"scorer {label!r}: {told(error)}"
-    return (Outage if is_outage(error) else ScoreError)(_shorten(text))
+    text = " ".join((str(error) if isinstance(error, ScoreError) else told(error)).split())
+    if not text.startswith(f"scorer {label!r}"):
+        text = f"scorer {label!r}: {text}"
+    text, place = one_line(text), place_of(error)
+    longest = _LONGEST_REASON - len(place)
+    shown = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return (Outage if is_outage(error) else ScoreError)(shown + place)
 
 
-def _shorten(reason: str) -> str:
-    """Make the reason one line that can be written and shown."""
-    reason = one_line(" ".join(reason.split()))
-    return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."
+class Panel:
+    """All guarded scorers of a reward.
+
+    `report` gets messages about them for the user. `probe`: the sample that they are tried with before any sample is
+    drawn."""
+
+    def __init__(
+        self,
+        name: str,
+        reward: WeightedScorer,
+        config: Reward,
+        clock: Clock,
+        report: Callable[[str], Awaitable[None]],
+        threads: Callable[[str], Threads] = Threads,
+        probe: Probe | None = None,
+    ) -> None:
+        self._reward = reward
+        self._max_abs = config.max_abs
+        self._guards = [
+            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), report, probe)
+            for label, _, scorer in reward.members
+        ]
+
+    async def try_out(self) -> str | None:
+        """Lets every scorer score the probe. Returns why one is wrong, if one is."""
+        for guard in self._guards:
+            if (wrong := await guard.try_out()) is not None:
+                return wrong
+        return None
+
+    @property
+    def down(self) -> bool:
+        """Returns whether samples should wait for `recover`."""
+        return any(guard.down for guard in self._guards)
+
+    @property
+    def outages(self) -> list[str]:
+        """Returns the errors of the scorers that are down."""
+        return [guard.outage for guard in self._guards if guard.down]
+
+    async def recover(self) -> None:
+        """Return when samples may be sent to every scorer, even if they will fail."""
+        for guard in self._guards:
+            await guard.recover()
+
+    async def score(self, media: Sequence[Media], prompts: Sequence[Prompt]) -> list[Score | Failure]:
+        """Return one outcome per sample. A sample that a scorer fails is not shown to those after it."""
+        failures: dict[int, Failure] = {}
+        for i, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
+            try:
+                require_media([one], [prompt])
+            except ScoreError as error:
+                failures[i] = Failure(str(error))
+        rows: list[list[Score]] = [[] for _ in media]
+        for guard in self._guards:
+            left = [i for i in range(len(media)) if i not in failures]
+            if not left:
+                break
+            for i, outcome in zip(
+                left, await guard.score([media[i] for i in left], [prompts[i] for i in left]), strict=True
+            ):
+                if isinstance(outcome, Failure):
+                    failures[i] = outcome
+                else:
+                    rows[i].append(outcome)
+        return [failures.get(i) or self._combine(row, prompts[i]) for i, row in enumerate(rows)]
+
+    def _combine(self, row: list[Score], prompt: Prompt) -> Score | Failure:
+        try:
+            return self._reward.combine(row, prompt, self._max_abs)
+        except Unbounded as error:
+            return Failure(str(error), "reject")
+
+    def close(self) -> None:
+        for guard in self._guards:
+            guard.close()

@@ -51,7 +51,7 @@ class MotionSmoothnessScorer:
         frames = np.asarray(media.video)
         if len(frames) < _FEWEST:
             raise ScoreError(
-                f"scorer {self.name!r}, {describe(position, prompt)}: a video of {len(frames)} frames has no"
+                f"{describe(position, prompt)}: a video of {len(frames)} frames has no"
                 f" smoothness, expected {_FEWEST} or more"
             )
         smoothness, motion = smoothness_and_motion(frames)

@@ -4,7 +4,7 @@ similarity = 1 - Levenshtein distance / length of the longer text, spaces left o
 one character, so whole groups tie. `dense: true` adds the recogniser's probability of the *wanted* text, whatever it
 read:
 
-    value = (similarity + p) / 2,    p = P(wanted text | image) ^ (1 / its length)      (CTC, `omni_async.rewards.ctc`)
+    value = (similarity + p) / 2,    p = P(wanted text | image) ^ (1 / its length)      (CTC, `text_probability`)
 
 which lies in [0, 1], rises with the confidence of the right text from 1/2 to 1, and falls with the confidence of a
 wrong one, because p is at most the probability that the wrong text leaves. A right reading never scores below 1/2; a
@@ -13,29 +13,116 @@ reading with nothing right in it never above.
 Of a video `frames` frames are read, evenly spaced, the first and the last among them (the middle one, if one): value
 and parts are the mean over them, because a text is to be there all the time; the text shown is that of the frame with
 the best value.
+
+RapidOCR's recogniser runs alone, on one line of text per image; the model ships inside its wheel. The network takes
+images 48 pixels high, padded on the right to at least 320 pixels by default; its time is proportional to that width, so
+small square images are padded to 64 only. Each image runs by itself: on a CPU a batch is no faster, and a score would
+then depend, in its last bits, on its neighbours.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import cv2
+import numpy as np
 from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
 from omni_async.media import evenly
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import describe
-from omni_async.rewards.ctc import text_probability
-from omni_async.rewards.recogniser import HEIGHT, Reading, Recogniser
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
     from omni_async.media import Media
 
+HEIGHT = 48
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The text that was read.
+
+    `confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T, C): probabilities over the
+    alphabet."""
+
+    text: str
+    confidence: float
+    frames: np.ndarray
+
+
+class Recogniser:
+    """A text recogniser. `alphabet[i]` is the text that column i of `frames` writes; column 0 is the CTC blank."""
+
+    def __init__(self, threads: int, width: int) -> None:
+        from rapidocr import RapidOCR
+
+        engine = RapidOCR(
+            params={
+                "Global.use_det": False,
+                "Global.use_cls": False,
+                "Global.log_level": "error",
+                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+                "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+                "Rec.rec_img_shape": [3, HEIGHT, width],
+                "Rec.rec_batch_num": 1,
+            }
+        )
+        logging.getLogger("RapidOCR").setLevel(logging.ERROR)
+        engine(np.zeros((HEIGHT, width, 3), np.uint8), use_det=False, use_cls=False, use_rec=True)  # loads the model
+        self._recognise = cast(Any, engine.text_rec)
+        self._width = width
+        self.alphabet: list[str] = list(self._recognise.postprocess_op.character)
+
+    def read(self, image: np.ndarray) -> Reading:
+        """Read the text of `image`, uint8 (height, width, 3), RGB."""
+        height, width = image.shape[:2]
+        line_width = max(1, round(width * HEIGHT / height))
+        resample = cv2.INTER_AREA if height > HEIGHT else cv2.INTER_CUBIC
+        resized = cv2.resize(image[:, :, ::-1], (line_width, HEIGHT), interpolation=resample)
+        tensor = self._recognise.resize_norm_img(resized, max(self._width, line_width) / HEIGHT)
+        frames = self._recognise.session(tensor[None].astype(np.float32))
+        [(text, confidence)], _ = self._recognise.postprocess_op(frames)
+        return Reading(text=text, confidence=float(np.clip(confidence, 0.0, 1.0)), frames=frames[0])
+
+
+def text_probability(frames: np.ndarray, text: Sequence[Sequence[int]], silent: Sequence[int]) -> float:
+    """Return the per-character geometric mean of P(text | frames), in [0, 1]; 0 if the text does not fit in.
+
+    `frames` (T, C): probabilities over the alphabet, rows summing to 1. `text`: for each character, the alphabet
+    entries that count as it (both cases, say). `silent`: entries that write nothing, the CTC blank among them.
+
+    Source: Graves et al. 2006, section 4.1, eqs. 5-8 (alpha recursion), over the text with a blank before, between and
+    after."""
+    if not text:
+        raise ValueError("the probability of an empty text is not defined")
+    blank = frames[:, list(silent)].sum(axis=1, dtype=np.float64)
+    columns = [blank]
+    for character in text:
+        columns += [frames[:, list(character)].sum(axis=1, dtype=np.float64), blank]
+    emit = np.stack(columns, axis=1).clip(max=1.0)
+
+    num_states = emit.shape[1]
+    skip = np.zeros(num_states, dtype=bool)  # a character may follow another one without a blank if they differ
+    for i in range(1, len(text)):
+        skip[2 * i + 1] = list(text[i]) != list(text[i - 1])
+    alpha = np.zeros(num_states)
+    alpha[:2] = emit[0, :2]
+    for row in emit[1:]:
+        arrive = alpha.copy()
+        arrive[1:] += alpha[:-1]
+        arrive[2:] += np.where(skip[2:], alpha[:-2], 0.0)
+        alpha = arrive * row
+    total = float(alpha[-1] + alpha[-2])
+    return min(1.0, total) ** (1.0 / len(text))
 
 
 def wanted_text(prompt: Prompt) -> str | None:
@@ -50,11 +137,9 @@ def wanted_text(prompt: Prompt) -> str | None:
 
 def missing_text(prompt: Prompt) -> str | None:
     """Return what to write where there is no wanted text, None if there is one: `check_prompt` of scorers that read."""
-    return (
-        None
-        if wanted_text(prompt) is not None
-        else 'the prompt has no `target` and no text in "double quotes" to look for'
-    )
+    if wanted_text(prompt) is not None:
+        return None
+    return 'the prompt has no `target` and no text in "double quotes" to look for'
 
 
 @cache
@@ -125,16 +210,11 @@ class OcrScorer:
     def _wanted(self, position: int, prompt: Prompt) -> str:
         text = wanted_text(prompt)
         if text is None:
-            raise ScoreError(
-                f'scorer {self.name!r}, {describe(position, prompt)}: no `target` and no text in "double quotes"'
-            )
+            raise ScoreError(f'{describe(position, prompt)}: no `target` and no text in "double quotes"')
         text = self._fold(text)
         unknown = sorted(set(text) - self._entries.keys())
         if unknown:
-            raise ScoreError(
-                f"scorer {self.name!r}, {describe(position, prompt)}: the recogniser's alphabet lacks"
-                f" {''.join(unknown)!r}"
-            )
+            raise ScoreError(f"{describe(position, prompt)}: the recogniser's alphabet lacks {''.join(unknown)!r}")
         return text
 
     def _judge(self, reading: Reading, wanted: str) -> Score:

@@ -11,15 +11,13 @@ everything the scorer raises.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_type_hints
@@ -28,10 +26,11 @@ import msgspec
 
 from omni_async.config import schema
 from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
+from omni_async.entry_points import the_one
 from omni_async.families import PARTS, MediaShape
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
-from omni_async.rewards.hiding import hiding
+from omni_async.rewards.failures import call_discreetly, place_of
 from omni_async.types import Prompt
 
 ENTRY_POINT_GROUP = "omni_async.scorers"
@@ -49,28 +48,33 @@ class ScorerConfigError(ValueError):
     """`reward.scorers` names something unknown, or gives it parameters it does not take."""
 
 
-def _table() -> dict[str, str]:
-    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-    return {**installed, **_BUILT_IN}
+def _registered() -> EntryPoints:
+    built_in = (EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in _BUILT_IN.items())
+    return EntryPoints([*built_in, *entry_points(group=ENTRY_POINT_GROUP)])
 
 
 def names() -> list[str]:
     """Return every registered name, sorted."""
-    return sorted(_table())
+    return sorted(_registered().names)
 
 
 def _load(name: str) -> type:
-    table = _table()
-    target = table.get(name, name)
-    if ":" not in target:
+    registered = _registered()
+    if name in registered.names:
+        try:
+            point = the_one(registered, name, "reward.scorers")
+        except ValueError as error:
+            raise ScorerConfigError(str(error)) from None
+    elif ":" not in name:
         raise ScorerConfigError(
             f"unknown scorer {name!r}: registered are {', '.join(names())}; your own is named 'module:Class'"
         )
-    if name not in table and not _OWN.fullmatch(target):
+    elif not _OWN.fullmatch(name):
         raise ScorerConfigError(
             f"scorer {name!r}: expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)"
         )
-    point = EntryPoint(name=name, value=target, group=ENTRY_POINT_GROUP)
+    else:
+        point = EntryPoint(name=name, value=name, group=ENTRY_POINT_GROUP)
     loaded: Any = _imported(name, point.module)
     for attribute in point.attr.split("."):
         if not hasattr(loaded, attribute):
@@ -83,7 +87,9 @@ def _load(name: str) -> type:
             raise ScorerConfigError(f"scorer {name!r}: module {point.module!r} has no {point.attr!r}; {defined}")
         loaded = getattr(loaded, attribute)
     if not isinstance(loaded, type) or not callable(getattr(loaded, "score", None)):
-        raise ScorerConfigError(f"scorer {name!r}: {target!r} is not a class with a method `score(media, prompts)`")
+        raise ScorerConfigError(
+            f"scorer {name!r}: {point.value!r} is not a class with a method `score(media, prompts)`"
+        )
     return loaded
 
 
@@ -101,21 +107,8 @@ def _imported(name: str, module: str) -> ModuleType:
         problem = error
     text = str(problem) or "no reason given"
     raise ScorerConfigError(
-        f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{_location(problem)}"
+        f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{place_of(problem)}"
     ) from None
-
-
-def _location(error: BaseException) -> str:
-    """Return ` (file:line)` of the innermost line outside Python's own import machinery."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return ""  # its text says so
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith("<frozen") and frame.filename not in (__file__, importlib.__file__)
-    ]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _searched() -> str:
@@ -229,7 +222,7 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
         try:
             missing = ask(prompt, params)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
-            missing = f"check_prompt failed: {type(error).__name__}: {error}{_location(error)}"
+            missing = f"check_prompt failed: {type(error).__name__}: {error}{place_of(error)}"
         if not isinstance(missing, str | None):
             missing = f"check_prompt returned a {type(missing).__name__}, expected what is missing as text, or None"
         return None if missing is None else f"scorer {config.name!r}: {redact_text(missing, secrets)}"
@@ -246,5 +239,4 @@ def build(config: schema.Scorer) -> Scorer:
     """Build the scorer that `config` names, with its model loaded."""
     scorer = _load(config.name)
     arguments = _arguments(config.name, scorer, config.params)
-    with hiding(secrets_of(config)):
-        return cast(Scorer, scorer(**arguments))
+    return cast(Scorer, call_discreetly(lambda: scorer(**arguments), secrets_of(config)))

@@ -3,21 +3,25 @@
 An engine makes samples, and holds one version of the policy that can be swapped meanwhile.
 
 An engine owns its batching: callers `generate` many samples concurrently and the engine mixes them as it likes, because
-batching must not change a sample. Tensors it returns are on the CPU.
+batching must not change a sample. Tensors it returns are on the CPU. `StagedVersion` is what every engine has taken in.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from omni_async.media import Media
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
+from omni_async.weights.digest import WeightError, verify
 
 if TYPE_CHECKING:
     import numpy as np
     from tensordict import TensorDict
+
+T = TypeVar("T")
 
 
 class EngineError(RuntimeError):
@@ -66,3 +70,32 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Free everything; `generate` calls in flight fail with EngineError."""
+
+
+class StagedVersion(Generic[T]):
+    """The one version that an engine may switch to; `T` is the type of the content that it needs for the switch."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._staged: tuple[int, T] | None = None
+
+    def put(self, version: int, content: T) -> None:
+        """Replace the version that was staged before."""
+        self._staged = version, content
+
+    def take(self, version: int) -> T:
+        """Take the version out. EngineError, and nothing taken, unless `version` was staged last."""
+        if self._staged is None or self._staged[0] != version:
+            raise EngineError(
+                f"{self._engine}: asked for version {version}, staged is {self._staged and self._staged[0]}"
+            )
+        (_, content), self._staged = self._staged, None
+        return content
+
+
+async def require_whole(engine: str, manifest: WeightManifest, buckets: list[np.ndarray]) -> None:
+    """Compare the digest of what arrived with the manifest's, beside the event loop. EngineError if it is damaged."""
+    try:
+        await asyncio.to_thread(verify, manifest, buckets)
+    except WeightError as error:
+        raise EngineError(f"{engine}: {error}") from error

@@ -23,11 +23,9 @@ from tensordict import TensorDict
 
 from omni_async.components import compute_velocity, named_parameters
 from omni_async.policy import Codec, Policy
-from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.rollout.conditioning import ConditioningCache
+from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, adapted_weights, take_in
-from omni_async.rollout.staged import StagedVersion
-from omni_async.rollout.stepping import InFlight, check_request, take_steps
+from omni_async.rollout.stepping import ConditioningCache, InFlight, check_request, take_steps
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
 
@@ -72,11 +70,7 @@ class DiffusersEngine:
         self._dtype = dtype
         self._max_batch = max_batch
         self._stepwise = batching == "step"
-        self._device = (
-            torch.device(device)
-            if device is not None
-            else torch.accelerator.current_accelerator(True) or torch.device("cpu")
-        )
+        self._device = torch.device(device or torch.accelerator.current_accelerator(True) or "cpu")
         self._version = 0
         self._digest = ""
         self._staged: StagedVersion[Staged] = StagedVersion(name)
@@ -179,12 +173,10 @@ class DiffusersEngine:
                 made = self._denoise(loop, [requests[row] for row in conditioning], list(conditioning.values()))
                 results.update(zip(conditioning, made, strict=True))
         except Exception as error:  # noqa: BLE001 - any error goes to every caller of the batch
-            failure = (
-                error
-                if isinstance(error, EngineError)
-                else EngineError(f"{self.name}: {type(error).__name__}: {error}")
-            )
-            failure.__cause__ = error if failure is not error else error.__cause__
+            failure = error
+            if not isinstance(error, EngineError):
+                failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")
+                failure.__cause__ = error
             return [results.get(row, failure) for row in range(len(requests))]
         return [results[row] for row in range(len(requests))]
 

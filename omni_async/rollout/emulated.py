@@ -3,8 +3,8 @@
 Requests, versions and reports are real. `times` says how long things take: `ReplayedTimes` replays a profile, in which
 a job is a batch of waiting requests that start and end together; `StepTimes` is `rollout.emulated`, with which whatever
 runs takes one denoising step at a time, and a sample joins as soon as there is room and leaves after its last step.
-`make` says what a sample is made of: `RandomPayload` is bytes of a profile's sizes, `omni_async.rollout.zero_velocity`
-makes real trajectories of a policy that does nothing.
+`make` says what a sample is made of: `RandomPayload` is bytes of a profile's sizes, `ZeroVelocity` of
+`omni_async.rollout.stepping` makes real trajectories of a policy that does nothing.
 
 Every step is stamped with the version that took it, and a swap falls between two steps. The engine sleeps on the event
 loop, never in a thread, so it runs on a loop of virtual time too. It waits for a request, a swap, or the device;
@@ -22,12 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from omni_async.performance.emulation import SEED_BYTES, Device, Draws, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile
-from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.rollout.engine_task import EngineTask
-from omni_async.rollout.staged import StagedVersion
+from omni_async.rollout.base import EngineError, StagedVersion, Trajectory, require_whole
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
-from omni_async.weights.digest import WeightError, verify
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,14 +154,15 @@ class EmulatedEngine:
         self._since: float | None = None  # when what runs could have started, until it has
         self._swap: _Swap | None = None
         self._work = asyncio.Event()
-        self._task = EngineTask(name, self._unanswered)
+        self._task: asyncio.Task[None] | None = None
+        self._failure: str | None = None
 
     async def start(self) -> WeightReport:
-        self._task.start(self._run())
+        self._task = asyncio.create_task(self._serve(), name=f"{self.name}-runner")
         return WeightReport(self.name, self._version, self._digest)
 
     async def generate(self, request: SampleRequest) -> Trajectory:
-        self._task.require()
+        self._require_running()
         loop = asyncio.get_running_loop()
         sample = _Sample(request, loop.time(), loop.create_future())
         self._waiting.append(sample)
@@ -176,19 +174,16 @@ class EmulatedEngine:
         """Take a version in, for as long as `times` says, the time to check the digest included.
 
         EngineError if the bytes differ from the manifest."""
-        self._task.require()
+        self._require_running()
         loop = asyncio.get_running_loop()
         started = loop.time()
-        try:
-            await asyncio.to_thread(verify, manifest, buckets)
-        except WeightError as error:
-            raise EngineError(f"{self.name}: {error}") from error
+        await require_whole(self.name, manifest, buckets)
         await asyncio.sleep(max(0.0, started + self._times.stage(manifest.version) - loop.time()))
         self._staged.put(manifest.version, (manifest, loop.time() - started))
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
-        self._task.require()
+        self._require_running()
         manifest, staged_s = self._staged.take(version)
         loop = asyncio.get_running_loop()
         self._swap = swap = _Swap(version, loop.time(), loop.create_future())
@@ -198,11 +193,29 @@ class EmulatedEngine:
         return WeightReport(self.name, version, manifest.digest, staged_s, loop.time() - swap.asked)
 
     async def close(self) -> None:
-        await self._task.close()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            self._fail_waiters()  # a task that is cancelled before its first step has failed none
 
-    def _unanswered(self) -> list[asyncio.Future[Any]]:
+    def _require_running(self) -> None:
+        if self._task is None or self._task.done():
+            raise EngineError(f"{self.name} is not running" + (f": {self._failure}" if self._failure else ""))
+
+    async def _serve(self) -> None:
+        try:
+            await self._run()
+        except Exception as error:  # noqa: BLE001 (reported to all waiters, and to later callers)
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._fail_waiters()
+
+    def _fail_waiters(self) -> None:
         swaps = [self._swap.done] if self._swap is not None else []
-        return [sample.made for sample in (*self._running, *self._waiting)] + swaps
+        for future in [sample.made for sample in (*self._running, *self._waiting)] + swaps:
+            if not future.done():
+                future.set_exception(EngineError(f"{self.name} {self._failure or 'was closed'}"))
 
     async def _run(self) -> None:
         while True:
@@ -232,13 +245,11 @@ class EmulatedEngine:
             self._step_s = self._times.step(len(self._running), self._running[0].request.num_inference_steps)
 
     def _join(self) -> None:
-        while self._waiting and len(self._running) < self._max_batch and self._fits(self._waiting[0].request):
+        while self._waiting and len(self._running) < self._max_batch:
+            steps = {sample.request.num_inference_steps for sample in (self._waiting[0], *self._running[:1])}
+            if self._times.in_batches and len(steps) > 1:
+                return
             self._running.append(self._waiting.popleft())
-
-    def _fits(self, request: SampleRequest) -> bool:
-        if not (self._times.in_batches and self._running):
-            return True
-        return request.num_inference_steps == self._running[0].request.num_inference_steps
 
     async def _step(self) -> None:
         """Take one denoising step of everything that runs."""

@@ -4,8 +4,6 @@ Each engine's module, and what it imports, is loaded only if that engine is chos
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from omni_async.accelerator import require_accelerator
 from omni_async.config.schema import Config
 from omni_async.families import PipelineFamily
@@ -13,18 +11,20 @@ from omni_async.performance.profile import Profile
 from omni_async.policy import load_policy
 from omni_async.rollout.base import RolloutEngine
 
-if TYPE_CHECKING:
-    import torch
-
 
 def build_engine(
     config: Config, engine_name: str, family: PipelineFamily, profile: Profile | None = None
 ) -> RolloutEngine:
     """Build the engine of `config.rollout.engine`, or one that replays `profile`, not started yet.
 
-    `engine_name` is its name in reports and errors.
+    Args:
+        config: of the run.
+        engine_name: its name in reports and errors.
+        family: of `config.model.pipeline`.
+        profile: the service times to replay, whatever engine and checkpoint are named.
 
-    ValueError if the checkpoint is not the family's, or the family does not run on that engine."""
+    Raises:
+        ValueError: the checkpoint is not the family's, or the family does not run on that engine."""
     rollout = config.rollout
     if profile is not None:
         from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes
@@ -35,12 +35,14 @@ def build_engine(
     match rollout.engine:
         case "emulated":
             from omni_async.rollout.emulated import EmulatedEngine, StepTimes
-            from omni_async.rollout.zero_velocity import ZeroVelocity
+            from omni_async.rollout.stepping import ZeroVelocity
 
             policy = load_policy(family, config.model.path)
             make = ZeroVelocity(policy.latent_shape, policy.blank_conditioning, policy.sigmas)
             return EmulatedEngine(engine_name, StepTimes(rollout.emulated), make, max_batch=rollout.max_batch)
         case "diffusers":
+            import torch
+
             from omni_async.rollout.diffusers_engine import DiffusersEngine
 
             gpus = config.placement.rollout.gpus
@@ -48,7 +50,7 @@ def build_engine(
             return DiffusersEngine(
                 engine_name,
                 load_policy(family, config.model.path),
-                dtype=_dtype(config),
+                dtype=getattr(torch, config.model.dtype),
                 max_batch=rollout.max_batch,
                 batching=rollout.batching,
                 device=device,
@@ -56,7 +58,7 @@ def build_engine(
         case "vllm_omni":
             from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
 
-            if family.vllm_pipeline is None or family.vllm_extension is None:
+            if family.vllm_pipeline is None:
                 raise ValueError(
                     f"rollout.engine: model family {family.name!r} has no vLLM-Omni pipeline; use 'diffusers'"
                 )
@@ -71,9 +73,3 @@ def build_engine(
                 rpc_timeout_s=config.weights.timeout_s,
             )
     raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")
-
-
-def _dtype(config: Config) -> torch.dtype:
-    import torch
-
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]

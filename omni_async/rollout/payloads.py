@@ -4,7 +4,6 @@ Verified once when staged, turned into full weights under diffusers names when s
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_async.rollout.base import EngineError
-from omni_async.rollout.staged import StagedVersion
+from omni_async.rollout.base import StagedVersion, require_whole
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import unpack
-from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.lora import merged_weights
 
 if TYPE_CHECKING:
@@ -25,15 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Staged:
-    """A version that arrived whole: `verify` has compared the digest of `buckets` with the manifest's."""
+    """A version that arrived whole: the digest of `buckets` is the manifest's. `staged_s` is how long that took."""
 
     manifest: WeightManifest
     buckets: list[np.ndarray]
-    staged_s: float = 0.0
-
-    def verify(self) -> None:
-        """Raise WeightError if the buckets differ from the manifest."""
-        verify(self.manifest, self.buckets)
+    staged_s: float
 
     def weights(
         self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
@@ -71,10 +64,7 @@ class Staged:
 async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
     """Verify a version beside the event loop, and stage it; returns its digest. EngineError if it is damaged."""
     started = time.perf_counter()
-    try:
-        await asyncio.to_thread(Staged(manifest, buckets).verify)
-    except WeightError as error:
-        raise EngineError(f"{engine}: {error}") from error
+    await require_whole(engine, manifest, buckets)
     into.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
     return manifest.digest
 

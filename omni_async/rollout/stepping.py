@@ -1,20 +1,31 @@
 """Steps samples in flight: applies a velocity, as every engine does, and keeps the trained steps.
 
 `InFlight` is one sample between two denoising steps. `take_steps` moves a whole batch of them, each at its own step, by
-one; samples only meet in the batch dimension, so a sample does not depend on its neighbours.
+one; samples only meet in the batch dimension, so a sample does not depend on its neighbours. `ConditioningCache` keeps
+what the steps are conditioned on; `ZeroVelocity` makes the samples of a policy that does nothing, for the emulated
+engine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+from omni_async.families import SamplingSpec
+from omni_async.media import Media
+from omni_async.policy import Codec
+from omni_async.rollout.base import Trajectory
 from omni_async.sde.noise import initial_noise, step_noise
+from omni_async.sde.schedules import linear
 from omni_async.sde.transitions import KINDS, step_mixed
 from omni_async.types import SampleRequest
+from omni_async.version_spans import VersionSpans
 
 FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
 
@@ -151,3 +162,68 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
     ):
         sample.advance(latents, log_prob, mean, version)
     return moved
+
+
+class ConditioningCache:
+    """The conditioning of the latest prompts, for one thread: a group repeats its prompt, and text encoders are frozen.
+
+    `size` prompts are kept, the least recently used one goes first."""
+
+    def __init__(self, codec: Codec, size: int = 64) -> None:
+        self.codec = codec
+        self._size = size
+        self._kept: OrderedDict[tuple[Any, ...], TensorDict] = OrderedDict()
+
+    def of(self, request: SampleRequest) -> TensorDict:
+        """Return the request's conditioning, batch size []; with the unconditional branch if the request is guided.
+
+        Shared between callers: not to be written to."""
+        prompt = request.prompt
+        key = (prompt.text, tuple(image.digest for image in prompt.images), request.spec)
+        if key not in self._kept:
+            self._kept[key] = self.codec.encode(prompt, request.spec)
+            if len(self._kept) > self._size:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+
+def flat_media(seed: int, spec: SamplingSpec) -> Media:
+    """Return media of the spec's shapes, of one colour or one level, which depend on the seed alone."""
+    levels = torch.tensor(list(hashlib.blake2b(str(seed).encode(), digest_size=3).digest()), dtype=torch.uint8)
+    parts: dict[str, Any] = {}
+    for one in spec.media():
+        if one.part == "audio":
+            parts |= {"audio": torch.full(one.shape, int(levels[0]) / 255), "sample_rate": one.rate}
+        else:
+            parts[one.part] = levels[:, None, None].expand(one.shape).clone()
+        if one.part == "video":
+            parts["fps"] = one.rate
+    return Media(**parts)
+
+
+class ZeroVelocity:
+    """The maker of samples of a policy whose velocity is 0 in every version.
+
+    Transitions, noise and log-probs are the real ones, so they agree with a recomputation that also uses velocity 0.
+    Media are flat. `latent_shape(spec)`, `sigmas(steps, spec)` and `blank_conditioning(spec)` are a policy's methods,
+    or stand in for them: what is returned then fits a real trainer of that policy."""
+
+    def __init__(
+        self,
+        latent_shape: Callable[[SamplingSpec], tuple[int, ...]],
+        blank_conditioning: Callable[[SamplingSpec], TensorDict] = lambda spec: TensorDict({}, batch_size=[]),
+        sigmas: Callable[[int, SamplingSpec], torch.Tensor] = lambda steps, spec: linear(steps),
+    ) -> None:
+        self._latent_shape = latent_shape
+        self._blank_conditioning = blank_conditioning
+        self._sigmas = sigmas
+
+    def __call__(self, request: SampleRequest, versions: VersionSpans) -> Trajectory:
+        """Make the sample whose steps were taken by `versions`. ValueError if the request is wrong."""
+        shape = self._latent_shape(request.spec)
+        sample = InFlight(request, self._sigmas(request.num_inference_steps, request.spec), shape)
+        for version in versions:
+            take_steps([sample], torch.zeros(1, *shape), version)
+        tensors = sample.tensors(self._blank_conditioning(request.spec))
+        return Trajectory(TensorDict(tensors, batch_size=[]), flat_media(request.seed, request.spec), versions)

@@ -17,9 +17,8 @@ from tensordict import TensorDict
 
 from omni_async.families import PipelineFamily
 from omni_async.policy import load_policy
-from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, take_in
-from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import check_request
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
@@ -162,13 +161,7 @@ class VllmOmniEngine:
         held = await self._call("held_weights")
         if (held["version"], held["digest"]) != (version, staged.manifest.digest):
             raise EngineError(f"{self.name}: swapped to version {version}, but the worker holds {held}")
-        return WeightReport(
-            engine=self.name,
-            version=held["version"],
-            digest=held["digest"],
-            staged_s=staged.staged_s,
-            swap_s=answer["swap_s"],
-        )
+        return WeightReport(self.name, held["version"], held["digest"], staged.staged_s, answer["swap_s"])
 
     async def close(self) -> None:
         omni, self._omni = self._omni, None
@@ -189,17 +182,10 @@ class VllmOmniEngine:
         except Exception as error:
             raise EngineError(f"{self.name}: {method} failed: {error}") from error
         found = _flatten(answers)
-        for answer in found:
-            if (
-                not isinstance(answer, dict)
-                or answer.get("error")
-                or answer.get("todo")
-                or answer.get("supported") is False
-            ):
-                raise EngineError(f"{self.name}: {method} failed: {answer}")
-        if not found or any(
-            (a.get("version"), a.get("digest")) != (found[0].get("version"), found[0].get("digest")) for a in found
-        ):
+        for a in found:
+            if not isinstance(a, dict) or a.get("error") or a.get("todo") or a.get("supported") is False:
+                raise EngineError(f"{self.name}: {method} failed: {a}")
+        if len({(a.get("version"), a.get("digest")) for a in found}) != 1:
             raise EngineError(f"{self.name}: {method}: the workers disagree: {answers}")
         first: dict[str, Any] = found[0]
         return first

@@ -2,8 +2,8 @@
 
 Trajectory recording and SDE steps, and the weight swap.
 
-A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `warm_up`, `make_policy` and
-`make_codec`. vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
+A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `warm_up` and `policy_class`.
+vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
 computes the velocity of the batch with the policy on the native denoisers, takes every sample's transition, and decodes
 those that are done together. Per-request hooks that follow only hand rows on, because a Python call per request and
 step would cost more than a small model's forward.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,9 +33,8 @@ from vllm_omni.errors import OmniClientError
 from omni_async.components import compute_velocity, named_parameters
 from omni_async.families import SamplingSpec
 from omni_async.policy import Codec, Policy
-from omni_async.rollout.conditioning import ConditioningCache
 from omni_async.rollout.payloads import Staged
-from omni_async.rollout.stepping import InFlight, take_steps
+from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.types import Prompt, SampleRequest
 from omni_async.version_spans import VersionSpans
 
@@ -54,7 +52,7 @@ def pass_through(od_config: Any) -> Callable[..., Any]:
     return lambda value, **_: value
 
 
-class RolloutPipelineMixin(ABC):
+class RolloutPipelineMixin:
     """Runs `SampleRequest`s step by step with the policy's own velocity on vLLM-Omni's denoisers.
 
     Latents are float32 whatever the model's dtype; only the transformer's input is cast. They are kept in the sample:
@@ -67,7 +65,7 @@ class RolloutPipelineMixin(ABC):
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         self.weight_version = 0
         self.weight_digest = ""
-        self.policy = self.make_policy(od_config.model)
+        self.policy = type(self).policy_class(od_config.model)
         self.conditioning = ConditioningCache(self.make_codec())
         self.codec = self.conditioning.codec
         self._stacked: dict[SamplingSpec, tuple[list[InFlight], TensorDict]] = {}
@@ -85,14 +83,13 @@ class RolloutPipelineMixin(ABC):
     # ---- defined by a family -----------------------------------------------------------------------------------------
 
     warm_up: SamplingSpec  # of vLLM-Omni's own first request
+    policy_class: Callable[[str], Policy]  # the family's, whose velocity takes vLLM-Omni's denoisers
 
-    @abstractmethod
-    def make_policy(self, path: str) -> Policy:
-        """Return the family's policy for the checkpoint at `path`, whose velocity takes vLLM-Omni's denoiser."""
-
-    @abstractmethod
     def make_codec(self) -> Codec:
-        """Return the family's codec around this pipeline's own text encoder and VAE."""
+        """Make the family's codec of this pipeline's own text encoders and VAE: `policy.codec` of its `parts`."""
+        policy: Any = self.policy
+        codec: Codec = policy.codec(**{name: getattr(self, name) for name in policy.parts})
+        return codec
 
     # ---- vLLM-Omni's step-wise protocol ------------------------------------------------------------------------------
 

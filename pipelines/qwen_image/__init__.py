@@ -11,6 +11,5 @@ FAMILY = PipelineFamily(
     sampling=QwenImageSampling,
     model_index_class="QwenImagePipeline",
     vllm_pipeline="pipelines.qwen_image.rollout.QwenImageRolloutPipeline",
-    vllm_extension="omni_async.rollout.vllm_worker.RolloutWorkerExtension",
     attention_heads="num_attention_heads",
 )

@@ -9,13 +9,10 @@ quickstart (``recipes/quickstart/build_checkpoint.py``) starts from the same par
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
-import omni_async  # noqa: F401  # isort: skip
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -27,18 +24,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from pipelines import tiny
+from pipelines.qwen_image.policy import NUM_TEMPLATE_TOKENS, PATCH, PROMPT_TEMPLATE
 
-# The template that the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are,
-# so a tokenizer of ours is right only if it spends exactly 34 tokens on the prefix.
-PROMPT_PREFIX = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
-    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
-)
-PROMPT_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
-NUM_PREFIX_TOKENS = 34
+# The policy drops what the prefix became, so a tokenizer is right only if it spends exactly that many tokens on it.
+PROMPT_PREFIX, PROMPT_SUFFIX = PROMPT_TEMPLATE.split("{}")
 
 LATENT_CHANNELS = 16
-PATCH_SIZE = 2
 
 _PADDING_TOKEN = "<|endoftext|>"
 _SPECIAL_TOKENS = (
@@ -55,7 +46,7 @@ _SPECIAL_TOKENS = (
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SAMPLE_CORPUS = ("the digit 7", "a photo of a red circle on a white background")
+_SAMPLE_CORPUS = tiny.CORPUS[:2]
 
 
 def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPUS) -> Qwen2Tokenizer:
@@ -87,7 +78,7 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )
-    trained = json.loads(bpe.to_str())["model"]
+    trained = tiny.trained_model(bpe)
     tokenizer = Qwen2Tokenizer(
         vocab=trained["vocab"],
         # The tokenizer requires pairs.
@@ -99,10 +90,10 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
         model_max_length=4096,
     )
     num_prefix_tokens = len(tokenizer(PROMPT_PREFIX)["input_ids"])
-    if num_prefix_tokens != NUM_PREFIX_TOKENS:
+    if num_prefix_tokens != NUM_TEMPLATE_TOKENS:
         raise ValueError(
             f"the prompt template's prefix takes {num_prefix_tokens} tokens, Qwen-Image drops exactly "
-            f"{NUM_PREFIX_TOKENS}: raise vocab_size (now {vocab_size})"
+            f"{NUM_TEMPLATE_TOKENS}: raise vocab_size (now {vocab_size})"
         )
     return tokenizer
 
@@ -200,8 +191,8 @@ def build_components(
         text_encoder = build_text_encoder(tokenizer, vocab_size=vocab_size, hidden=hidden)
         spatial_rope_dim = (head_dim - 4) // 2
         transformer = QwenImageTransformer2DModel(
-            patch_size=PATCH_SIZE,
-            in_channels=LATENT_CHANNELS * PATCH_SIZE**2,
+            patch_size=PATCH,
+            in_channels=LATENT_CHANNELS * PATCH**2,
             out_channels=LATENT_CHANNELS,
             num_layers=layers,
             num_attention_heads=heads,
@@ -225,12 +216,7 @@ def build_components(
     )
 
 
-def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Write a random checkpoint in diffusers' layout to ``path`` and return it.
-
-    ``shape``: see ``build_components``."""
-    return tiny.write(build_components(**shape), path, dtype)
-
+build = partial(tiny.build, build_components)
 
 if __name__ == "__main__":
     tiny.main(build, "Qwen-Image")

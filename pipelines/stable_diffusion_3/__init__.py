@@ -11,6 +11,5 @@ FAMILY = PipelineFamily(
     sampling=StableDiffusion3Sampling,
     model_index_class="StableDiffusion3Pipeline",
     vllm_pipeline="pipelines.stable_diffusion_3.rollout.StableDiffusion3RolloutPipeline",
-    vllm_extension="omni_async.rollout.vllm_worker.RolloutWorkerExtension",
     attention_heads="num_attention_heads",
 )

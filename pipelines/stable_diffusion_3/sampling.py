@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from omni_async.families import MediaShape, SamplingSpec
+from pipelines.sampling import ImageSampling, read_config
 
 
-class StableDiffusion3Sampling(SamplingSpec, frozen=True, kw_only=True):
-    height: Annotated[int, doc("Image height in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
-    width: Annotated[int, doc("Image width in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
+class StableDiffusion3Sampling(ImageSampling, frozen=True, kw_only=True):
     guidance_scale: Annotated[float, doc("Classifier-free guidance; 1 switches it off.", ge=1, most=1000)] = 1.0
     negative_prompt: Annotated[str, doc("The unconditional branch's prompt when guidance_scale > 1.")] = ""
     max_sequence_length: Annotated[
@@ -25,9 +22,7 @@ class StableDiffusion3Sampling(SamplingSpec, frozen=True, kw_only=True):
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a side that the transformer's position table is too short for."""
-        transformer, vae = (
-            json.loads((checkpoint / part / "config.json").read_bytes()) for part in ("transformer", "vae")
-        )
+        transformer, vae = (read_config(checkpoint, part) for part in ("transformer", "vae"))
         try:
             pixels_per_latent = 2 ** (len(vae["block_out_channels"]) - 1)
             longest = transformer["pos_embed_max_size"] * transformer["patch_size"] * pixels_per_latent
@@ -37,6 +32,3 @@ class StableDiffusion3Sampling(SamplingSpec, frozen=True, kw_only=True):
             if getattr(self, key) > longest:
                 return f"{key}: this checkpoint's position table ends at {longest} pixels, got {getattr(self, key)}"
         return None
-
-    def media(self) -> tuple[MediaShape, ...]:
-        return (MediaShape("image", (3, self.height, self.width)),)

@@ -2,16 +2,14 @@
 
 Real architecture, random weights, offline in seconds.
 
-python -m pipelines.stable_diffusion_3.tiny /tmp/tiny_sd35
+    python -m pipelines.stable_diffusion_3.tiny /tmp/tiny_sd35
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
-import omni_async  # noqa: F401  # isort: skip
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -22,7 +20,6 @@ from diffusers import (
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
 
 from pipelines import tiny
-from pipelines.tiny_tokenizers import clip_tokenizer, t5_tokenizer
 
 LATENT_CHANNELS = 16
 
@@ -31,7 +28,7 @@ def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed:
     """Build every part with random float32 weights and return them as a pipeline.
 
     The same seed gives the same weights. `hidden`: features of each CLIP encoder; T5 has twice as many."""
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer: Any = SD3Transformer2DModel(
@@ -63,15 +60,6 @@ def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed:
             scaling_factor=1.5305,
             shift_factor=0.0609,
         )
-        t5_config = T5Config(
-            vocab_size=len(t5) + 4,
-            d_model=2 * hidden,
-            d_kv=16,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-            feed_forward_proj="gated-gelu",
-        )
         return StableDiffusion3Pipeline(
             transformer=transformer.eval(),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -80,7 +68,7 @@ def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed:
             tokenizer=clip,
             text_encoder_2=_clip_encoder(clip, hidden),
             tokenizer_2=clip,
-            text_encoder_3=T5EncoderModel(t5_config).eval(),
+            text_encoder_3=T5EncoderModel(T5Config(**tiny.t5_sizes(t5, 2 * hidden))).eval(),
             tokenizer_3=cast(Any, t5),
         )
 
@@ -99,10 +87,7 @@ def _clip_encoder(tokenizer: CLIPTokenizer, hidden: int) -> CLIPTextModelWithPro
     return CLIPTextModelWithProjection(config).eval()
 
 
-def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Write a random checkpoint in diffusers' layout to `path` and return it. `shape`: see `build_components`."""
-    return tiny.write(build_components(**shape), path, dtype)
-
+build = partial(tiny.build, build_components)
 
 if __name__ == "__main__":
     tiny.main(build, "Stable Diffusion 3.5")

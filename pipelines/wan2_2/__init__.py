@@ -12,6 +12,5 @@ FAMILY = PipelineFamily(
     model_index_class="WanPipeline",
     components=("transformer", "transformer_2"),
     vllm_pipeline="pipelines.wan2_2.rollout.Wan22RolloutPipeline",
-    vllm_extension="omni_async.rollout.vllm_worker.RolloutWorkerExtension",
     attention_heads="num_attention_heads",
 )

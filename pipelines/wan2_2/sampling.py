@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
 from omni_async.families import MediaShape, SamplingSpec
+from pipelines.sampling import read_config
 
 TEMPORAL = 4  # frames that become one latent frame, after the first
 
@@ -60,6 +60,5 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
 
 def _pixels_per_token(checkpoint: Path) -> int:
     """Return the side of what becomes one token, by the configuration of the checkpoint's transformer and VAE."""
-    patch = json.loads((checkpoint / "transformer" / "config.json").read_bytes())["patch_size"][1]
-    n: int = patch * json.loads((checkpoint / "vae" / "config.json").read_bytes()).get("scale_factor_spatial", 8)
-    return n
+    n: int = read_config(checkpoint, "transformer")["patch_size"][1]
+    return n * int(read_config(checkpoint, "vae").get("scale_factor_spatial", 8))

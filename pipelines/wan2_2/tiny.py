@@ -6,17 +6,14 @@ python -m pipelines.wan2_2.tiny /tmp/tiny_wan22 --ti2v   # one, with a time per 
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
-import omni_async  # noqa: F401  # isort: skip
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
 from pipelines import tiny
-from pipelines.tiny_tokenizers import t5_tokenizer
 
 TEXT_WIDTH = 64
 BOUNDARY = 0.875
@@ -26,7 +23,7 @@ def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, see
     """Build every part with random float32 weights and return them as a pipeline.
 
     The same seed gives the same weights."""
-    tokenizer = t5_tokenizer()
+    tokenizer = tiny.t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         channels = 48 if ti2v else 16
@@ -43,18 +40,9 @@ def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, see
             latents_std=[1.5] * channels,
             **residual,
         )
-        text_config = UMT5Config(
-            vocab_size=len(tokenizer) + 4,
-            d_model=TEXT_WIDTH,
-            d_kv=16,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-            feed_forward_proj="gated-gelu",
-        )
         return WanPipeline(
             tokenizer=cast(Any, tokenizer),
-            text_encoder=UMT5EncoderModel(text_config).eval(),
+            text_encoder=UMT5EncoderModel(UMT5Config(**tiny.t5_sizes(tokenizer, TEXT_WIDTH))).eval(),
             vae=cast(Any, vae).eval(),
             scheduler=cast(
                 Any,
@@ -83,10 +71,7 @@ def _expert(channels: int, layers: int, heads: int) -> Any:
     return expert.eval()
 
 
-def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Write a random checkpoint in diffusers' layout to `path` and return it. `shape`: see `build_components`."""
-    return tiny.write(build_components(**shape), path, dtype)
-
+build = partial(tiny.build, build_components)
 
 if __name__ == "__main__":
     tiny.main(build, "Wan2.2", ti2v="one transformer with a time per token, as TI2V-5B")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.rewards.ctc import text_probability
+from omni_async.rewards.ocr import text_probability
 
 
 def by_enumeration(frames: np.ndarray, text: tuple[int, ...]) -> float:

@@ -14,7 +14,7 @@ import pytest
 from omni_async.config.schema import Reward
 from omni_async.rewards.composition import Member, WeightedScorer
 from omni_async.rewards.guard import Failure, ScorerHangs
-from omni_async.rewards.panel import Panel
+from omni_async.rewards.guard import Panel
 from omni_async.rewards.threads import Threads
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.types import Prompt, Score

@@ -22,7 +22,7 @@ from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import require_scores
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
-from omni_async.rewards.panel import Panel
+from omni_async.rewards.guard import Panel
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 from tests.images import as_media

@@ -20,8 +20,8 @@ from omni_async.media import require_media
 from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.composition import Member, WeightedScorer
 from omni_async.rewards.guard import Failure
-from omni_async.rewards.outages import is_outage
-from omni_async.rewards.panel import Panel
+from omni_async.rewards.failures import is_outage
+from omni_async.rewards.guard import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.types import Prompt, Score

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
 from omni_async.media import Media
-from omni_async.rollout.conditioning import ConditioningCache
+from omni_async.rollout.stepping import ConditioningCache
 from omni_async.types import Prompt
 from tests.rollout.conftest import make_request
 

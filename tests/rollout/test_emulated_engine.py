@@ -21,7 +21,7 @@ from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import ServiceTime
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes, StepTimes
-from omni_async.rollout.zero_velocity import ZeroVelocity, flat_media
+from omni_async.rollout.stepping import ZeroVelocity, flat_media
 from omni_async.sde.transitions import log_prob, transition
 from omni_async.simulation.virtual_time import run
 from omni_async.types import Piece, Prompt, SampleRequest, SdeWindow, TensorSpec, WeightManifest

@@ -3,7 +3,7 @@
 import pytest
 
 from omni_async.rollout.base import EngineError
-from omni_async.rollout.staged import StagedVersion
+from omni_async.rollout.base import StagedVersion
 
 
 def test_a_version_is_taken_once_and_by_its_number():
