@@ -19,6 +19,7 @@ from omni_async.algorithms.registry import objectives
 from omni_async.config import load
 from omni_async.driver import train as runtime
 from omni_async.families import family_names
+from omni_async.rewards import registry
 from omni_async.tracking.mlflow_sink import MlflowUnusableError
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
 from tests.runtime.runtime_world import write_world
@@ -88,7 +89,7 @@ def test_list_names_what_a_recipe_may_say(capsys):
     assert list(lines) == ["model families", "engines", "transitions", "scorers", "roles", "algorithms"]
     assert lines["engines"] == "vllm_omni, diffusers, emulated"
     assert lines["transitions"] == "flow, cps, dance"
-    assert lines["scorers"] == "jpeg_size, motion_smoothness, ocr"
+    assert lines["scorers"] == ", ".join(registry.names())
 
 
 def test_list_shows_what_each_family_makes_and_runs_on(capsys):

@@ -21,6 +21,7 @@ from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
 from omni_async.preflight import check as module
 from omni_async.preflight.check import preflight
+from omni_async.rewards.registry import names
 from tests.runtime.runtime_world import write_world
 
 
@@ -61,7 +62,7 @@ OFFLINE = {"rollout": {"sde": None}, "algorithm": {"name": "diffusion_dpo"}, "re
             OFFLINE | {"data": {"prompts": None, "preferences": "nowhere.parquet"}},
             r"^data.preferences: .*nowhere\.parquet",
         ),
-        ({"reward": {"scorers": [{"name": "orc"}]}}, "'orc': registered are jpeg_size, motion_smoothness, ocr"),
+        ({"reward": {"scorers": [{"name": "orc"}]}}, f"'orc': registered are {', '.join(names())}"),
         ({"reward": {"scorers": [{"name": "jpeg_size", "params": {"colour": 1}}]}}, "takes no parameter 'colour'"),
         ({"data": {"prompts": "nowhere.txt"}}, "^data.prompts: no such file: "),
         ({"validation": {"prompts": "nowhere.txt"}}, "^validation.prompts: no such file: "),

@@ -1,57 +1,82 @@
-"""Tests a scorer that fails in every way it can, on virtual time: what counts against a sample, what against the
-scorer, and when it is asked again."""
-
-from __future__ import annotations
+"""Tests scorers that fail in every way they can, on virtual time: what counts against a sample, what against the
+scorer, when it is asked again, and what is known of it before any sample is drawn."""
 
 import asyncio
+import io
 import math
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+import re
+import urllib.error
+from collections.abc import Callable
+from email.message import Message
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from omni_async.config import with_spec
 from omni_async.config.schema import Reward
+from omni_async.media import require_media
+from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.composition import Member, WeightedScorer
-from omni_async.rewards.guard import Failure, ScorerHangs
-from omni_async.rewards.guard import Panel
+from omni_async.rewards.failures import is_outage
+from omni_async.rewards.guard import Failure, Panel, ScorerHangs
+from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
-from omni_async.simulation.virtual_time import VirtualClock, run
+from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.types import Prompt, Score
+from tests.control.control_world import make_config
 from tests.images import as_media
 
-T = TypeVar("T")
+pytestmark = pytest.mark.virtual_time
+
 HANGS = math.inf
+BAD = "scorer '0': ValueError: unreadable"
+PROBE = Probe.of(with_spec(make_config()), [Prompt(0, "a cat", metadata={"colour": "red"}), Prompt(1, "a dog")])
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+def image(pixel: int) -> Any:
+    return as_media(np.full((2, 2, 3), pixel, np.uint8))
+
+
 class Judge:
     """A scorer that scores an image by its first pixel. `up` says whether it works at a time, `seconds` how long its
-    next call takes; it fails for `bad` pixels."""
+    next call takes, or a list of that for one call after the other; it fails for `bad` pixels. With `says`, call number
+    n, from 1, does what `says(n)` says instead."""
 
     name = "judge"
-    concurrent = False
 
     def __init__(
         self,
         up: Callable[[float], bool] = lambda t: True,
-        seconds: Callable[[float], float] = lambda t: 0.0,
+        seconds: Callable[[float], float] | list[float] = lambda t: 0.0,
         bad: tuple[int, ...] = (),
+        says: Callable[[int], Any] | None = None,
+        concurrent: bool = False,
     ) -> None:
-        self.up, self.seconds, self.bad = up, seconds, bad
+        left = list(seconds) if isinstance(seconds, list) else []
+        self.seconds = (lambda t: left.pop(0) if left else 0.0) if isinstance(seconds, list) else seconds
+        self.up, self.bad, self.says, self.concurrent = up, bad, says, concurrent
         self.calls: list[tuple[float, list[int]]] = []
 
+    @property
+    def seen(self) -> list[list[int]]:
+        return [pixels for _, pixels in self.calls]
+
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        pixels = [int(image[0, 0, 0]) for image in images]
+        pixels = [int(one[0, 0, 0]) for one in images]
         self.calls.append((now(), pixels))
+        if self.says is not None and isinstance(said := self.says(len(self.calls)), BaseException):
+            raise said
         if not self.up(now()):
             raise ConnectionRefusedError("nobody listens")
         if set(pixels) & set(self.bad):
             raise ValueError("unreadable")
-        return [Score(float(pixel)) for pixel in pixels]
+        return [Score(float(pixel) if self.says is None else said) for pixel in pixels]
 
 
 class VirtualThreads(Threads):
@@ -62,378 +87,392 @@ class VirtualThreads(Threads):
         self._judge = judge
         self.begun = 0
 
-    def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
+    def run(self, call: Callable[[], Any]) -> Any:
         self.begun += 1
-
-        async def work() -> T:
-            seconds = self._judge.seconds(now())
-            await (asyncio.sleep(seconds) if seconds < HANGS else asyncio.Event().wait())
-            return call()
-
-        task = asyncio.create_task(work())
-        self._busy[task] = None  # type: ignore[assignment]
-        task.add_done_callback(self._busy.pop)
-        return task
+        future, seconds = asyncio.get_running_loop().create_future(), self._judge.seconds(now())
+        self._busy[future] = None
+        future.add_done_callback(self._busy.pop)
+        if seconds < HANGS:
+            asyncio.get_running_loop().call_later(seconds, lambda: future.set_result(call()))
+        return future
 
 
 class Stage:
     """A panel of judges, and the reports about them."""
 
-    def __init__(self, *judges: Judge, **reward: Any) -> None:
+    def __init__(self, *judges: Judge, probe: Probe | None = None, **reward: Any) -> None:
         self.reports: list[tuple[float, str]] = []
-        self.threads = {f"p/{number}": VirtualThreads(judge) for number, judge in enumerate(judges)}
+        pools = {f"p/{number}": VirtualThreads(judge) for number, judge in enumerate(judges)}
+        self.threads = pools["p/0"]
         weighted = WeightedScorer.alone(judges[0])
         weighted.members = [Member(str(number), 1.0, judge) for number, judge in enumerate(judges)]
-        self.panel = Panel("p", weighted, Reward(**reward), VirtualClock(), self.report, self.threads.__getitem__)
+        self.panel = Panel("p", weighted, Reward(**reward), VirtualClock(), self.report, pools.__getitem__, probe)
 
     async def report(self, text: str) -> None:
-        self.reports.append((now(), text))
+        self.reports.append((now(), without_place(text)))
+
+    async def outcomes(self, *pixels: int) -> list[Score | Failure]:
+        return await self.panel.score([image(pixel) for pixel in pixels], [Prompt(pixel, "a cat") for pixel in pixels])
 
     async def score(self, *pixels: int) -> list[float | str | None]:
-        """Returns values, reasons, and None for postponed samples."""
-        images = [as_media(np.full((2, 2, 3), pixel, np.uint8)) for pixel in pixels]
-        outcomes = await self.panel.score(images, [Prompt(pixel, "a cat") for pixel in pixels])
-        return [(None if o.fault == "outage" else o.reason) if isinstance(o, Failure) else o.value for o in outcomes]
+        """Returns values, reasons without their place, and None for postponed samples."""
+        return [
+            o.value if isinstance(o, Score) else None if o.fault == "outage" else without_place(o.reason)
+            for o in await self.outcomes(*pixels)
+        ]
 
 
-def play(work: Coroutine[Any, Any, None]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(1e5):
-            await work
+def without_place(text: str) -> str:
+    return re.sub(r" \([^()]+\.py:\d+\)", "", text)
 
-    run(main())
+
+async def after_one(seconds: float, *judges: Judge, **reward: Any) -> Stage:
+    """Makes a stage whose judges have scored a sample, so many seconds ago."""
+    stage = Stage(*judges, **reward)
+    assert await stage.score(1) == [float(len(judges))]
+    await asyncio.sleep(seconds)
+    return stage
 
 
 # ---- a scorer that is down -------------------------------------------------------------------------------------------
 
 
-def test_an_outage_is_held_against_no_sample_and_ends_with_the_first_answer() -> None:
-    async def main() -> None:
-        judge = Judge(up=lambda t: not 5 <= t < 65)
-        stage = Stage(judge)
-        assert await stage.score(1, 2) == [1.0, 2.0]
-        await asyncio.sleep(5)
-        assert await stage.score(3, 4, 5) == [None, None, None]
-        assert judge.calls[1:] == [(5, [3, 4, 5]), (5, [3]), (5, [1])], "the last is one that it could score before"
-        assert stage.panel.down
-        await stage.panel.recover()
-        assert [time for time, _ in judge.calls[4:]] == [6, 8, 12, 20, 36, 66]
-        assert {tuple(pixels) for _, pixels in judge.calls[4:]} == {(1,)}
-        assert not stage.panel.down
-        assert await stage.score(3, 4, 5) == [3.0, 4.0, 5.0]
-        assert stage.reports == [
-            (6, "warning: scorer '0' fails (scorer '0': ConnectionRefusedError: nobody listens); its samples wait"),
-            (66, "scorer '0' answers again after 61 s"),
-        ]
-
-    play(main())
+async def test_an_outage_is_held_against_no_sample_and_ends_with_the_first_answer():
+    stage = await after_one(5, judge := Judge(up=lambda t: not 5 <= t < 65))
+    assert await stage.score(3, 4, 5) == [None, None, None]
+    assert judge.calls[1:] == [(5, [3, 4, 5]), (5, [3]), (5, [1])], "the last is one that it could score before"
+    assert stage.panel.down
+    await stage.panel.recover()
+    assert [time for time, _ in judge.calls[4:]] == [6, 8, 12, 20, 36, 66]
+    assert {tuple(pixels) for pixels in judge.seen[4:]} == {(1,)}
+    assert not stage.panel.down
+    assert await stage.score(3, 4, 5) == [3.0, 4.0, 5.0]
+    assert stage.reports == [
+        (6, "warning: scorer '0' fails (ConnectionRefusedError: nobody listens); its samples wait"),
+        (66, "scorer '0' answers again after 61 s"),
+    ]
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
-def test_a_last_sample_alone_does_not_lose_its_tries_to_an_outage(retries: int) -> None:
-    async def main() -> None:
-        stage = Stage(Judge(up=lambda t: t < 5), retries=retries)
-        await stage.score(1)
-        await asyncio.sleep(5)
-        outcomes = [await stage.score(2) for _ in range(retries + 1)]
-        assert outcomes == [[None]] * (retries + 1)
-
-    play(main())
+async def test_a_last_sample_alone_does_not_lose_its_tries_to_an_outage(retries):
+    stage = await after_one(5, Judge(up=lambda t: t < 5), retries=retries)
+    assert [await stage.score(2) for _ in range(retries + 1)] == [[None]] * (retries + 1)
 
 
-def test_an_outage_that_is_over_after_the_first_pause_is_not_worth_a_word() -> None:
-    async def main() -> None:
-        stage = Stage(Judge(up=lambda t: not 5 <= t < 5.5))
-        await stage.score(1)
-        await asyncio.sleep(5)
-        assert await stage.score(2) == [None]
-        await stage.panel.recover()
-        assert await stage.score(2) == [2.0]
-        assert now() == 6 and stage.reports == []
-
-    play(main())
+async def test_an_outage_that_is_over_after_the_first_pause_is_not_worth_a_word():
+    stage = await after_one(5, Judge(up=lambda t: not 5 <= t < 5.5))
+    assert await stage.score(2) == [None]
+    await stage.panel.recover()
+    assert await stage.score(2) == [2.0]
+    assert now() == 6 and stage.reports == []
 
 
-def test_a_bad_sample_alone_opens_nothing() -> None:
-    async def main() -> None:
-        judge = Judge(bad=(7, 8))
-        stage = Stage(judge)
-        await stage.score(1)
-        for _ in range(10):
-            assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
-            assert await stage.score(7, 8) == ["scorer '0': ValueError: unreadable"] * 2
-        assert not stage.panel.down and stage.reports == []
-        assert await stage.score(7, 2, 8) == [
-            "scorer '0': ValueError: unreadable",
-            2.0,
-            "scorer '0': ValueError: unreadable",
-        ]
-
-    play(main())
+async def test_a_bad_sample_alone_opens_nothing():
+    stage = await after_one(0, Judge(bad=(7, 8)))
+    for _ in range(10):
+        assert await stage.score(7) == [BAD] and await stage.score(7, 8) == [BAD] * 2
+    assert not stage.panel.down and stage.reports == []
+    assert await stage.score(7, 2, 8) == [BAD, 2.0, BAD]
 
 
-def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_used_for_something_else() -> None:
-    async def main() -> None:
-        stage = Stage(judge := Judge(bad=(7,)))
-        image = as_media(np.full((2, 2, 3), 1, np.uint8))
-        await stage.panel.score([image], [Prompt(1, "a cat")])
-        image.image[:] = 7
-        assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
-        assert judge.calls[-1][1] == [1] and not stage.panel.down
-
-    play(main())
+async def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_used_for_something_else():
+    stage, shown = Stage(judge := Judge(bad=(7,))), image(1)
+    await stage.panel.score([shown], [Prompt(1, "a cat")])
+    shown.image[:] = 7
+    assert await stage.score(7) == [BAD]
+    assert judge.seen[-1] == [1] and not stage.panel.down
 
 
-def test_the_first_samples_ever_may_be_bad_ones() -> None:
+async def test_the_first_samples_ever_may_be_bad_ones():
     """Starts with bad samples: only the next sample distinguishes them from an outage."""
+    stage = Stage(Judge(bad=(7, 8, 9)))
+    assert await stage.score(7, 8, 9, 1) == [None] * 4
+    assert stage.panel.down
+    await stage.panel.recover()
+    assert now() == 1.0
+    assert await stage.score(7, 8, 9, 1) == [BAD, BAD, BAD, 1.0]
+    assert not stage.panel.down
 
-    async def main() -> None:
-        stage = Stage(Judge(bad=(7, 8, 9)))
-        assert await stage.score(7, 8, 9, 1) == [None] * 4
-        assert stage.panel.down
+
+async def test_a_scorer_that_is_not_there_yet_is_waited_for():
+    stage, times = Stage(Judge(up=lambda t: t > 20)), []
+    while (outcome := await stage.score(1, 2)) == [None, None]:
+        times.append(now())
         await stage.panel.recover()
-        assert now() == 1.0
-        bad = "scorer '0': ValueError: unreadable"
-        assert await stage.score(7, 8, 9, 1) == [bad, bad, bad, 1.0]
-        assert not stage.panel.down
-
-    play(main())
+    assert outcome == [1.0, 2.0]
+    assert times == [0, 1, 3, 7, 15] and now() == 31
 
 
-def test_a_scorer_that_is_not_there_yet_is_waited_for() -> None:
-    async def main() -> None:
-        judge = Judge(up=lambda t: t > 20)
-        stage = Stage(judge)
-        times = []
-        while (outcome := await stage.score(1, 2)) == [None, None]:
-            times.append(now())
-            await stage.panel.recover()
-        assert outcome == [1.0, 2.0]
-        assert times == [0, 1, 3, 7, 15] and now() == 31
-
-    play(main())
-
-
-def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_asked_now_and_then() -> None:
-    async def main() -> None:
-        judge = Judge(up=lambda t: t < 5 or t >= 1000)
-        stage = Stage(judge, outage_s=100.0)
-        await stage.score(1)
-        await asyncio.sleep(5)
-        assert await stage.score(2, 3) == [None, None]
+async def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_asked_now_and_then():
+    stage = await after_one(5, judge := Judge(up=lambda t: t < 5 or t >= 1000), outage_s=100.0)
+    assert await stage.score(2, 3) == [None, None]
+    await stage.panel.recover()
+    assert now() == 127, (
+        "a pause ends later than the outage's limit, and then a worker beside this one has a second for itself"
+    )
+    calls = len(judge.calls)
+    for _ in range(20):
         await stage.panel.recover()
-        assert now() == 127, (
-            "a pause ends later than the outage's limit, and then a worker beside this one has a second for itself"
-        )
-        calls = len(judge.calls)
-        for _ in range(20):
-            await stage.panel.recover()
-            first, second = await stage.score(2, 3)
-            assert (
-                first
-                == second
-                == f"scorer '0' has been failing for {now() - 5:.0f} s: scorer '0': ConnectionRefusedError: nobody"
-                " listens"
-            )
-            await asyncio.sleep(2)
-        assert now() == 187 and len(judge.calls) - calls == 1, "one attempt every 30 s"
-        await asyncio.sleep(1000)
+        reason = f"scorer '0' has been failing for {now() - 5:.0f} s: ConnectionRefusedError: nobody listens"
+        assert await stage.score(2, 3) == [reason, reason]
+        await asyncio.sleep(2)
+    assert now() == 187 and len(judge.calls) - calls == 1, "one attempt every 30 s"
+    await asyncio.sleep(1000)
+    await stage.panel.recover()
+    assert await stage.score(2, 3) == [2.0, 3.0]
+    assert [text.split(" (")[0] for _, text in stage.reports] == [
+        "warning: scorer '0' fails",
+        "warning: scorer '0' has been failing for 121 s; its samples fail now",
+        "scorer '0' answers again after 1182 s",
+    ]
+
+
+async def test_one_of_two_scorers_that_is_down_is_waited_for_alone():
+    stage = await after_one(5, fine := Judge(), broken := Judge(up=lambda t: not 5 <= t < 9))
+    assert await stage.score(2, 3) == [None, None]
+    calls = len(fine.calls)
+    await stage.panel.recover()
+    assert len(fine.calls) == calls and len(broken.calls) > 5
+    assert await stage.score(2, 3) == [4.0, 6.0]
+
+
+async def test_a_sample_that_one_scorer_fails_is_not_shown_to_the_next():
+    stage = Stage(Judge(bad=(7,)), other := Judge())
+    assert await stage.score(1, 7, 2) == [2.0, BAD, 4.0]
+    assert other.seen == [[1, 2]]
+
+
+async def test_media_that_are_none_are_not_the_scorers_failure():
+    stage = Stage(judge := Judge())
+    for _ in range(5):
+        (outcome,) = await stage.panel.score([np.zeros((2, 2), np.uint8)], [Prompt(0, "a cat")])
+        assert "expected media, got a ndarray" in outcome.reason and outcome.fault == "retry"
+    assert judge.calls == [] and not stage.panel.down
+
+
+# ---- a scorer that is slow, or hangs ---------------------------------------------------------------------------------
+
+
+async def test_a_slow_call_is_made_twice_and_the_first_answer_counts():
+    stage = Stage(Judge(seconds=[50, 1], concurrent=True), hedge_s=10.0)
+    assert await stage.score(1, 2) == [1.0, 2.0]
+    assert now() == 11 and stage.threads.begun == 2
+    assert stage.threads.busy == 1, "the slow one is left behind"
+    assert await stage.score(3) == [3.0], "and does not hold up the next"
+    assert now() == 11
+    await asyncio.sleep(100)
+    assert stage.threads.busy == 0
+
+
+@pytest.mark.parametrize(
+    ("judge", "ends", "begun"),
+    [
+        pytest.param({"seconds": [12, 50], "concurrent": True}, 12, 2, id="the second call may be the slower one"),
+        pytest.param({"seconds": [12, 5], "concurrent": True, "up": lambda t: t > 13}, 15, 2, id="or the one to fail"),
+        pytest.param({"seconds": [50]}, 50, 1, id="one that does not say it is concurrent is not called twice"),
+    ],
+)
+async def test_a_slow_call_ends_with_the_first_score(judge, ends, begun):
+    stage = Stage(Judge(**judge), hedge_s=10.0)
+    assert await stage.score(1) == [1.0]
+    assert now() == ends and stage.threads.begun == begun
+
+
+async def test_there_is_one_second_call_and_the_timeout_is_for_both():
+    stage = await after_one(0, Judge(seconds=[0, HANGS, HANGS], concurrent=True), hedge_s=10.0, timeout_s=25.0)
+    assert await stage.score(2) == ["scorer '0': no score within 25 s"]
+    assert now() == 25 and stage.threads.busy == 2
+
+
+async def test_a_call_that_fails_at_once_is_not_repeated():
+    stage = await after_one(0, judge := Judge(bad=(7,), concurrent=True), hedge_s=10.0)
+    assert await stage.score(7) == [BAD]
+    assert judge.seen == [[1], [7], [1]]
+
+
+async def test_a_batch_that_is_too_slow_is_scored_one_by_one():
+    stage = Stage(Judge(seconds=[90, 20, 20]), timeout_s=60.0)
+    assert await stage.score(1, 2) == [1.0, 2.0]
+    assert now() == 100
+
+
+async def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_threads():
+    stage = Stage(Judge(seconds=lambda t: HANGS if t % 20 < 10 else 0.0), timeout_s=10.0)
+    await asyncio.sleep(10)
+    assert await stage.score(2) == [2.0]
+    await asyncio.sleep(10)
+    with pytest.raises(ScorerHangs, match="8 calls have not returned; give its calls a timeout of their own"):
+        for _ in range(100):
+            assert await stage.score(1) == ["scorer '0': no score within 10 s"]
+            assert await stage.score(2) == [2.0]
+            await asyncio.sleep(10)
+    assert stage.threads.busy == 8 and not stage.panel.down
+
+
+async def test_slow_calls_that_were_given_up_are_waited_for_before_there_are_too_many():
+    every_other_is_slow_and_its_second_is_not = [0.0] + [50.0, 0.0] * 20
+    stage = Stage(Judge(seconds=every_other_is_slow_and_its_second_is_not, concurrent=True), hedge_s=1.0)
+    for pixel in range(1, 21):
+        assert await stage.score(pixel) == [float(pixel)]
+        assert stage.threads.busy <= 9
+    assert 50 < now() < 150, "twice for eight of them"
+
+
+async def test_a_server_that_hangs_for_a_while_is_asked_no_more_than_there_are_threads():
+    stage = await after_one(5, Judge(seconds=lambda t: max(0.0, 300 - t) if t >= 5 else 0.0), timeout_s=10.0)
+    assert await stage.score(2, 3, 4) == [None] * 3
+    await stage.panel.recover()
+    assert 300 <= now() <= 340
+    assert await stage.score(2, 3, 4) == [2.0, 3.0, 4.0]
+    assert stage.threads.begun <= 1 + 8 + 2
+
+
+async def test_a_server_that_hangs_for_ever_ends_the_worker_when_the_outage_is_over():
+    judge = Judge(seconds=lambda t: HANGS if t >= 5 else 0.0)
+    stage = await after_one(5, judge, timeout_s=10.0, outage_s=200.0)
+    assert await stage.score(2, 3, 4) == [None] * 3
+    with pytest.raises(ScorerHangs, match=r"8 calls have not returned.*reward.outage_s = 200 is over"):
         await stage.panel.recover()
-        assert await stage.score(2, 3) == [2.0, 3.0]
-        assert [text.split(" (")[0] for _, text in stage.reports] == [
-            "warning: scorer '0' fails",
-            "warning: scorer '0' has been failing for 121 s; its samples fail now",
-            "scorer '0' answers again after 1182 s",
-        ]
-
-    play(main())
+    assert 200 <= now() <= 300
 
 
-def test_one_of_two_scorers_that_is_down_is_waited_for_alone() -> None:
-    async def main() -> None:
-        fine, broken = Judge(), Judge(up=lambda t: not 5 <= t < 9)
-        stage = Stage(fine, broken)
-        assert await stage.score(1) == [2.0]
-        await asyncio.sleep(5)
-        assert await stage.score(2, 3) == [None, None]
-        calls = len(fine.calls)
+# ---- tried before any sample is drawn: wrong, or down ----------------------------------------------------------------
+
+
+def typo(call: int) -> AttributeError:
+    return AttributeError("'Judge' object has no attribute '_tresh'")
+
+
+def test_the_synthetic_sample_is_two_images_of_the_runs_size_with_its_first_prompts():
+    require_media(PROBE.media, with_spec(make_config()).rollout.sampling)
+    first, second = (media.pixels for media in PROBE.media)
+    assert first.shape == (512, 512, 3) and not np.array_equal(first, second) and (first.min(), first.max()) == (0, 255)
+    assert [(prompt.text, prompt.metadata) for prompt in PROBE.prompts] == [("a cat", {"colour": "red"}), ("a dog", {})]
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (typo, "AttributeError: 'Judge' object has no attribute '_tresh'"),
+        (lambda call: float("nan"), "sample 0 (prompt 0: 'a cat'): value is nan, expected a finite number"),
+        (lambda call: "0.5", "value is a str, expected a number"),
+        (lambda call: RuntimeError("no such layer"), "RuntimeError: no such layer"),
+        (lambda call: FileNotFoundError("weights.pt"), "FileNotFoundError: weights.pt"),
+        pytest.param(
+            lambda call: ValueError(f"<Tensor at 0x7f{call}a>"),
+            "ValueError: <Tensor at 0x7f2a>",
+            id="but for addresses",
+        ),
+        (lambda call: SystemExit(3), "SystemExit: 3"),
+    ],
+)
+async def test_one_that_fails_twice_in_the_same_way_is_wrong_and_said_so_at_once_in_its_own_words(says, words):
+    wrong = await Stage(judge := Judge(says=says), probe=PROBE).panel.try_out()
+    assert wrong is not None and words in wrong and "reward.probe=false" in wrong
+    assert now() == 0 and len(judge.calls) == 2
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        pytest.param(lambda call: ConnectionRefusedError("nobody listens"), id="nobody listens"),
+        pytest.param(lambda call: Outage("still loading"), id="it says so itself"),
+        pytest.param(lambda call: RuntimeError(f"request {call} failed"), id="words that change"),
+        pytest.param(lambda call: MemoryError("no room") if call == 2 else typo(call), id="two kinds"),
+    ],
+)
+async def test_one_that_is_down_or_changes_its_words_is_waited_for(says):
+    judge = Judge(says=lambda call: says(call) if now() < 100 else 7.0)
+    stage = Stage(judge, probe=PROBE, outage_s=600.0)
+    assert await stage.panel.try_out() is None
+    assert stage.panel.down and len(stage.panel.outages) == 1 and len(judge.calls) <= 2
+    while stage.panel.down:
         await stage.panel.recover()
-        assert len(fine.calls) == calls and len(broken.calls) > 5
-        assert await stage.score(2, 3) == [4.0, 6.0]
-
-    play(main())
+        outcome = await stage.outcomes(1)
+    assert outcome == [Score(7.0, values=(7.0,))] and 100 <= now() <= 200
 
 
-def test_a_sample_that_one_scorer_fails_is_not_shown_to_the_next() -> None:
-    async def main() -> None:
-        picky, other = Judge(bad=(7,)), Judge()
-        stage = Stage(picky, other)
-        assert await stage.score(1, 7, 2) == [2.0, "scorer '0': ValueError: unreadable", 4.0]
-        assert [pixels for _, pixels in other.calls] == [[1, 2]]
-
-    play(main())
+async def test_one_that_hangs_is_an_outage_after_one_timeout():
+    stage = Stage(Judge(seconds=lambda t: HANGS if t < 1 else 0.0), probe=PROBE, timeout_s=20.0)
+    assert await stage.panel.try_out() is None
+    assert now() == 20 and stage.panel.outages == ["scorer '0': no score within 20 s"]
 
 
-def test_media_that_are_none_are_not_the_scorers_failure() -> None:
-    async def main() -> None:
-        judge = Judge()
-        stage = Stage(judge)
-        for _ in range(5):
-            (outcome,) = await stage.panel.score([np.zeros((2, 2), np.uint8)], [Prompt(0, "a cat")])
-            assert (
-                isinstance(outcome, Failure)
-                and "expected media, got a ndarray" in outcome.reason
-                and outcome.fault == "retry"
-            )
-        assert judge.calls == [] and not stage.panel.down
-
-    play(main())
+async def test_a_single_failure_is_forgiven():
+    stage = Stage(Judge(says=lambda call: typo(call) if call == 1 else 2.0), probe=PROBE)
+    assert await stage.panel.try_out() is None
+    assert not stage.panel.down and stage.reports == []
 
 
-# ---- a scorer that is slow -------------------------------------------------------------------------------------------
+async def test_each_scorer_of_a_reward_is_tried():
+    wrong = await Stage(Judge(), Judge(says=typo), probe=PROBE).panel.try_out()
+    assert wrong is not None and wrong.startswith("scorer '1': AttributeError")
 
 
-def slow(*seconds: float) -> Judge:
-    """Makes a judge whose calls take these seconds, in the order they begin, and then none."""
-    left = list(seconds)
-    return Judge(seconds=lambda t: left.pop(0) if left else 0.0)
+async def test_after_the_trial_a_drawn_sample_that_fails_is_not_taken_for_an_outage():
+    judge = Judge(says=lambda call: 1.0 if call == 1 or judge.seen[-1] == [0] else typo(call))
+    stage = Stage(judge, probe=PROBE)
+    assert await stage.panel.try_out() is None
+    assert all(outcome.wrong and outcome.fault == "retry" for outcome in await stage.outcomes(3, 4))
+    assert not stage.panel.down
+    assert judge.seen[1:] == [[3, 4], [3], [3], [0], [4], [4], [0]], "twice, then what it could score"
 
 
-def concurrent(judge: Judge) -> Judge:
-    judge.concurrent = True
-    return judge
+async def test_one_that_was_down_for_the_trial_and_then_fails_drawn_samples_the_same_way_twice_is_wrong():
+    stage = Stage(Judge(says=lambda call: ConnectionRefusedError() if now() < 5 else typo(call)), probe=PROBE)
+    assert await stage.panel.try_out() is None
+    await asyncio.sleep(5)
+    await stage.panel.recover()
+    assert all(outcome.wrong and outcome.fault == "outage" for outcome in await stage.outcomes(3, 4))
 
 
-def test_a_slow_call_is_made_twice_and_the_first_answer_counts() -> None:
-    async def main() -> None:
-        judge = concurrent(slow(50, 1))
-        stage = Stage(judge, hedge_s=10.0)
-        assert await stage.score(1, 2) == [1.0, 2.0]
-        assert now() == 11 and stage.threads["p/0"].begun == 2
-        assert stage.threads["p/0"].busy == 1, "the slow one is left behind"
-        assert await stage.score(3) == [3.0], "and does not hold up the next"
-        assert now() == 11
-        await asyncio.sleep(100)
-        assert stage.threads["p/0"].busy == 0
-
-    play(main())
+async def test_once_a_drawn_sample_is_scored_the_scorer_is_not_doubted_any_more():
+    stage = Stage(judge := Judge(bad=(9,)), probe=PROBE)
+    assert await stage.panel.try_out() is None
+    await stage.score(1)
+    (outcome,) = await stage.outcomes(9)
+    assert isinstance(outcome, Failure) and not outcome.wrong
+    assert judge.seen == [[0, 0], [1], [9], [1]], "asked once, and then for a drawn sample that it has scored"
 
 
-def test_the_second_call_may_be_the_slower_one() -> None:
-    async def main() -> None:
-        stage = Stage(concurrent(slow(12, 50)), hedge_s=10.0)
-        assert await stage.score(1) == [1.0]
-        assert now() == 12 and stage.threads["p/0"].begun == 2
-
-    play(main())
+# ---- whose fault it is -----------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_fails_while_the_other_runs_decides_nothing() -> None:
-    async def main() -> None:
-        judge = concurrent(Judge(up=lambda t: t > 13))
-        left = [12.0, 5.0]
-        judge.seconds = lambda t: left.pop(0) if left else 0.0
-        stage = Stage(judge, hedge_s=10.0)
-        assert await stage.score(1) == [1.0]
-        assert now() == 15
-
-    play(main())
+class ConnectTimeout(Exception):
+    """An exception named as in an HTTP library."""
 
 
-def test_there_is_one_second_call_and_the_timeout_is_for_both() -> None:
-    async def main() -> None:
-        stage = Stage(concurrent(slow(0, HANGS, HANGS)), hedge_s=10.0, timeout_s=25.0)
-        assert await stage.score(1) == [1.0]
-        assert await stage.score(2) == ["scorer '0': no score within 25 s"]
-        assert now() == 25 and stage.threads["p/0"].busy == 2
-
-    play(main())
+class HTTPStatusError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"Client error {status}")
+        self.response = SimpleNamespace(status_code=status)
 
 
-def test_a_call_that_fails_at_once_is_not_repeated() -> None:
-    async def main() -> None:
-        stage = Stage(concurrent(judge := Judge(bad=(7,))), hedge_s=10.0)
-        assert await stage.score(1) == [1.0]
-        assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
-        assert [pixels for _, pixels in judge.calls] == [[1], [7], [1]]
-
-    play(main())
+class Prickly(Exception):
+    @property
+    def response(self) -> None:
+        raise RuntimeError("no")
 
 
-def test_a_scorer_that_does_not_say_it_is_concurrent_is_not_called_twice() -> None:
-    async def main() -> None:
-        stage = Stage(slow(50), hedge_s=10.0)
-        assert await stage.score(1) == [1.0]
-        assert now() == 50 and stage.threads["p/0"].begun == 1
-
-    play(main())
+def http_error(status: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("http://judge", status, "no", Message(), io.BytesIO())
 
 
-def test_a_batch_that_is_too_slow_is_scored_one_by_one() -> None:
-    async def main() -> None:
-        stage = Stage(slow(90, 20, 20), timeout_s=60.0)
-        assert await stage.score(1, 2) == [1.0, 2.0]
-        assert now() == 100
-
-    play(main())
+def caused_by(cause: BaseException) -> BaseException:
+    error = LookupError("the judge failed")
+    error.__cause__ = cause
+    return error
 
 
-# ---- a scorer that hangs ---------------------------------------------------------------------------------------------
-
-
-def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_threads() -> None:
-    async def main() -> None:
-        judge = Judge(seconds=lambda t: HANGS if t % 20 < 10 else 0.0)
-        stage = Stage(judge, timeout_s=10.0)
-        await asyncio.sleep(10)
-        assert await stage.score(2) == [2.0]
-        await asyncio.sleep(10)
-        with pytest.raises(ScorerHangs, match="8 calls have not returned; give its calls a timeout of their own"):
-            for _ in range(100):
-                assert await stage.score(1) == ["scorer '0': no score within 10 s"]
-                assert await stage.score(2) == [2.0]
-                await asyncio.sleep(10)
-        assert stage.threads["p/0"].busy == 8 and not stage.panel.down
-
-    play(main())
-
-
-def test_slow_calls_that_were_given_up_are_waited_for_before_there_are_too_many() -> None:
-    async def main() -> None:
-        seconds = iter([0.0] + [50.0, 0.0] * 20)  # every other call is slow, and its second is not
-        stage = Stage(concurrent(Judge(seconds=lambda t: next(seconds))), hedge_s=1.0)
-        for pixel in range(1, 21):
-            assert await stage.score(pixel) == [float(pixel)]
-            assert stage.threads["p/0"].busy <= 9
-        assert 50 < now() < 150, "twice for eight of them"
-
-    play(main())
-
-
-def test_a_server_that_hangs_for_a_while_is_asked_no_more_than_there_are_threads() -> None:
-    async def main() -> None:
-        judge = Judge(seconds=lambda t: max(0.0, 300 - t) if t >= 5 else 0.0)
-        stage = Stage(judge, timeout_s=10.0)
-        await stage.score(1)
-        await asyncio.sleep(5)
-        assert await stage.score(2, 3, 4) == [None] * 3
-        await stage.panel.recover()
-        assert 300 <= now() <= 340
-        assert await stage.score(2, 3, 4) == [2.0, 3.0, 4.0]
-        assert stage.threads["p/0"].begun <= 1 + 8 + 2
-
-    play(main())
-
-
-def test_a_server_that_hangs_for_ever_ends_the_worker_when_the_outage_is_over() -> None:
-    async def main() -> None:
-        judge = Judge(seconds=lambda t: HANGS if t >= 5 else 0.0)
-        stage = Stage(judge, timeout_s=10.0, outage_s=200.0)
-        await stage.score(1)
-        await asyncio.sleep(5)
-        assert await stage.score(2, 3, 4) == [None] * 3
-        with pytest.raises(ScorerHangs, match=r"8 calls have not returned.*reward.outage_s = 200 is over"):
-            await stage.panel.recover()
-        assert 200 <= now() <= 300
-
-    play(main())
+@pytest.mark.parametrize(
+    ("outage", "errors"),
+    [
+        (True, [ConnectionResetError(), TimeoutError(), OSError("the judge is out for lunch"), MemoryError()]),
+        (True, [urllib.error.URLError("refused"), http_error(503), http_error(404), HTTPStatusError(502)]),
+        (True, [ConnectTimeout(), caused_by(ConnectionRefusedError()), Outage("loading")]),
+        (False, [http_error(401), HTTPStatusError(422), caused_by(KeyError("score")), ScoreError("unreadable")]),
+        (False, [AttributeError("x"), FileNotFoundError("x"), PermissionError("x"), Prickly()]),
+    ],
+)
+def test_what_counts_as_an_outage(outage, errors):
+    assert [error for error in errors if is_outage(error) is not outage] == []

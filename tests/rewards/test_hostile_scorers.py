@@ -1,7 +1,5 @@
-"""Tests hostile scorers in a real thread: every sample that fails gets a reason, and no invalid number becomes a
-score."""
-
-from __future__ import annotations
+"""Tests hostile scorers: every sample that fails gets a reason with the line, no invalid number becomes a score, and no
+credential is in what is said about a failure."""
 
 import asyncio
 import concurrent.futures
@@ -17,16 +15,21 @@ import numpy as np
 import pytest
 
 from omni_async.aio.clock import WallClock
+from omni_async.config import schema
 from omni_async.config.schema import Reward
-from omni_async.rewards.base import ScoreError
+from omni_async.families import MediaShape
+from omni_async.rewards import registry
+from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.checks import require_scores
 from omni_async.rewards.composition import WeightedScorer
-from omni_async.rewards.guard import Failure
-from omni_async.rewards.guard import Panel
+from omni_async.rewards.guard import Failure, Panel
+from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
+from tests.config.test_secret_forms import ENCODERS
 from tests.images import as_media
 
+IMAGE = (MediaShape("image", (3, 4, 4)),)
 MEDIA = [as_media(np.full((4, 4, 3), i, np.uint8)) for i in range(3)]
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(3)]
 
@@ -55,6 +58,9 @@ def raises(error: BaseException) -> Callable[[int], Any]:
     return answer
 
 
+LINE_THAT_RAISES = raises.__code__.co_firstlineno + 2
+
+
 def each(*args: Any, **kwargs: Any) -> Callable[[int], Any]:
     return lambda count: [Score(*args, **kwargs) for _ in range(count)]
 
@@ -73,80 +79,71 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        pytest.param(lambda count: None, "returned a NoneType, expected a list of Score", id="nothing"),
-        pytest.param(lambda count: "1.0", "returned a str, expected a list of Score", id="a text"),
-        pytest.param(
-            lambda count: np.ones(count),
-            r"returned a ndarray of shape \(\d,\), expected a list of Score",
-            id="an array",
-        ),
-        pytest.param(lambda count: (Score(1.0) for _ in range(count)), "returned a generator", id="a generator"),
-        pytest.param(lambda count: dict.fromkeys(range(count), Score(1.0)), "returned a dict", id="a dict"),
-        pytest.param(lambda count: [], "returned 0 scores", id="no scores"),
-        pytest.param(lambda count: [Score(1.0)] * (count + 1), "returned [42] scores for [31] samples", id="too many"),
-        pytest.param(lambda count: [1.0] * count, "a float, expected a Score", id="numbers"),
-        pytest.param(lambda count: [None] * count, "a NoneType, expected a Score", id="nones"),
-        pytest.param(each(math.nan), "value is nan", id="nan"),
-        pytest.param(each(-math.inf), "value is -inf", id="infinity"),
-        pytest.param(each(np.float32("nan")), "value is nan", id="numpy's nan"),
-        pytest.param(each(None), "value is a NoneType, expected a number", id="value none"),
-        pytest.param(each("0.5"), "value is a str, expected a number", id="value text"),
-        pytest.param(each(1j), "value is a complex, expected a number", id="value complex"),
-        pytest.param(each(np.ones(3)), r"value is a ndarray of shape \(3,\), expected a number", id="value array"),
-        pytest.param(
-            each(np.ones(())), r"value is a ndarray of shape \(\), expected a number", id="value array without axes"
-        ),
-        pytest.param(each(10**400), "value is inf", id="value too large"),
-        pytest.param(each(1.0, {"part": math.nan}), "part is nan", id="part nan"),
-        pytest.param(each(1.0, {"part": None}), "part is a NoneType", id="part none"),
-        pytest.param(each(1.0, None), "parts is a NoneType, expected a dict", id="no parts"),
-        pytest.param(each(1.0, {1: 1.0}), "a part's name is a int, expected a str", id="unnamed part"),
-        pytest.param(
-            each(1.0, {"\ud800": 1.0}),
-            r"a part is called '\\ud800', expected 1 to 100 characters",
-            id="half a pair as name",
-        ),
-        pytest.param(each(1.0, {"a\x00b": 1.0}), r"a part is called 'a\\x00b'", id="control character in a name"),
-        pytest.param(each(1.0, {"": 1.0}), "a part is called ''", id="empty name"),
-        pytest.param(each(1.0, {"x" * 101: 1.0}), "a part is called 'x{100}'", id="long name"),
-        pytest.param(each(1.0, {str(i): 1.0 for i in range(257)}), "257 parts, expected 256 at most", id="many parts"),
-        pytest.param(each(1.0, {"part": 1e200}), "part is 1e[+]200, expected at most 1e[+]100", id="part too large"),
-        pytest.param(each(1.0, text=b"x"), "text is a bytes", id="text bytes"),
-        pytest.param(each(1.0, values=[1.0]), "values is a list", id="values list"),
-        pytest.param(each(1.0, values=(1.0, math.nan)), r"values\[1\] is nan", id="values nan"),
-        pytest.param(raises(ValueError("no")), "scorer 'hostile': ValueError: no", id="an exception"),
-        pytest.param(raises(TimeoutError("socket")), "TimeoutError: socket", id="a timeout of its own"),
-        pytest.param(raises(SystemExit(3)), "SystemExit: 3", id="sys.exit"),
-        pytest.param(raises(KeyboardInterrupt()), "KeyboardInterrupt", id="an interrupt"),
-        pytest.param(raises(StopIteration()), "StopIteration", id="StopIteration"),
-        pytest.param(raises(asyncio.CancelledError()), "CancelledError", id="a cancellation"),
-        pytest.param(raises(concurrent.futures.CancelledError()), "CancelledError", id="a future's cancellation"),
-        pytest.param(raises(GeneratorExit()), "GeneratorExit", id="GeneratorExit"),
-        pytest.param(raises(MemoryError()), "MemoryError", id="no memory"),
-        pytest.param(
-            raises(ValueError("\ud83d\x00\x1b[31m")), r"ValueError: \\ud83d\\x00\\x1b\[31m", id="unwritable words"
-        ),
-        pytest.param(
-            raises(Speechless()), "Speechless: an exception that cannot be shown", id="an exception that raises"
-        ),
-    ],
-)
-def test_it_is_a_failure_with_a_reason(answer: Callable[[int], Any], reason: str) -> None:
+ANSWERS = [
+    (lambda count: None, "returned a NoneType, expected a list of Score"),
+    (lambda count: "1.0", "returned a str, expected a list of Score"),
+    (lambda count: np.ones(count), r"returned a ndarray of shape \(\d,\), expected a list of Score"),
+    (lambda count: (Score(1.0) for _ in range(count)), "returned a generator"),
+    (lambda count: dict.fromkeys(range(count), Score(1.0)), "returned a dict"),
+    (lambda count: [], "returned 0 scores"),
+    (lambda count: [Score(1.0)] * (count + 1), "returned [42] scores for [31] samples"),
+    (lambda count: [1.0] * count, "a float, expected a Score"),
+    (lambda count: [None] * count, "a NoneType, expected a Score"),
+    (each(math.nan), "value is nan"),
+    (each(-math.inf), "value is -inf"),
+    (each(np.float32("nan")), "value is nan"),
+    (each(None), "value is a NoneType, expected a number"),
+    (each("0.5"), "value is a str, expected a number"),
+    (each(1j), "value is a complex, expected a number"),
+    (each(np.ones(3)), r"value is a ndarray of shape \(3,\), expected a number"),
+    (each(np.ones(())), r"value is a ndarray of shape \(\), expected a number"),
+    (each(10**400), "value is inf"),
+    (each(1.0, {"part": math.nan}), "part is nan"),
+    (each(1.0, {"part": None}), "part is a NoneType"),
+    (each(1.0, None), "parts is a NoneType, expected a dict"),
+    (each(1.0, {1: 1.0}), "a part's name is a int, expected a str"),
+    (each(1.0, {"\ud800": 1.0}), r"a part is called '\\ud800', expected 1 to 100 characters"),
+    (each(1.0, {"a\x00b": 1.0}), r"a part is called 'a\\x00b'"),
+    (each(1.0, {"": 1.0}), "a part is called ''"),
+    (each(1.0, {"x" * 101: 1.0}), "a part is called 'x{100}'"),
+    (each(1.0, {str(i): 1.0 for i in range(257)}), "257 parts, expected 256 at most"),
+    (each(1.0, {"part": 1e200}), "part is 1e[+]200, expected at most 1e[+]100"),
+    (each(1.0, text=b"x"), "text is a bytes"),
+    (each(1.0, values=[1.0]), "values is a list"),
+    (each(1.0, values=(1.0, math.nan)), r"values\[1\] is nan"),
+    (raises(ValueError("no")), "ValueError: no"),
+    (raises(TimeoutError("socket")), "TimeoutError: socket"),
+    (raises(SystemExit(3)), "SystemExit: 3"),
+    (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
+    (raises(StopIteration()), "StopIteration"),
+    (raises(asyncio.CancelledError()), "CancelledError"),
+    (raises(concurrent.futures.CancelledError()), "CancelledError"),
+    (raises(GeneratorExit()), "GeneratorExit"),
+    (raises(MemoryError()), "MemoryError"),
+    (raises(ValueError("\ud83d\x00\x1b[31m")), r"ValueError: \\ud83d\\x00\\x1b\[31m"),
+    (raises(Speechless()), "Speechless: an exception that cannot be shown"),
+]
+
+
+@pytest.mark.parametrize(("answer", "reason"), ANSWERS)
+def test_it_is_a_failure_with_a_reason(answer, reason):
     for outcome in outcomes_of(answer):
         assert isinstance(outcome, Failure)
         assert outcome.fault == "outage", "a scorer that never worked looks like one that is not there yet"
     for outcome in outcomes_of(answer, outage_s=0.0):
         assert isinstance(outcome, Failure) and outcome.fault == "retry"
         assert re.search(reason, outcome.reason), outcome.reason
-        assert outcome.reason.encode().isascii() or outcome.reason.isprintable(), (
-            "it goes into the ledger and onto consoles"
-        )
+        assert outcome.reason.count("hostile") - outcome.reason.count("test_hostile") == 1, "named once"
+        assert outcome.reason.isascii() or outcome.reason.isprintable(), "it goes into the ledger and onto consoles"
 
 
-def test_numbers_of_any_real_type_become_floats_that_can_be_written() -> None:
+def test_a_failure_says_the_line_that_raised_whatever_it_raised():
+    for error in (ValueError("no"), ScoreError("no"), Outage("no")):
+        (first, *_) = outcomes_of(raises(error))
+        assert re.fullmatch(rf"scorer 'hostile': (ValueError: )?no \({__file__}:{LINE_THAT_RAISES}\)", first.reason)
+
+
+def test_numbers_of_any_real_type_become_floats_that_can_be_written():
     scores = require_scores(
         "x", (Score(np.float32(0.5), {"part": np.int64(3)}), Score(2), Score(np.float64(1))), PROMPTS
     )
@@ -170,21 +167,21 @@ class Words(str):
         pytest.param(np.str_("yes"), "yes", id="numpy's"),
     ],
 )
-def test_a_text_is_kept_as_far_as_it_can_be_written(text: str, kept: str) -> None:
+def test_a_text_is_kept_as_far_as_it_can_be_written(text, kept):
     for outcome in outcomes_of(each(1.0, text=text)):
         assert isinstance(outcome, Score)
         assert outcome.text == kept and type(outcome.text) is str
         assert msgspec.json.decode(msgspec.json.encode(outcome), type=Score) == outcome
 
 
-def test_part_names_of_any_kind_of_str_are_plain() -> None:
+def test_part_names_of_any_kind_of_str_are_plain():
     for outcome in outcomes_of(each(1.0, {np.str_("part"): True})):
         assert isinstance(outcome, Score)
         assert outcome.parts == {"part": 1.0} and {type(name) for name in outcome.parts} == {str}
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
-def test_an_asynchronous_scorer_is_reported_in_one_line() -> None:
+def test_an_asynchronous_scorer_is_reported_in_one_line():
     async def score() -> list[Score]:
         return []
 
@@ -193,7 +190,7 @@ def test_an_asynchronous_scorer_is_reported_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("value", [1e30, -1e30, 1.1e6, sys.float_info.max])
-def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value: float) -> None:
+def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value):
     for outcome in outcomes_of(each(value)):
         assert isinstance(outcome, Failure) and outcome.fault == "reject"
         assert f"a reward of {value:g}, beyond reward.max_abs = 1e+06" in outcome.reason
@@ -205,13 +202,13 @@ def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value: fl
     )
 
 
-def test_a_servers_error_page_is_cut_to_a_line() -> None:
+def test_a_servers_error_page_is_cut_to_a_line():
     for outcome in outcomes_of(raises(OSError("<html>\n" + "x" * 10_000))):
-        assert isinstance(outcome, Failure)
-        assert len(outcome.reason) == 300 and "\n" not in outcome.reason and outcome.reason.endswith("x...")
+        assert len(outcome.reason) == 300 and "\n" not in outcome.reason
+        assert re.search(r"x\.\.\. \(.*\.py:\d+\)$", outcome.reason)
 
 
-def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_another() -> None:
+def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_another():
     go = threading.Event()
     names: list[str] = []
 
@@ -229,7 +226,7 @@ def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_anothe
     go.set()
 
 
-def test_calls_that_do_not_overlap_share_one_thread() -> None:
+def test_calls_that_do_not_overlap_share_one_thread():
     async def main() -> set[int]:
         threads = Threads("t")
         used = {await threads.run(threading.get_ident) for _ in range(20)}
@@ -250,3 +247,108 @@ def test_calls_that_do_not_overlap_share_one_thread() -> None:
             break
         threading.Event().wait(0.01)
     assert threading.active_count() <= before, "closing ends idle threads"
+
+
+# ---- credentials: from the environment, and in no message ------------------------------------------------------------
+
+
+class Judge:
+    """A scorer that shows its secret in errors."""
+
+    name = "judge"
+
+    def __init__(
+        self,
+        api_key: str = "",
+        url: str = "",
+        level: int = 0,
+        headers: dict[str, str] | None = None,
+        broken: bool = False,
+    ) -> None:
+        self._said = f"{url} refused {api_key} {(headers or {}).get('X-Api-Key', '')}"
+        if broken:
+            raise OSError(self._said)
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        raise ConnectionError(self._said)
+
+
+class Talker(Judge):
+    def __init__(self, api_key: str = "", copies: int = 1, how: str = "", page: bool = False) -> None:
+        said = ENCODERS[how](f"key:{api_key}") if how else f"{api_key} " * copies
+        self._said = "<html>" * 100_000 if page else f"header {said} was refused"
+
+
+def config(scorer: str = "Judge", **params: object) -> schema.Scorer:
+    return schema.Scorer(name=f"{__name__}:{scorer}", params=params)
+
+
+def failure(scorer: schema.Scorer) -> str:
+    with pytest.raises(Exception) as raised:
+        WeightedScorer([scorer]).score(MEDIA[:1], PROMPTS[:1])
+    assert raised.value.__cause__ is None
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_parameter_is_taken_from_the_environment(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
+    scorer = registry.build(config(api_key="env:JUDGE_KEY", headers={"X-Api-Key": "env:JUDGE_KEY"}))
+    with pytest.raises(ConnectionError, match="refused sk-42424242 sk-42424242"):
+        scorer.score(MEDIA[:1], PROMPTS[:1])
+
+
+def test_a_variable_that_is_not_set_is_named_before_anything_starts(monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(
+        ScorerConfigError, match="parameter 'api_key': 'env:JUDGE_KEY' names an environment variable that is not set"
+    ):
+        registry.check(config(api_key="env:JUDGE_KEY"), IMAGE)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["scoring", "starting"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"api_key": "sk-42424242"},
+        {"url": "https://me:sk-42424242@judge/"},
+        {"headers": {"X-Api-Key": "sk-42424242"}},
+        {"url": "env:JUDGE_KEY"},
+    ],
+    ids=["key", "url", "header", "environment"],
+)
+def test_what_a_scorer_raises_shows_none_of_its_credentials(params, broken, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
+    said = failure(config(**params, broken=broken))
+    assert "sk-42424242" not in said and "***" in said
+    assert ("OSError" if broken else "ConnectionError") in said, "the cause is still reported"
+
+
+def test_what_has_no_secret_is_raised_as_it_is():
+    assert failure(config(url="https://judge/")) == "ConnectionError: https://judge/ refused  "
+
+
+@pytest.mark.parametrize("how", sorted(ENCODERS))
+def test_nor_in_any_form_that_libraries_give_them(how):
+    key = 'sk-42"42/42+q&é'
+    said = failure(config("Talker", api_key=key, how=how))
+    assert ENCODERS[how](f"key:{key}") not in said and key not in said and "***" in said
+
+
+@pytest.mark.parametrize("length", [8, 300, 5000])
+@pytest.mark.parametrize("copies", [1, 7, 500])
+def test_no_piece_of_a_long_credential_is_left_where_a_text_is_cut(length, copies):
+    key = "".join(f"{number:04x}" for number in range(length // 4))
+    said = failure(config("Talker", api_key=key, copies=copies))
+    assert not any(key[at : at + 8] in said for at in range(0, length - 7, 4))
+
+
+def test_a_web_page_for_an_error_is_cut():
+    said = failure(config("Talker", page=True))
+    assert "<html>" * 300 in said and len(said) < 2300 and Outage.__name__ in said
+    assert re.search(r"\.\.\. \(600000 characters\) \(.*\.py:\d+\)$", said)
+
+
+def test_a_wrong_secret_is_refused_without_being_shown():
+    with pytest.raises(ScorerConfigError) as refused:
+        registry.check(config(api_key=424242), IMAGE)
+    assert "424242" not in str(refused.value) and "parameter 'api_key': Expected `str`, got `int`" in str(refused.value)

@@ -1,7 +1,5 @@
 """Tests the reward of smooth motion on clips whose smoothness follows by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -22,26 +20,26 @@ def levels(*values: float) -> np.ndarray:
     return np.broadcast_to(np.array(values)[:, None, None, None], (len(values), 3, 8, 8))
 
 
-def test_a_constant_rate_of_change_is_perfectly_smooth_whatever_the_rate() -> None:
+def test_a_constant_rate_of_change_is_perfectly_smooth_whatever_the_rate():
     for rate in (2, 10, 30):
         found = score(levels(*(rate * i for i in range(8))))
         assert found.value == 1.0 and found.parts == pytest.approx({"smoothness": 1.0, "motion": rate})
 
 
-def test_flicker_is_not_smooth_at_all_and_noise_a_quarter() -> None:
+def test_flicker_is_not_smooth_at_all_and_noise_a_quarter():
     assert score(levels(0, 50, 0, 50, 0)).value == pytest.approx(0)
     noise = ROWS.integers(0, 256, (20, 3, 64, 64))
     assert score(noise).value == pytest.approx(1 / 4, abs=0.01)
 
 
-def test_unrelated_changes_of_one_size_are_half_smooth() -> None:
+def test_unrelated_changes_of_one_size_are_half_smooth():
     frames = np.zeros((3, 3, 2, 2))
     frames[1:, :, 0, 0] = 40  # one pixel changes first,
     frames[2:, :, 1, 1] = 40  # then another
     assert score(frames).value == pytest.approx(1 / 2)
 
 
-def test_it_is_the_formula_in_float64() -> None:
+def test_it_is_the_formula_in_float64():
     frames = ROWS.integers(0, 256, (7, 3, 5, 4)) // 2 + levels(*range(0, 70, 10))[:, :, :5, :4]
     d = np.diff(frames.astype(np.uint8).astype(np.float64), axis=0).reshape(6, -1)
     size = np.linalg.norm(d, axis=1)
@@ -49,7 +47,7 @@ def test_it_is_the_formula_in_float64() -> None:
     assert smoothness_and_motion(frames.astype(np.uint8)) == pytest.approx((expected, np.sqrt((d**2).mean())))
 
 
-def test_a_smoother_motion_earns_more() -> None:
+def test_a_smoother_motion_earns_more():
     column, time = np.arange(64)[None, None, None, :], np.arange(12)[:, None, None, None]
 
     def wave(position: np.ndarray) -> np.ndarray:
@@ -59,13 +57,13 @@ def test_a_smoother_motion_earns_more() -> None:
     assert score(steady).value > 0.98 > 0.5 > score(jerky).value
 
 
-def test_a_static_video_earns_nothing_and_says_so() -> None:
+def test_a_static_video_earns_nothing_and_says_so():
     still = score(levels(9, 9, 9, 9))
     assert still.value == 0 and still.parts == {"smoothness": 1.0, "motion": 0.0}
     slow = score(levels(0, 1, 2, 3), min_motion=4.0)
     assert slow.value == pytest.approx(1 / 4) and slow.parts["smoothness"] == 1.0
 
 
-def test_two_frames_have_no_smoothness() -> None:
+def test_two_frames_have_no_smoothness():
     with pytest.raises(ScoreError, match="a video of 2 frames has no smoothness, expected 3 or more"):
         score(levels(0, 1))

@@ -1,14 +1,17 @@
-from __future__ import annotations
+"""Tests the reward of readable text: what is read, and the probability of the wanted text against every path."""
 
 import functools
+from itertools import groupby, product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.ocr import OcrScorer, wanted_text
+from omni_async.rewards.ocr import OcrScorer, text_probability, wanted_text
 from omni_async.types import Prompt
 from tests.images import as_media
 
@@ -32,7 +35,7 @@ def prompt(target: str | None, text: str = "a digit") -> Prompt:
     return Prompt(index=7, text=text, target=target)
 
 
-def test_clean_digits_are_read() -> None:
+def test_clean_digits_are_read():
     digits = list("0123456789")
     scores = scorer().score([draw(d) for d in digits], [prompt(d) for d in digits])
     assert [s.text for s in scores] == digits
@@ -41,50 +44,39 @@ def test_clean_digits_are_read() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_wrong_text_scores_lower(dense: bool) -> None:
+def test_wrong_text_scores_lower(dense):
     right, wrong = scorer(dense=dense).score([draw("5"), draw("5")], [prompt("5"), prompt("8")])
     assert right.value > 0.9 and wrong.value < 0.1
     assert wrong.parts["ocr_exact"] == 0.0
 
 
-def test_partly_right_text_and_folding() -> None:
+def test_partly_right_text_and_folding():
     image = draw("HELLO", (160, 48), 34)
     values = [scorer().score([image], [prompt(t)])[0].value for t in ("HELLO", "h e l l o", "HELLA", "WORDS")]
     assert values[:3] == [1.0, 1.0, pytest.approx(0.8)] and values[3] < 0.5
     assert scorer(case_sensitive=True).score([image], [prompt("hello")])[0].value == 0.0
 
 
-def test_batching_changes_no_bit() -> None:
-    images = [
-        draw("3", noise=150.0),
-        draw("HELLO", (200, 48), 34),
-        draw("8"),
-        draw("6", noise=200.0),
-        draw("7", (32, 32), 26),
-    ]
+def test_batching_changes_no_bit():
+    images = [draw("3", noise=150.0), draw("HELLO", (200, 48), 34), draw("8"), draw("6", noise=200.0)]
+    images.append(draw("7", (32, 32), 26))
     prompts = [prompt(t) for t in ("3", "HELLO", "2", "6", "7")]
     together = scorer(dense=True).score(images, prompts)
     alone = [scorer(dense=True).score([i], [p])[0] for i, p in zip(images, prompts, strict=True)]
     assert together == alone
 
 
-def test_dense_rises_with_legibility_and_stays_on_its_side_of_one_half() -> None:
+def test_dense_rises_with_legibility_and_stays_on_its_side_of_one_half():
     noises = (0.0, 100.0, 150.0, 200.0)
     right = [scorer(dense=True).score([draw("8", noise=n)], [prompt("8")])[0] for n in noises]
     wrong = [scorer(dense=True).score([draw("8", noise=n)], [prompt("3")])[0] for n in noises]
     assert right[0].value > right[-1].value
     assert all(s.value >= 0.5 for s in right if s.parts["ocr"] == 1.0)
+    assert len({s.value for s in right}) == len(noises), "right readings do not tie"
     assert wrong[0].value < 0.01 and all(0.0 <= s.value <= 0.5 for s in wrong if s.parts["ocr"] == 0.0)
 
 
-def test_dense_breaks_ties_between_right_readings() -> None:
-    values = {
-        s.value for s in scorer(dense=True).score([draw("8", noise=n) for n in (0.0, 60.0, 120.0)], [prompt("8")] * 3)
-    }
-    assert len(values) == 3
-
-
-def test_the_target_is_the_prompts_or_the_quoted_text() -> None:
+def test_the_target_is_the_prompts_or_the_quoted_text():
     assert wanted_text(prompt("4 2")) == "42"
     assert wanted_text(prompt(None, 'a sign that says "New York", at "night"')) == "NewYork"
     assert wanted_text(prompt("x", 'a sign "y"')) == "x"
@@ -92,7 +84,7 @@ def test_the_target_is_the_prompts_or_the_quoted_text() -> None:
     assert wanted_text(prompt("  ")) is None
 
 
-def test_missing_and_unwritable_targets_name_the_prompt() -> None:
+def test_missing_and_unwritable_targets_name_the_prompt():
     with pytest.raises(ScoreError, match=r"prompt 7: 'a cat'.*double quotes"):
         scorer().score([draw("1")], [prompt(None, "a cat")])
     with pytest.raises(ScoreError, match=r"prompt 7.*alphabet lacks '🦆'"):
@@ -110,23 +102,21 @@ def test_missing_and_unwritable_targets_name_the_prompt() -> None:
         (prompt("a 🦆"), "alphabet lacks '🦆'"),
     ],
 )
-def test_what_cannot_be_read_of_a_prompt_is_known_before_there_is_an_image(asked: Prompt, missing: str | None) -> None:
+def test_what_cannot_be_read_of_a_prompt_is_known_before_there_is_an_image(asked, missing):
     said = OcrScorer.check_prompt(asked, {"case_sensitive": False})
     assert said is None if missing is None else said is not None and missing in said
 
 
-def test_every_ascii_character_can_be_read() -> None:
+def test_every_ascii_character_can_be_read():
     """Checks an assumption of `check_prompt`."""
-    text = "".join(map(chr, range(33, 127)))
-    image = draw("1")
-    assert len(scorer().score([image], [prompt(text)])) == 1
+    assert len(scorer().score([draw("1")], [prompt("".join(map(chr, range(33, 127))))])) == 1
 
 
 def film(*texts: str) -> Media:
     return Media(video=np.stack([draw(text).image for text in texts]), fps=8)
 
 
-def test_a_video_earns_the_mean_over_evenly_spaced_frames() -> None:
+def test_a_video_earns_the_mean_over_evenly_spaced_frames():
     kept, lost, flickering = (film(*texts) for texts in ("55555555", "55558888", "58585858"))
     values = [score.value for score in scorer(frames=4).score([kept, lost, flickering], [prompt("5")] * 3)]
     assert values == [1.0, 0.5, 0.5]  # frames 0, 2, 5 and 7
@@ -136,6 +126,29 @@ def test_a_video_earns_the_mean_over_evenly_spaced_frames() -> None:
     assert (short.value, short.parts["ocr_exact"], short.text) == (0.5, 0.5, "5")
 
 
-def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed(capfd):
     OcrScorer().score([draw("1")], [prompt("1")])
     assert capfd.readouterr() == ("", "")
+
+
+def by_enumeration(frames: np.ndarray, text: tuple[int, ...]) -> float:
+    """Sums over every path whose collapse (repeats merged, blank 0 removed) is the text."""
+    total = 0.0
+    for path in product(range(frames.shape[1]), repeat=len(frames)):
+        if tuple(k for k, _ in groupby(path) if k != 0) == text:
+            total += float(np.prod([frames[t, k] for t, k in enumerate(path)]))
+    return total
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.lists(st.integers(1, 2), min_size=1, max_size=4))
+def test_equals_the_sum_over_all_paths(seed, num_frames, text):
+    frames = np.random.default_rng(seed).dirichlet(np.ones(3), size=num_frames)
+    got = text_probability(frames, [[c] for c in text], [0])
+    assert got ** len(text) == pytest.approx(by_enumeration(frames, tuple(text)), abs=1e-12)
+
+
+def test_entries_of_one_character_add_up_and_a_text_longer_than_the_frames_has_probability_zero():
+    assert text_probability(np.array([[0.2, 0.5, 0.3]]), [[1, 2]], [0]) == pytest.approx(0.8)
+    assert text_probability(np.full((2, 3), 1 / 3), [[1], [2], [1]], [0]) == 0.0
+    assert text_probability(np.full((2, 3), 1 / 3), [[1], [1]], [0]) == 0.0  # a repeat needs a blank between

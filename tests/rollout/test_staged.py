@@ -2,8 +2,7 @@
 
 import pytest
 
-from omni_async.rollout.base import EngineError
-from omni_async.rollout.base import StagedVersion
+from omni_async.rollout.base import EngineError, StagedVersion
 
 
 def test_a_version_is_taken_once_and_by_its_number():
