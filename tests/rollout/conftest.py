@@ -1,20 +1,25 @@
-"""Provides a tiny random Qwen-Image, requests for it, and published versions of its weights."""
+"""Provides a tiny random Qwen-Image, requests for it, published versions of its weights, and the properties of a
+trajectory that hold for every engine."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
-from omni_async.types import Prompt, SampleRequest, SdeWindow, WeightManifest
+from omni_async.policy import Policy
+from omni_async.rollout.base import Trajectory
+from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
+from omni_async.types import SampleRequest, WeightManifest
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
 from tests.fakes import load_model
 from tests.packing import pack
+from tests.pipelines import families
 
-FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
-SPEC = {"height", "width", "true_cfg_scale", "negative_prompt"}
 Published = tuple[WeightManifest, list[np.ndarray]]
 
 
@@ -28,39 +33,22 @@ def policy(checkpoint: str) -> QwenImagePolicy:
     return QwenImagePolicy(checkpoint)
 
 
-def spec(**changes: Any) -> QwenImageSampling:
-    """64 x 32 pixels, without guidance."""
-    return QwenImageSampling(**{"height": 64, "width": 32} | changes)
-
-
 def make_request(number: int = 0, **changes: Any) -> SampleRequest:
-    """Makes a request with a window of three steps out of six, starting at 0, 1 or 2; prompts of different lengths."""
-    words = ("the digit 7", "a photo of a red circle on a white background", "7")
-    fields: dict[str, Any] = {
-        "sample_id": f"s{number}",
-        "kind": "train",
-        "group": 0,
-        "sample": number,
-        "prompt": Prompt(index=0, text=words[number % 3]),
-        "seed": 1000 + number,
-        "spec": spec(**{name: changes.pop(name) for name in SPEC & changes.keys()}),
-        "num_inference_steps": 6,
-        "noise_level": 0.7,
-        "sde_kind": "flow",
-        "window": SdeWindow(start=number % 3, size=3),
-        "fields": FIELDS,
-    }
-    return SampleRequest(**(fields | changes))
+    """Makes a request of 64 x 32 pixels, without guidance, and six steps; prompts are of different lengths."""
+    size = {"height": 64, "width": 32}
+    chosen = {name: changes.pop(name) for name in QwenImageSampling.__struct_fields__ if name in changes}
+    spec = QwenImageSampling(**(size | chosen))
+    return families.make_request(spec, number, **({"num_inference_steps": 6} | changes))
 
 
-def new_weights(policy: QwenImagePolicy, seed: int) -> dict[str, torch.Tensor]:
-    """Returns the checkpoint's transformer with noise on every weight."""
+def new_weights(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
+    """Returns the checkpoint's denoisers with noise on every weight."""
     generator = torch.Generator().manual_seed(seed)
-    weights = load_model(policy).state_dict()
+    weights = families.parameters(load_model(policy))
     return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
 
 
-def adapters(policy: QwenImagePolicy, seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
+def adapters(policy: Policy, seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
     """Returns LoRA matrices for the attention of every block, large enough to matter."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
@@ -76,8 +64,56 @@ def publish(version: int, tensors: dict[str, torch.Tensor], lora: dict[str, Any]
     return pack(tensors.items(), version=version, payload="lora" if lora else "full", bucket_bytes=100_000, lora=lora)
 
 
-def transformer_with(policy: QwenImagePolicy, weights: dict[str, torch.Tensor] | None) -> torch.nn.Module:
+def damaged(published: Published) -> Published:
+    manifest, buckets = published
+    broken = [bucket.copy() for bucket in buckets]
+    broken[1][5] ^= 1
+    return manifest, broken
+
+
+def transformer_with(policy: Policy, weights: dict[str, torch.Tensor] | None) -> torch.nn.Module:
     model = load_model(policy)
-    if weights is not None:
-        model.load_state_dict(weights)
+    model.load_state_dict(weights or {}, strict=False)
     return model
+
+
+def check_against_policy(
+    policy: Policy,
+    models: Mapping[int, torch.nn.Module],
+    request: SampleRequest,
+    made: Trajectory,
+    tolerance: float = 1e-5,
+) -> None:
+    """Recomputes every trained step with the policy contract and the version that took it: mean, and log-prob, per
+    element and in nats of the whole sample."""
+    t, versions = made.tensors, [*made.versions]
+    assert t["steps"].tolist() == list(request.window.steps)
+    assert t["latents"].dtype == torch.float32
+    assert len(versions) == request.num_inference_steps
+    stacked = policy.stack_conditioning([t["conditioning"]])
+    for k, step in enumerate(request.window.steps):
+        sigma, sigma_next, x = t["sigmas"][step : step + 1], t["sigmas"][step + 1 : step + 2], t["latents"][k : k + 1]
+        with torch.no_grad():
+            v = policy.velocity(models[versions[step]], x, sigma, stacked, request.spec)
+        level = torch.tensor([request.noise_level])
+        expected = transition(request.sde_kind, x, v, sigma, sigma_next, t["sigmas"][1:2], level)
+        assert_close(t["means"][k : k + 1], expected.mean, rtol=0, atol=tolerance)
+        recomputed = log_prob(request.sde_kind, t["latents"][k + 1 : k + 2], expected.mean, expected.scale)
+        assert_close(t["log_probs"][k : k + 1], recomputed, rtol=0, atol=tolerance)
+        nats = nats_per_log_prob(request.sde_kind, expected.scale.double(), x.numel())
+        assert (nats * (recomputed.double() - t["log_probs"][k].double())).abs().max() <= 1000 * tolerance
+
+
+def assert_same(a: Trajectory, b: Trajectory, tolerance: float) -> None:
+    """Asserts same fields and values to `tolerance`; a pixel may round to its neighbour."""
+    assert set(a.tensors.keys()) == set(b.tensors.keys())
+    flat_a, flat_b = (t.tensors.flatten_keys(".") for t in (a, b))
+    for key in flat_a.keys():  # noqa: SIM118
+        if flat_a[key].is_floating_point():
+            assert_close(flat_a[key], flat_b[key], rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
+        else:
+            assert torch.equal(flat_a[key], flat_b[key])
+    assert a.media.parts == b.media.parts
+    for part in a.media.parts:
+        assert (getattr(a.media, part).int() - getattr(b.media, part).int()).abs().max() <= 1
+    assert a.versions == b.versions

@@ -15,8 +15,16 @@ from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
 from pipelines.qwen_image.policy import QwenImagePolicy
 from tests.fakes import load_model
-from tests.rollout.checks import assert_same, check_against_policy
-from tests.rollout.conftest import adapters, make_request, new_weights, publish, transformer_with
+from tests.rollout.conftest import (
+    adapters,
+    assert_same,
+    check_against_policy,
+    damaged,
+    make_request,
+    new_weights,
+    publish,
+    transformer_with,
+)
 
 T = TypeVar("T")
 
@@ -183,14 +191,11 @@ def test_lora_versions_do_not_add_up(policy):
 
 def test_weights_that_are_not_what_was_published_are_refused(policy):
     weights = new_weights(policy, seed=1)
-    manifest, buckets = publish(1, weights)
-    broken = [bucket.copy() for bucket in buckets]
-    broken[1][5] ^= 1
     incomplete = publish(2, {name: w for name, w in weights.items() if name != "transformer.proj_out.bias"})
 
     async def use(engine: DiffusersEngine) -> None:
         with pytest.raises(EngineError, match="digest"):
-            await engine.stage(manifest, broken)
+            await engine.stage(*damaged(publish(1, weights)))
         with pytest.raises(EngineError, match="staged is None"):
             await engine.swap(1)
         await engine.stage(*incomplete)

@@ -1,12 +1,21 @@
-"""Tests samples in flight: what is added to each."""
+"""Tests what every engine does: what is added to samples in flight, which requests share conditioning, and which
+version may be switched to."""
 
+from typing import Any
+
+import pytest
 import torch
+from PIL import Image
+from tensordict import TensorDict
 from torch.testing import assert_close
 
-from omni_async.rollout.stepping import InFlight, take_steps
+from omni_async.data.image_files import read_prompt_image
+from omni_async.data.prompts import load_prompts
+from omni_async.rollout.base import EngineError, StagedVersion
+from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.sde.noise import step_noise
 from omni_async.sde.schedules import linear
-from omni_async.types import SdeWindow
+from omni_async.types import Prompt, SdeWindow
 from tests.rollout.conftest import make_request
 
 
@@ -22,3 +31,49 @@ def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins():
             assert_close(
                 added, 0.7 * (1 / 6) ** 0.5 * step_noise(sample.request.seed, step, shape), rtol=1e-4, atol=1e-5
             )
+
+
+class SeeingCodec:
+    """A codec whose conditioning is the mean of the prompt's images."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None]] = []
+
+    def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
+        self.asked.append((prompt.text, spec.negative_prompt if spec.guided else None))
+        images = [torch.as_tensor(read_prompt_image(image).image).float() for image in prompt.images]
+        return TensorDict({"means": torch.tensor([image.mean() for image in images])}, batch_size=[])
+
+
+def test_the_same_text_with_other_images_is_another_prompt(tmp_path):
+    lines = []
+    for number, (name, grey) in enumerate((("a.png", 10), ("b.png", 200), ("copy.png", 10))):
+        Image.new("RGB", (4, 4), (grey,) * 3).save(tmp_path / name)
+        lines.append(f'{{"prompt": "edit it", "image": "{name}", "number": {number}}}')
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    codec = SeeingCodec()
+    cache = ConditioningCache(codec)
+    requests = [make_request(prompt=one) for one in load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 100)]
+    assert [cache.of(request)["means"].tolist() for request in requests * 2] == [[10.0], [200.0], [10.0]] * 2
+    assert len(codec.asked) == 2  # the copy has the same bytes
+
+
+def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides():
+    cache = ConditioningCache(codec := SeeingCodec())
+    unguided, guided = make_request(negative_prompt="blur"), make_request(negative_prompt="blur", true_cfg_scale=4.0)
+    for request in (unguided, guided, unguided, guided):
+        cache.of(request)
+    assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]
+
+
+def test_a_version_is_taken_once_and_by_its_number():
+    staged: StagedVersion[str] = StagedVersion("rollout-0")
+    with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is None$"):
+        staged.take(1)
+    staged.put(1, "first")
+    staged.put(2, "second")
+    with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is 2$"):
+        staged.take(1)
+    assert staged.take(2) == "second", "a wrong question takes nothing"
+    with pytest.raises(EngineError, match="staged is None"):
+        staged.take(2)

@@ -1,0 +1,248 @@
+"""Tests every family on a real vLLM-Omni, in child processes: step by step against the policy contract, the trainer's
+arithmetic and the reference engine; request batching against step-wise batching."""
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("vllm_omni")
+
+from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.diffusers_engine import DiffusersEngine
+from omni_async.sde.noise import initial_noise
+from omni_async.types import Prompt, SampleRequest, SdeWindow
+from omni_async.weights.lora import merged_weights
+from tests.fakes import load_model
+from tests.pipelines import families
+from tests.pipelines.families import FAMILIES, STEPS, euler, parameters
+from tests.rollout.conftest import (
+    adapters,
+    assert_same,
+    check_against_policy,
+    damaged,
+    make_request,
+    new_weights,
+    publish,
+    transformer_with,
+)
+from tests.rollout.vllm_server import RemoteEngine, running_engine
+
+pytestmark = pytest.mark.slow
+
+FIRST, *OTHERS = FAMILIES  # Qwen-Image, whose samples are also compared with the reference engine's
+_SOME = [FIRST, *(pytest.param(other, marks=pytest.mark.thorough) for other in OTHERS)]
+REQUEST_BATCHING = pytest.mark.parametrize("family", _SOME, indirect=True, ids=lambda family: family.label)
+QWEN_IMAGE = pytest.mark.parametrize("family", [FIRST], indirect=True, ids=[FIRST.label])
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.label)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    case = request.param
+    path = case.build(tmp_path_factory.mktemp(case.name))
+    policy = case.policy(path)
+    with running_engine(path, case.name, dtype="float32", max_batch=8) as (engine, report):
+        assert (report.version, report.digest) == (0, "")
+        yield SimpleNamespace(case=case, path=path, policy=policy, engine=engine, model=load_model(policy))
+
+
+@pytest.fixture(scope="module")
+def batcher(family: SimpleNamespace) -> Iterator[RemoteEngine]:
+    """Provides an engine that batches requests, of the same checkpoint."""
+    options = {"dtype": "float32", "max_batch": 8, "batching": "request"}
+    with running_engine(family.path, family.case.name, **options) as (engine, _):
+        yield engine
+
+
+@pytest.fixture
+def engine(family: SimpleNamespace) -> Iterator[RemoteEngine]:
+    """Provides the engine with the checkpoint's weights, and restores them afterwards."""
+    yield family.engine
+    restore(family.engine, family)
+
+
+def restore(engine: RemoteEngine, family: SimpleNamespace) -> None:
+    engine("stage", *publish(0, parameters(family.model)))
+    engine("swap", 0)
+
+
+def mixed(family: SimpleNamespace) -> list[SampleRequest]:
+    """Makes requests of different specs, windows, prompts, kinds and step counts."""
+    plain, guided = family.case.specs
+    return [
+        *(families.make_request(spec, i) for i, spec in enumerate([plain, guided, plain, guided])),
+        families.make_request(plain, 4, sde_kind="cps", noise_level=0.9),
+        families.make_request(guided, 5, num_inference_steps=5, window=SdeWindow(0, 3)),
+        families.make_request(guided, 6, window=SdeWindow(0, STEPS - 1)),  # over the boundary of two experts
+    ]
+
+
+def test_noise_free_samples_are_those_of_the_diffusers_denoiser(family):
+    noise_free = {"window": None, "noise_level": 0.0}
+    requests = [families.make_request(spec, i, **noise_free) for spec in family.case.specs for i in range(2)]
+    for request, made in zip(requests, family.engine("generate", requests), strict=True):
+        noise = initial_noise(request.seed, family.policy.latent_shape(request.spec))[None]
+        expected = euler(family.policy, family.model, noise, made.tensors["conditioning"], request.spec)
+        assert_close(made.tensors["final"][None], expected, rtol=0, atol=1e-4)
+        assert torch.equal(made.tensors["sigmas"], family.policy.sigmas(STEPS, request.spec))
+
+
+def test_samples_are_the_same_alone_and_in_a_batch_and_their_log_probs_are_the_trainers(family):
+    requests = mixed(family)
+    for request, one in zip(requests, family.engine("generate", requests), strict=True):
+        [alone] = family.engine("generate", [request])
+        assert_same(one, alone, 1e-5)
+        check_against_policy(family.policy, {0: family.model}, request, one)
+
+
+def test_weights_arrive_in_mid_trajectory_and_old_ones_come_back_bit_for_bit(family):
+    spec = family.case.specs[1]
+    [before] = family.engine("generate", [families.make_request(spec)])  # alone: batches may differ by their rounding
+    weights = new_weights(family.policy, seed=1)
+    published = publish(1, weights)
+    requests = [families.make_request(spec, i, num_inference_steps=60, window=SdeWindow(2, 50)) for i in range(3)]
+    assert family.engine("stage", *published) == published[0].digest
+    report, made = family.engine("swap_in_flight", requests, 1, 5)
+    assert (report.version, report.digest) == (1, published[0].digest)
+    models = {0: family.model, 1: transformer_with(family.policy, weights)}
+    for request, one in zip(requests, made, strict=True):
+        assert {0, 1} == set(one.versions) and list(one.versions) == sorted(one.versions)
+        assert one.versions.spans[0][1] >= 4
+        check_against_policy(family.policy, models, request, one)
+    restore(family.engine, family)
+    [after] = family.engine("generate", [families.make_request(spec)])
+    assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in ("final", "log_probs"))
+
+
+# ---- against the reference engine ------------------------------------------------------------------------------------
+
+
+def reference(family: SimpleNamespace, requests: list[SampleRequest], published: Any = None) -> list[Trajectory]:
+    """Has the diffusers engine make the samples, with newer weights if given."""
+
+    async def main() -> list[Trajectory]:
+        engine = DiffusersEngine("reference", family.policy, dtype=torch.float32, max_batch=4, device="cpu")
+        await engine.start()
+        if published is not None:
+            await engine.stage(*published)
+            await engine.swap(published[0].version)
+        made = await asyncio.gather(*[engine.generate(r) for r in requests])
+        await engine.close()
+        return list(made)
+
+    return asyncio.run(main())
+
+
+@QWEN_IMAGE
+def test_a_sample_is_that_of_the_reference_engine(family, engine):
+    """Uses different prompts, lengths, windows, kinds and step counts, guided and not, of two sizes."""
+    changes = [{}] * 4 + [{"sde_kind": "cps"}, {"sde_kind": "dance"}, {"initial_seed": 3}, {"num_inference_steps": 9}]
+    changes += [{"window": None, "noise_level": 0.0, "fields": ("final",)}, {"true_cfg_scale": 3.0}]
+    changes += [{"true_cfg_scale": 3.0}, {"width": 64}]
+    requests = [make_request(i, **change) for i, change in enumerate(changes)]
+    assert engine("is_grad_ready", requests[0])
+    for one, expected in zip(engine("generate", requests), reference(family, requests), strict=True):
+        assert_same(one, expected, 1e-4)
+
+
+@QWEN_IMAGE
+def test_adapters_are_swapped_between_two_steps_and_their_versions_do_not_add_up(family, engine):
+    policy, about = family.policy, {"rank": 2, "alpha": 4.0}
+    first, second = (publish(version, adapters(policy, seed=version), about) for version in (1, 2))
+    requests = [make_request(i, num_inference_steps=60, window=SdeWindow(start=2, size=50)) for i in range(3)]
+    engine("stage", *first)
+    _, made = engine("swap_in_flight", requests, 1, 5)
+    merged = dict(merged_weights(load_model(policy).state_dict(), adapters(policy, seed=1), scale=2.0))
+    models = {0: transformer_with(policy, None), 1: transformer_with(policy, merged)}
+    for request, one in zip(requests, made, strict=True):
+        assert [version for version, _ in one.versions.spans] == [0, 1]
+        check_against_policy(policy, models, request, one)
+    engine("stage", *second)
+    engine("swap", 2)
+    [made] = engine("generate", [make_request()])
+    assert made.versions.spans == ((2, 6),)
+    assert_same(made, *reference(family, [make_request()], second), 1e-4)
+
+
+@QWEN_IMAGE
+def test_weights_that_are_not_what_was_published_are_refused(family, engine):
+    weights = new_weights(family.policy, seed=1)
+    with pytest.raises(EngineError, match="digest"):
+        engine("stage", *damaged(publish(1, weights)))
+    with pytest.raises(EngineError, match="staged is None"):
+        engine("swap", 1)
+    engine("stage", *publish(2, {name: w for name, w in weights.items() if name != "transformer.proj_out.bias"}))
+    with pytest.raises(EngineError, match=r"proj_out\.bias"):
+        engine("swap", 2)
+    [made] = engine("generate", [make_request()])
+    check_against_policy(family.policy, {0: family.model}, make_request(), made)
+
+
+@QWEN_IMAGE
+def test_a_failing_worker_call_is_an_error_and_impossible_requests_fail_alone(engine):
+    with pytest.raises(EngineError, match="always fails"):
+        engine("call", "fail")
+    with pytest.raises(EngineError, match="no_such_method"):
+        engine("call", "no_such_method")
+    long = make_request(1, prompt=Prompt(index=1, text="x y " * 1100))
+    fine, refused, misfit = engine("generate", [make_request(), long, make_request(2, height=40)])
+    assert isinstance(fine, Trajectory) and isinstance(misfit, ValueError)
+    assert isinstance(refused, ValueError) and "at most 1024" in str(refused)
+
+
+# ---- request batching ------------------------------------------------------------------------------------------------
+
+
+@REQUEST_BATCHING
+def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_batch(family, batcher):
+    requests = [*mixed(family), families.make_request(family.case.specs[0], 7, window=None, noise_level=0.0)]
+    batcher("call", "forget_batches")
+    together = batcher("generate", requests)
+    assert batcher("call", "batches")["samples"] == [len(requests)]
+    for request, one, other in zip(requests, together, family.engine("generate", requests), strict=True):
+        assert_same(one, other, 1e-6)
+        [alone] = batcher("generate", [request])
+        assert_same(one, alone, 1e-5)
+
+
+@REQUEST_BATCHING
+def test_a_request_alone_is_that_of_step_wise_batching_bit_for_bit(family, batcher):
+    for spec in family.case.specs:
+        [one], [other] = (engine("generate", [families.make_request(spec)]) for engine in (batcher, family.engine))
+        names = ("latents", "log_probs", "means", "final")
+        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in names)
+        [part] = one.media.parts
+        assert torch.equal(torch.as_tensor(getattr(one.media, part)), torch.as_tensor(getattr(other.media, part)))
+
+
+@REQUEST_BATCHING
+def test_weights_are_swapped_between_batches_and_never_inside_a_sample(family, batcher):
+    spec = family.case.specs[0]
+    manifest, buckets = publish(1, {name: weight + 0.02 for name, weight in parameters(family.model).items()})
+    for engine in (batcher, family.engine):
+        engine("stage", manifest, buckets)
+    requests = [families.make_request(spec, i, num_inference_steps=60, window=SdeWindow(2, 50)) for i in range(20)]
+    report, made = batcher("swap_while_running", requests, 1)
+    assert (report.version, report.digest) == (1, manifest.digest)
+    assert {0, 1} == {version for one in made for version in one.versions}
+    assert all(len(set(one.versions)) == 1 for one in made)
+    family.engine("swap", 1)
+    later = families.make_request(spec)
+    assert_same(*(engine("generate", [later])[0] for engine in (batcher, family.engine)), 1e-6)
+    for engine in (batcher, family.engine):
+        restore(engine, family)
+
+
+@QWEN_IMAGE
+def test_a_prompt_that_cannot_be_encoded_fails_alone(family, batcher):
+    """Asks Qwen-Image, the only family that refuses a long prompt: others cut it."""
+    fine, refused = make_request(), make_request(1, prompt=Prompt(index=1, text="x y " * 1100))
+    one, other = batcher("generate", [fine, refused])
+    assert_same(one, family.engine("generate", [fine])[0], 1e-6)
+    [alone] = batcher("generate", [refused])
+    for failed in (other, alone):
+        assert isinstance(failed, ValueError) and "at most 1024" in str(failed)
