@@ -50,13 +50,8 @@ def save(run: Path, version: int) -> Path:
     written = partial(folder)
     written.mkdir(parents=True)
     (run / "ledger.jsonl").unlink(missing_ok=True)
-    ledger = write_ledger(run, 2 * version)[-1]
-    write_state(
-        written,
-        State(
-            ControlState(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo", {"optimizer_steps": version}
-        ),
-    )
+    control = ControlState(version, 2 * version, ledger=write_ledger(run, 2 * version)[-1])
+    write_state(written, State(control, "qwen_image", "flow_grpo", {"optimizer_steps": version}))
     write_manifest(written)
     finish(folder)
     return folder
@@ -111,22 +106,23 @@ def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp
     assert "trainer is gone: killed; again from update 2" in attempts.console.notes
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
-    def damage(run: Path) -> None:
-        (run / "checkpoints" / folder_name(2) / "state.json").write_text("{}")
-
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2, then=damage)), trainer(ends_well))
-    assert attempts.inputs[1].start.version == 1
-    assert any(note.startswith("warning: not resumed from update-000002") for note in attempts.console.notes)
-
-
-def test_where_no_checkpoint_can_be_used_the_run_ends_and_leaves_them(tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_is_passed_over_and_where_none_can_be_used_the_run_ends_and_leaves_them(
+    tmp_path, monkeypatch
+):
     """Keeps the checkpoints: to begin again from the start in the run's folder would remove them."""
 
     def damage(run: Path) -> None:
+        (run / "checkpoints" / folder_name(2) / "state.json").write_text("{}")
+
+    def damage_all(run: Path) -> None:
         (run / "ledger.jsonl").write_bytes(b"\n" + (run / "ledger.jsonl").read_bytes())
 
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, then=damage)), trainer(ends_well))
+    folder = tmp_path / "one"
+    attempts = Attempts(folder, monkeypatch, trainer(dies_after(folder, 1, 2, then=damage)), trainer(ends_well))
+    assert attempts.inputs[1].start.version == 1
+    assert any(note.startswith("warning: not resumed from update-000002") for note in attempts.console.notes)
+    folder = tmp_path / "all"
+    attempts = Attempts(folder, monkeypatch, trainer(dies_after(folder, 1, then=damage_all)), trainer(ends_well))
     assert (attempts.summary.status, len(attempts.inputs)) == ("failed", 1)
     assert "has no checkpoint to go on from" in (attempts.summary.reason or "")
     assert any("line 1 is blank" in note for note in attempts.console.notes)
@@ -152,11 +148,6 @@ def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monk
     assert read_faults(attempts.run.faults)[0].reason == "trainer-1 is gone"
 
 
-def test_a_mistake_is_not_tried_again(tmp_path, monkeypatch):
-    attempts = Attempts(tmp_path, monkeypatch, trainer(fails(ValueError("loss is not finite"))))
-    assert (attempts.summary.status, attempts.summary.reason) == ("failed", "ValueError: loss is not finite")
-
-
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path, monkeypatch, restarts):
     clusters = [trainer(fails(LOST)) for _ in range(restarts + 1)]
@@ -166,21 +157,23 @@ def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path,
     assert "trainer is gone: killed" in attempts.summary.reason and "run.restarts" in attempts.summary.reason
 
 
-def test_an_attempt_that_does_not_start_is_tried_again_but_the_first_is_not(tmp_path, monkeypatch):
-    def broken() -> HandCluster:
-        return HandCluster({}, starting=fails(RuntimeError("no room")))
+def test_an_attempt_that_does_not_start_is_tried_again_unless_it_is_the_first_or_its_scorer_is_wrong(
+    tmp_path, monkeypatch
+):
+    def broken(error: Exception) -> HandCluster:
+        return HandCluster({}, starting=fails(error))
 
-    attempts = Attempts(tmp_path / "a", monkeypatch, trainer(fails(LOST)), broken(), trainer(ends_well))
+    first, last, no_room = trainer(fails(LOST)), trainer(ends_well), RuntimeError("no room")
+    attempts = Attempts(tmp_path / "a", monkeypatch, first, broken(no_room), last)
     assert attempts.summary.status == "done" and len(attempts.inputs) == 3
-    attempts = Attempts(tmp_path / "b", monkeypatch, broken())
-    assert attempts.summary.reason == "RuntimeError: no room"
-
-
-def test_a_scorer_that_is_wrong_is_so_in_every_attempt(tmp_path, monkeypatch):
-    wrong = HandCluster({}, starting=fails(WrongScorer("scorer 'x': AttributeError: y")))
-    attempts = Attempts(tmp_path, monkeypatch, trainer(fails(LOST)), wrong, trainer(ends_well))
-    assert (attempts.summary.status, attempts.summary.reason) == ("failed", "scorer 'x': AttributeError: y")
-    assert len(attempts.inputs) == 2
+    for name, clusters, reason in (
+        ("b", [broken(no_room)], "RuntimeError: no room"),
+        ("c", [first, broken(WrongScorer("scorer 'x': AttributeError: y")), last], "scorer 'x': AttributeError: y"),
+        ("d", [trainer(fails(ValueError("loss is not finite"))), last], "ValueError: loss is not finite"),
+    ):
+        attempts = Attempts(tmp_path / name, monkeypatch, *clusters)
+        assert (attempts.summary.status, attempts.summary.reason) == ("failed", reason)
+        assert len(attempts.inputs) == (2 if name == "c" else 1)
 
 
 def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):

@@ -1,12 +1,17 @@
-"""Tests a running job's socket: who may use it, what it answers, and that nonsense does not disturb the run."""
+"""Tests a running job's socket: who may use it, what it answers, and that neither nonsense nor children hold it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +20,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.driver.control_socket import ControlError, ControlSocket, Request, ask
+from omni_async.tracking.rundir import RunDirectory
+
+Reply = Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "control.sock"
 
 
 async def echo(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     return {"scale": request.scale}
 
 
-def serve(
-    path: Path,
-    answer: Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]] | None,
-    talk: Callable[[], Any],
-) -> Any:
+def serve(path: Path, answer: Reply | None, talk: Callable[[], Any]) -> Any:
     """Runs `talk` in a thread while the socket is served, and returns its result."""
 
     async def main() -> Any:
@@ -36,8 +45,8 @@ def serve(
     return asyncio.run(main())
 
 
-def test_an_answer_that_takes_a_while_says_what_it_waits_for(tmp_path: Path) -> None:
-    path, received, heard = tmp_path / "control.sock", [], threading.Event()
+def test_an_answer_that_takes_a_while_says_what_it_waits_for(path: Path) -> None:
+    received, heard = [], threading.Event()
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         tell("rollout-1: loading")
@@ -52,8 +61,8 @@ def test_an_answer_that_takes_a_while_says_what_it_waits_for(tmp_path: Path) -> 
     assert received == ["rollout-1: loading", "rollout-1: at work"]
 
 
-def test_a_client_that_went_away_does_not_disturb_what_is_done(tmp_path: Path) -> None:
-    path, gone, done = tmp_path / "control.sock", threading.Event(), threading.Event()
+def test_a_client_that_went_away_does_not_disturb_what_is_done(path: Path) -> None:
+    gone, done = threading.Event(), threading.Event()
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         await asyncio.to_thread(gone.wait, 10)
@@ -89,17 +98,12 @@ def test_only_the_user_may_ask_and_the_socket_goes_with_the_run_and_one_that_was
     assert not path.exists()
 
 
-def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_said_in_one_line(path: Path) -> None:
     async def refuses(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         raise ValueError("rollout: no room\nand a traceback")
 
-    path = tmp_path / "control.sock"
     with pytest.raises(ControlError, match=r": rollout: no room$"):
         serve(path, refuses, lambda: ask(path, Request({"rollout": 3})))
-
-
-def test_a_run_that_is_not_there_or_not_ready_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "control.sock"
     with pytest.raises(ControlError, match="is not running here"):
         ask(path, Request())
     assert serve(path, None, lambda: ask(path, Request())) == {"doing": "starting", "parts": {}}
@@ -107,12 +111,11 @@ def test_a_run_that_is_not_there_or_not_ready_says_so(tmp_path: Path) -> None:
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
-async def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:
+async def test_a_run_that_ends_before_it_answers_says_so(path: Path) -> None:
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(tmp_path / "control.sock"))
+    listening.bind(str(path))
     listening.listen()
-
-    asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path / "control.sock", Request()))
+    asking = asyncio.create_task(asyncio.to_thread(ask, path, Request()))
     connection, _ = await asyncio.to_thread(listening.accept)
     connection.recv(100)
     connection.close()
@@ -120,12 +123,11 @@ async def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None
         await asking
 
 
+NONSENSE = st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.just(b"[" * 70_000)
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    lines=st.lists(
-        st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.just(b"[" * 70_000), min_size=1, max_size=4
-    )
-)
+@given(lines=st.lists(NONSENSE, min_size=1, max_size=4))
 def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(
     lines: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -144,3 +146,79 @@ def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(
         return ask(path, Request())
 
     assert serve(path, echo, talk) == {"scale": {}}
+
+
+# ---- children that a scorer or a library leaves behind ---------------------------------------------------------------
+
+# A run that answers at its socket and has started children in three ways, who all outlive it. Each says its pid.
+RUN = """
+import asyncio, multiprocessing, os, subprocess, sys, time
+from pathlib import Path
+from omni_async.driver.control_socket import ControlSocket
+from omni_async.tracking.rundir import RunDirectory
+
+def stay():
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(600)
+
+async def main():
+    run = RunDirectory(Path(sys.argv[1]))
+    run._claim()
+    async with ControlSocket(run.control):
+        if os.fork() == 0:
+            stay()
+        multiprocessing.get_context("fork").Process(target=stay).start()
+        subprocess.Popen(["sh", "-c", "echo $$; exec sleep 600"], close_fds=False)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def killed_run(folder: Path) -> Iterator[list[int]]:
+    """Kills a run and yields its children, which live."""
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE, text=True)
+    children: list[int] = []
+    try:
+        assert run.stdout is not None
+        children += [int(run.stdout.readline()) for _ in range(3)]
+        assert RunDirectory(folder).is_running()
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        for child in children:
+            os.kill(child, 0)
+        yield children
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        run.kill()
+        run.communicate()
+
+
+def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) -> None:
+    with killed_run(tmp_path):
+        run = RunDirectory(tmp_path)
+        assert not run.is_running()
+        run._claim()
+        run.release()
+        with pytest.raises(ControlError, match=r"is not running here: .*Connection refused"):
+            ask(run.control, Request(), timeout_s=5.0)
+
+
+def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:
+    """Keeps the lock also if the child unwinds what its parent would unwind."""
+    run = RunDirectory(tmp_path)
+    run._claim()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run.release()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert RunDirectory(tmp_path).is_running()
+    run.release()
+    assert not RunDirectory(tmp_path).is_running()

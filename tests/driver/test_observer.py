@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -16,13 +17,15 @@ from omni_async.aio.clock import ManualClock
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
+from omni_async.driver import sample_files
 from omni_async.driver.observer import Observer
+from omni_async.media import Media
 from omni_async.tracking.attempts import Fault, read_faults
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, Score, Span
 from tests.control import control_world
 from tests.loops import play
-from tests.runtime.runtime_world import Control, ImageStore, RememberingConsole, write_world
+from tests.runtime.runtime_world import OFFLINE, Control, ImageStore, RecordingSink, RememberingConsole, write_world
 
 
 class Watched(control_world.Run):
@@ -50,22 +53,23 @@ class Watched(control_world.Run):
 
 
 def watch(folder: Path, **kwargs: Any) -> Watched:
-    config = control_world.make_config(
-        **{
-            "S": 1,
-            "P": 2,
-            "updates": 4,
-            "validation": {"every": 2, "num_inference_steps": 3},
-            **kwargs.pop("config", {}),
-        }
-    )
+    validation = {"every": 2, "num_inference_steps": 3}
+    config = control_world.make_config(S=1, P=2, updates=4, validation=validation)
     return asyncio.run(Watched(config, folder, **kwargs).play())
 
 
-def observer(folder: Path, **sections: Any) -> tuple[Observer, RunDirectory, RememberingConsole, ManualClock]:
+def observer(
+    folder: Path, sink: Any = None, **sections: Any
+) -> tuple[Observer, RunDirectory, RememberingConsole, ManualClock]:
     config, clock, console = write_world(folder, **sections), ManualClock(1000.0), RememberingConsole()
     run = RunDirectory.create(config, clock)
-    return Observer(config, run, console, None, clock), run, console, clock
+    return Observer(config, run, console, sink, clock), run, console, clock
+
+
+def validated(version: int, *references: Any) -> RunEvent:
+    """Makes a round of reward 0.5 that shows samples of these references."""
+    shown = tuple(Shown(reference, Prompt(0, "a prompt"), Score(1.0)) for reference in references)
+    return RunEvent("validation", {"version": version, "parts": {"reward": 0.5}}, shown)
 
 
 def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
@@ -125,12 +129,7 @@ def test_a_run_is_lines_of_metrics_and_of_the_console_images_and_a_summary_that_
 
 def test_emulated_media_are_not_drawn(tmp_path):
     watcher, run, console, _ = observer(tmp_path, emulation={"profile": "p.json"})
-    show(
-        watcher,
-        RunEvent(
-            "validation", {"version": 2, "parts": {"reward": 0.5}}, (Shown("any", Prompt(0, "a cat"), Score(0.5)),)
-        ),
-    )
+    show(watcher, validated(2, "any"))
     assert not list(run.samples.iterdir()) and not console.notes
     assert console.validations == [(2, 0.5)]
 
@@ -153,8 +152,11 @@ def test_a_run_without_a_last_event_is_summarised_by_its_last_update(tmp_path):
     assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
 
 
-def _changed(line: dict[str, Any], **values: Any) -> bytes:
-    return msgspec.json.encode({**line, **values}) + b"\n"
+def changed(lines: list[bytes], **values: Any) -> list[bytes]:
+    return [msgspec.json.encode({**json.loads(line), **values}) + b"\n" for line in lines]
+
+
+NO_UPDATE, NO_ROUND = "no line of update 1, 2, 3 and 1 more", "no line of validation of version 0, 2, 4;"
 
 
 @pytest.mark.parametrize(
@@ -162,22 +164,13 @@ def _changed(line: dict[str, Any], **values: Any) -> bytes:
     [
         (lambda lines: lines, None),
         (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], None),
-        (lambda lines: [_changed(json.loads(line), reward=None) for line in lines], None),
-        (
-            lambda lines: [line for line in lines if b"finished" in line],
-            "has no line of validation of version 0, 2, 4;",
-        ),
+        (lambda lines: changed(lines, reward=None), None),
+        (lambda lines: [line for line in lines if b"finished" in line], f"has {NO_ROUND}"),
         (lambda lines: [line for line in lines if json.loads(line)["update"] != 3], "has no line of update 3;"),
         (lambda lines: [*lines, *lines[-1:]], "has more than one line of "),
-        (
-            lambda lines: [line[:-9] for line in lines],
-            "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;",
-        ),
-        (
-            lambda lines: [_changed(json.loads(line), update=[1]) for line in lines],
-            "has no line of update 1, 2, 3 and 1 more and ",
-        ),
-        (None, "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;"),
+        (lambda lines: [line[:-9] for line in lines], f"has {NO_UPDATE} and {NO_ROUND}"),
+        (lambda lines: changed(lines, update=[1]), f"has {NO_UPDATE} and "),
+        (None, f"has {NO_UPDATE} and {NO_ROUND}"),
     ],
 )
 def test_what_is_reported_of_earlier_attempts_does_not_come_from_the_metrics_file(tmp_path, damage, said):
@@ -219,16 +212,29 @@ def test_spans_become_busy_fractions(tmp_path):
     assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
 
 
-def test_an_image_that_is_gone_costs_the_image_and_a_videos_file_has_the_number_of_its_tile(tmp_path):
-    watcher, run, console, _ = observer(tmp_path)
+FILM = Media(video=np.zeros((4, 3, 32, 32), np.uint8), fps=8, audio=np.zeros((1, 4000), np.float32), sample_rate=8000)
 
-    def validated(version: int, *references: str) -> RunEvent:
-        shown = tuple(Shown(reference, Prompt(0, "a prompt"), Score(1.0)) for reference in references)
-        return RunEvent("validation", {"version": version, "parts": {"reward": 0.5}}, shown)
 
-    show(watcher, validated(1, "gone"), validated(2, "there", "film"))
-    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", "validation-000002-01.mp4"}
+def test_a_round_has_a_grid_and_a_sample_its_video_and_sound_under_the_number_of_its_tile(tmp_path):
+    calls: list[str] = []
+    watcher, run, console, _ = observer(tmp_path, RecordingSink(calls))
+    show(watcher, validated(1, "gone"), validated(2, "there", FILM))
+    names = ["validation-000002-01.mp4", "validation-000002-01.wav"]
+    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", *names}
+    assert [call for call in calls if call != "metrics"] == ["validation 2", *(f"samples/{name}" for name in names)]
     assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
+
+
+def test_a_full_disk_is_noted_and_ends_nothing(tmp_path, monkeypatch):
+    def full(media: Media, path: Path) -> list[Path]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sample_files, "write_media", full)
+    watcher, run, console, _ = observer(tmp_path)
+    show(watcher, validated(10, FILM, FILM))
+    assert {path.name for path in run.samples.iterdir()} == {"validation-000010.png"}
+    said = "samples of validation-000010 were not written: OSError: [Errno 28] No space left on device"
+    assert console.notes == [said]
 
 
 @pytest.mark.parametrize(
@@ -279,12 +285,11 @@ def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_it
     config, clock, console = write_world(tmp_path), ManualClock(1000.0), RememberingConsole()
     run, start = RunDirectory.create(config, clock), ControlState(version=60, validated=59)
     watcher = Observer(config, run, console, None, clock, start, owns=False)
-    validated = RunEvent("validation", {"version": 60, "parts": {"reward": 0.5}})
-    show(watcher, validated, status="failed")
+    show(watcher, validated(60), status="failed")
     watcher.recall(start)
     watcher.fault(Fault(1001.0, "trainer", "trainer is gone", "attempt 2", 3.0))
     assert not run.metrics.exists() and not run.faults.exists()
-    show(watcher, validated, update(61, 5000.0, 5004.0))
+    show(watcher, validated(60), update(61, 5000.0, 5004.0))
     assert [line["update"] for line in run.read_metrics()] == [60, 61]
     assert len(read_faults(run.faults)) == 1
 
@@ -302,12 +307,7 @@ def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):
 
 
 def test_preferences_show_what_they_teach_and_no_reward(tmp_path):
-    watcher, _, console, _ = observer(
-        tmp_path,
-        data={"prompts": None, "preferences": "pairs.parquet"},
-        rollout={"sde": None},
-        algorithm={"name": "diffusion_dpo"},
-    )
+    watcher, _, console, _ = observer(tmp_path, **OFFLINE)
     show(watcher, update(1, 0.0, 1.0, accuracy=0.9, margin=1.5, grad_norm=2.0, loss=0.3))
     [view] = console.updates
     assert "reward" not in view and view["extra"] == {"accuracy": 0.9, "margin": 1.5, "grad_norm": 2.0}
@@ -318,11 +318,6 @@ def test_preferences_show_what_they_teach_and_no_reward(tmp_path):
 
 def test_a_gradient_that_vanished_is_said(tmp_path):
     watcher, _, console, _ = observer(tmp_path)
-    show(
-        watcher,
-        *(
-            update(version, version - 1.0, float(version), grad_norm=1.0 if version < 6 else 0.0)
-            for version in range(1, 12)
-        ),
-    )
+    norms = [1.0] * 5 + [0.0] * 6
+    show(watcher, *(update(n, n - 1.0, float(n), grad_norm=norm) for n, norm in enumerate(norms, start=1)))
     assert [note.partition(" (")[0] for note in console.notes] == ["warning: update 8: the gradient has vanished"]

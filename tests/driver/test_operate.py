@@ -21,20 +21,12 @@ from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoi
 
 STATUS: dict[str, Any] = {
     "progress": {
-        "update": 42,
-        "updates": 100,
-        "eta_s": 200.4,
-        "reward": 0.4312,
-        "staleness/mean": 1.24,
-        "staleness/max": 2,
-        "images_per_s": 21.34,
-        "grad_norm": 0.0141,
+        **{"update": 42, "updates": 100, "eta_s": 200.4, "reward": 0.4312, "images_per_s": 21.34, "grad_norm": 0.0141},
+        **{"staleness/mean": 1.24, "staleness/max": 2},
         "validation": {"version": 40, "value": 0.52, "parts": {"ocr_exact": 0.5}},
     },
     "parts": {
-        "coordinator": {"pid": 11, "node": "a"},
-        "rollout-0.2": {"pid": 12, "node": "a"},
-        "rollout-1": {"pid": 13, "node": "a"},
+        name: {"pid": pid, "node": "a"} for name, pid in (("coordinator", 11), ("rollout-0.2", 12), ("rollout-1", 13))
     },
     "faults": 3,
     "buffers": {
@@ -100,18 +92,14 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert lines[-1] == "faults mended: 3"
 
 
-NONE_YET = {
-    **dict.fromkeys(("eta_s", "reward", "staleness/mean", "staleness/max", "images_per_s", "validation")),
-    "update": 60,
-    "updates": 100,
-}
+NOTHING_YET = dict.fromkeys(("eta_s", "reward", "staleness/mean", "staleness/max", "images_per_s", "validation"))
 
 
 @pytest.mark.parametrize(
     ("status", "said"),
     [
         (
-            {**STATUS, "progress": NONE_YET},
+            {**STATUS, "progress": {**NOTHING_YET, "update": 60, "updates": 100}},
             [
                 "update 60/100, no update of this attempt yet",
                 "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
@@ -138,9 +126,8 @@ def left(
     (folder / "config.yaml").write_text("")
     run = RunDirectory(folder)
     for update in range(1, updates + 1):
-        run.append_metrics(
-            update, {"reward": update / 10, "staleness/mean": 0.5, "finished": 1000.0 * update, **numbers}
-        )
+        line = {"reward": update / 10, "staleness/mean": 0.5, "finished": 1000.0 * update}
+        run.append_metrics(update, line | numbers)
     if updates:
         run.append_metrics(updates, {"validation/reward": 0.52, "validation/ocr_exact": 0.5})
     if checkpoint:
@@ -205,7 +192,9 @@ def test_a_run_that_was_killed_is_shown_from_its_metrics(tmp_path, capsys, numbe
     assert lines[3].endswith(f"checkpoint.resume={folder} goes on with it")
 
 
-def test_edited_metrics_show_what_numbers_they_still_have(tmp_path, capsys):
+def test_edited_metrics_show_what_numbers_they_still_have_and_a_run_that_another_process_has_is_running_all_the_same(
+    tmp_path, capsys
+):
     folder = left(tmp_path / "run")
     (folder / "metrics.jsonl").write_text(
         '{"update":1,"reward":"high","finished":1e300,"staleness/mean":0.5}\n'
@@ -213,16 +202,12 @@ def test_edited_metrics_show_what_numbers_they_still_have(tmp_path, capsys):
     )
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "the last update was 1, staleness/mean 0.5"
-
-
-def test_a_run_that_another_process_has_is_running_all_the_same(tmp_path, capsys):
-    folder = left(tmp_path / "run", updates=0)
+    folder = left(tmp_path / "other", updates=0)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["status", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [
-        "run: it is running, but does not answer from here: it may be starting or ending, or run on another machine",
+    assert capsys.readouterr().out.splitlines() == [
+        "other: it is running, but does not answer from here: it may be starting or ending, or run on another machine",
         "no update was made",
     ]
 
@@ -248,24 +233,27 @@ def test_workers_are_asked_for_and_the_new_state_is_shown_and_a_run_is_stopped(t
     assert "checkpoint" in capsys.readouterr().out
 
 
+EXPECTED = "expected rollout=N or reward=N with N from 1 to 100000"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["status", "nowhere"], "nowhere is not a run folder"),
-        (["scale", "run", "rollout=0"], "'rollout=0': expected rollout=N or reward=N with N from 1 to 100000"),
-        (["scale", "run", "reward=100001"], "'reward=100001': expected rollout=N or reward=N with N from 1 to 100000"),
-        (["scale", "run", f"rollout={'9' * 5000}"], "expected rollout=N or reward=N with N from 1 to 100000"),
-        (["scale", "run", "rollout=2", "rollout=3"], "'rollout=3': rollout is there twice"),
-        (["scale", "run", "trainer=2"], "'trainer=2': expected rollout=N or reward=N"),
-        (["scale", "run", "rollout"], "'rollout': expected"),
-        (["scale", "run", "rollout=2"], "run is not running here: control.sock: No such file or directory"),
-        (["stop", "run"], "run is not running here"),
+        ("status nowhere", "nowhere is not a run folder"),
+        ("scale run rollout=0", f"'rollout=0': {EXPECTED}"),
+        ("scale run reward=100001", f"'reward=100001': {EXPECTED}"),
+        (f"scale run rollout={'9' * 5000}", EXPECTED),
+        ("scale run rollout=2 rollout=3", "'rollout=3': rollout is there twice"),
+        ("scale run trainer=2", f"'trainer=2': {EXPECTED}"),
+        ("scale run rollout", f"'rollout': {EXPECTED}"),
+        ("scale run rollout=2", "run is not running here: control.sock: No such file or directory"),
+        ("stop run", "run is not running here"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    assert main(words) == 2
+    assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

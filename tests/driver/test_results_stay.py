@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +30,22 @@ from omni_async.tracking.mlflow_sink import MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.tracking.summary import Summary, read_summary
 from tests.e2e.emulation import PROFILE, write_recipe
-from tests.runtime.runtime_world import HandCluster, RememberingConsole, Role, fails
+from tests.runtime.runtime_world import HandCluster, RecordingSink, RememberingConsole, Role, fails
 from tests.runtime.runtime_world import interrupted as is_interrupted
 
 QUICK = ("emulation.time_scale=0.001", "trainer.updates=6", "checkpoint.every=2")
 
 
 class InterruptingConsole(RememberingConsole):
-    """Sends this process a SIGINT at a line: an update by its number, a phase by its beginning."""
+    """Sends this process a SIGINT at an update, and shows `watch` every one."""
 
-    def __init__(self, at: int | str | None) -> None:
+    def __init__(self, at: int | None, watch: Callable[[Any], None]) -> None:
         super().__init__()
-        self._at = at
-
-    def phase(self, text: str) -> None:
-        super().phase(text)
-        if isinstance(self._at, str) and text.startswith(self._at):
-            os.kill(os.getpid(), signal.SIGINT)
+        self._at, self._watch = at, watch
 
     def update(self, view: Any) -> None:
         super().update(view)
+        self._watch(view)
         if view["update"] == self._at:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -58,10 +55,12 @@ class Job:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.recipe, self.overrides = write_recipe(folder), (*QUICK, *overrides)
-        self.console = InterruptingConsole(None)
+        self.console = RememberingConsole()
 
-    def attempt(self, *overrides: str, interrupt: int | str | None = None) -> Summary:
-        self.console = InterruptingConsole(interrupt)
+    def attempt(
+        self, *overrides: str, interrupt: int | None = None, watch: Callable[[Any], None] = lambda view: None
+    ) -> Summary:
+        self.console = InterruptingConsole(interrupt, watch)
         resume = [f"checkpoint.resume={self.run.path}"] if self._runs() else []
         return train(preflight(load(self.recipe, [*self.overrides, *resume, *overrides])), self.console)
 
@@ -192,12 +191,10 @@ def test_while_an_attempt_makes_updates_the_summary_of_those_before_is_kept_asid
     first = read_summary(interrupted.run.summary)
     seen: list[tuple[bool, Summary]] = []
 
-    class Looking(RememberingConsole):
-        def update(self, view: Any) -> None:
-            seen.append((interrupted.run.summary.exists(), read_summary(interrupted.run.former_summary)))
+    def look(_: Any) -> None:
+        seen.append((interrupted.run.summary.exists(), read_summary(interrupted.run.former_summary)))
 
-    overrides = [*interrupted.overrides, f"checkpoint.resume={interrupted.run.path}"]
-    train(preflight(load(interrupted.recipe, overrides)), Looking())
+    interrupted.attempt(watch=look)
     assert seen and all(one == (False, first) for one in seen)
 
 
@@ -233,18 +230,12 @@ def test_a_finished_run_says_so_at_once_and_how_to_go_on_and_keeps_its_results_i
 def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(
     interrupted: Job, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    path = interrupted.run.path / name
-    path.unlink()
-    path.mkdir()
-    assert (
-        cli.main(
-            ["train", str(interrupted.recipe), *interrupted.overrides, f"checkpoint.resume={interrupted.run.path}"]
-        )
-        == 2
-    )
-    assert capsys.readouterr().err == (
-        f"omni-async: checkpoint.resume: cannot go on in {interrupted.run.path}: it is a folder, not a file ({path})\n"
-    )
+    run = interrupted.run.path
+    (run / name).unlink()
+    (run / name).mkdir()
+    assert cli.main(["train", str(interrupted.recipe), *interrupted.overrides, f"checkpoint.resume={run}"]) == 2
+    said = f"omni-async: checkpoint.resume: cannot go on in {run}: it is a folder, not a file ({run / name})\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_run_that_began_with_anothers_checkpoint_counts_its_updates_from_there(
@@ -335,48 +326,7 @@ def test_a_kill_at_any_moment_of_the_take_over_costs_no_group_and_repeats_none(t
         shutil.copytree(left, folder)
 
 
-class Recorder:
-    """An MLflow sink's calls."""
-
-    run_id, ui_command = "1", "mlflow ui"
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    def begin(self) -> None:
-        self._calls.append("begin")
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._calls.append("metrics")
-
-    def log_artifact(self, path: Path) -> None:
-        self._calls.append(path.name)
-
-    def finish(self, status: str, timeout_s: float) -> None:
-        self._calls.append(status)
-
-
-def test_mlflow_hears_of_an_attempt_only_when_it_has_made_an_update(
-    interrupted: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: Recorder(calls))
-    with monkeypatch.context() as patched:
-        loading(patched)
-        interrupted.attempt("tracking.mlflow.enabled=true")
-    assert calls == []
-    calls.clear()
-    interrupted.attempt("tracking.mlflow.enabled=true")
-    assert calls[:2] == ["begin", "metrics"] and calls[-5:] == [
-        "config.yaml",
-        "summary.json",
-        "profile.json",
-        "trace.json",
-        "done",
-    ]
-
-
-def test_an_mlflow_that_cannot_be_used_changes_nothing_of_a_run_that_is_gone_on_with(
+def test_mlflow_hears_of_an_attempt_only_when_it_has_made_an_update_and_where_it_cannot_be_used_nothing_changes(
     interrupted: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -387,3 +337,12 @@ def test_an_mlflow_that_cannot_be_used_changes_nothing_of_a_run_that_is_gone_on_
     with pytest.raises(MlflowUnusableError):
         interrupted.attempt("tracking.mlflow.enabled=true")
     assert interrupted.files() == before
+    calls: list[str] = []
+    monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: RecordingSink(calls))
+    with monkeypatch.context() as patched:
+        loading(patched)
+        interrupted.attempt("tracking.mlflow.enabled=true")
+    assert calls == []
+    interrupted.attempt("tracking.mlflow.enabled=true")
+    assert calls[:2] == ["begin", "metrics"]
+    assert calls[-5:] == ["config.yaml", "summary.json", "profile.json", "trace.json", "done"]

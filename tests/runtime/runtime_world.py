@@ -18,7 +18,6 @@ from omni_async.config import Config, load
 from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import JsonlSink, Ledger
-from omni_async.media import Media
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import LedgerEntry
 from tests.images import as_media
@@ -42,6 +41,15 @@ def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: An
         recipe[name] = {**recipe.get(name, {}), **section}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return load(folder / "recipe.yaml", overrides)
+
+
+# Sections of a run on preferences, which are not on disk.
+OFFLINE: dict[str, Any] = {
+    "data": {"prompts": None, "preferences": "pairs.parquet"},
+    "rollout": {"sde": None},
+    "algorithm": {"name": "diffusion_dpo"},
+    "reward": {"scorers": []},
+}
 
 
 def write_checkpoint(folder: Path, class_name: str = "QwenImagePipeline") -> None:
@@ -91,15 +99,38 @@ class RememberingConsole:
         self.closed = True
 
 
+class RecordingSink:
+    """An MLflow sink that remembers its calls, an artifact by its name."""
+
+    run_id, ui_command = "1", "mlflow ui"
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def begin(self) -> None:
+        self._calls.append("begin")
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._calls.append("metrics")
+
+    def log_image(self, image: Any, name: str, step: int) -> None:
+        self._calls.append(f"{name} {step}")
+
+    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+        assert path.is_file()
+        self._calls.append(path.name if folder is None else f"{folder}/{path.name}")
+
+    def finish(self, status: str, timeout_s: float) -> None:
+        self._calls.append(status)
+
+
 class ImageStore(LocalStore):
-    """A store in which every reference is a small grey image, except `gone` and `film`."""
+    """A store in which every text is the reference of a small grey image, except `gone`."""
 
     async def get(self, reference: Any) -> Any:
         if reference == "gone":
             raise LookupError("object is gone")
-        if reference == "film":
-            return Media(video=np.full((5, 3, 32, 32), 90, np.uint8), fps=8)
-        return as_media(np.full((32, 32, 3), 90, np.uint8))
+        return as_media(np.full((32, 32, 3), 90, np.uint8)) if isinstance(reference, str) else reference
 
 
 class Control:
