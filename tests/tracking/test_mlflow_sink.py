@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from omni_async.config import schema
-from omni_async.tracking.mlflow_sink import MlflowSink, MlflowUnusableError, flatten
+from omni_async.tracking.mlflow_sink import MlflowSink, MlflowUnusableError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -34,7 +34,7 @@ def client(runs: Path) -> MlflowClient:
 
 
 def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    params = {**PARAMS, **{f"p{i}": i for i in range(150)}, "long": "x" * 7000}
+    params = {**PARAMS, **{f"p{i}": i for i in range(148)}, "long": "x" * 7000, "none": {"empty": [], "all": {}}}
     sink = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-1", params)
     sink.log_metrics({"reward": 0.25, "odd+name": 1.0}, step=1)
     sink.log_metrics({"reward": 0.5, "nan": math.nan}, step=2)
@@ -47,6 +47,7 @@ def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd
     run = store.get_run(sink.run_id)
     assert run.info.status == "FINISHED" and run.info.run_name == "run-1"
     assert run.data.params["run.seed"] == "3" and run.data.params["reward.scorers.0.name"] == "ocr"
+    assert run.data.params["none.empty"] == "[]" and run.data.params["none.all"] == "{}"
     assert run.data.params["uri"] == "http://***@h/"
     assert len(run.data.params["long"]) == 6000 and len(run.data.params) == 155
     assert [(m.step, m.value) for m in store.get_metric_history(sink.run_id, "reward")] == [(1, 0.25), (2, 0.5)]
@@ -61,13 +62,6 @@ def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd
     assert sink.run_url.endswith(f"/runs/{sink.run_id}")
     out, err = capfd.readouterr()
     assert out == "" and "INFO" not in err
-
-
-@pytest.mark.parametrize(("status", "expected"), [("interrupted", "KILLED"), ("failed", "FAILED")])
-def test_other_ends_are_logged(runs: Path, status: str, expected: str) -> None:
-    sink = MlflowSink(schema.Mlflow(experiment="e"), runs, "r", {})
-    sink.finish(status)
-    assert client(runs).get_run(sink.run_id).info.status == expected
 
 
 def test_a_failing_store_is_one_warning_and_never_an_error(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -115,48 +109,41 @@ def test_a_deleted_experiment_is_refused(runs: Path) -> None:
         MlflowSink(schema.Mlflow(experiment="gone"), runs, "r", {})
 
 
-def test_parameters_become_dotted_names() -> None:
-    assert flatten({"a": {"b": None, "c": []}, "d": [{"e": 1}], "f": {}}) == {
-        "a.b": "None",
-        "a.c": "[]",
-        "d.0.e": "1",
-        "f": "{}",
-    }
+def sink_of(runs: Path, name: str, goes_on: bool = False, seed: int = 3) -> MlflowSink:
+    return MlflowSink(schema.Mlflow(experiment="e"), runs, name, {**PARAMS, "run": {"seed": seed}}, goes_on)
 
 
 def test_a_run_that_goes_on_is_the_same_run(runs: Path) -> None:
-    first = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-goes-on", PARAMS)
+    first = sink_of(runs, "run-goes-on")
     first.log_metrics({"reward": 0.25}, step=1)
-    first.finish("interrupted")
-    again = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-goes-on", {**PARAMS, "run": {"seed": 4}}, goes_on=True)
+    first.finish("failed")
+    store = client(runs)
+    assert store.get_run(first.run_id).info.status == "FAILED"
+    again = sink_of(runs, "run-goes-on", goes_on=True, seed=4)
     assert again.run_id == first.run_id
     again.begin()
     again.log_metrics({"reward": 0.5}, step=2)
     again.finish("done")
-    run = client(runs).get_run(again.run_id)
+    run = store.get_run(again.run_id)
     assert run.info.status == "FINISHED" and run.data.params["run.seed"] == "3", "parameters cannot change"
-    assert [(m.step, m.value) for m in client(runs).get_metric_history(again.run_id, "reward")] == [(1, 0.25), (2, 0.5)]
-    new = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-never-seen", PARAMS, goes_on=True)
+    assert [(m.step, m.value) for m in store.get_metric_history(again.run_id, "reward")] == [(1, 0.25), (2, 0.5)]
+    new = sink_of(runs, "run-never-seen", goes_on=True)
     new.begin()
     new.finish("done")
-    assert new.run_id != first.run_id and client(runs).get_run(new.run_id).data.params["run.seed"] == "3"
+    assert new.run_id != first.run_id and store.get_run(new.run_id).data.params["run.seed"] == "3"
 
 
 def test_a_run_that_goes_on_is_running_once_it_has_begun_and_otherwise_stays_as_it_was(runs: Path) -> None:
-    first = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS)
+    store, first = client(runs), sink_of(runs, "run-left-alone")
     first.finish("interrupted")
-    was_there = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS, goes_on=True)
-    was_there.finish("failed")
-    assert client(runs).get_run(first.run_id).info.status == "KILLED"
-    unknown = MlflowSink(schema.Mlflow(experiment="e"), runs, "unknown-run", PARAMS, goes_on=True)
-    unknown.finish("failed")
-    store = client(runs)
+    sink_of(runs, "run-left-alone", goes_on=True).finish("failed")
+    assert store.get_run(first.run_id).info.status == "KILLED"
+    sink_of(runs, "unknown-run", goes_on=True).finish("failed")
     experiment = store.get_experiment_by_name("e")
-    assert experiment is not None and not store.search_runs(
-        [experiment.experiment_id], "attributes.run_name = 'unknown-run'"
-    )
-    again = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS, goes_on=True)
+    assert experiment is not None
+    assert not store.search_runs([experiment.experiment_id], "attributes.run_name = 'unknown-run'")
+    again = sink_of(runs, "run-left-alone", goes_on=True)
     again.begin()
     again._queue.put(None)
     again._thread.join(30)
-    assert client(runs).get_run(first.run_id).info.status == "RUNNING"
+    assert store.get_run(first.run_id).info.status == "RUNNING"

@@ -1,4 +1,4 @@
-"""Tests metrics, summary, images and memory."""
+"""Tests summary, images, files of videos and sound, memory, and the warning of a vanished gradient."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import os
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import msgspec
 import numpy as np
 import pytest
+import soundfile
 
+from omni_async.media import Media
 from omni_async.tracking import images
-from omni_async.tracking.images import Typeface, _wrap, caption, image_grid
+from omni_async.tracking.images import Typeface, _wrap, caption, image_grid, tile, write_media
 from omni_async.tracking.memory import MemorySampler, process_tree_pss
 from omni_async.tracking.summary import Counters, ValidationPoint, read_summary, summarise, write_summary
+from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Prompt, Score, Span
 
 
@@ -49,42 +54,24 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
     assert msgspec.json.decode((tmp_path / "summary.json").read_bytes())["busy"]["trainer"]["busy"] == 0.5
 
 
-def test_images_per_second_are_those_of_attempts_whose_time_is_known() -> None:
-    nothing = Counters(admitted=0, trained=0, rejected=0, dropped=0, live=0)
-    known = {"rewards": [], "staleness": [], "counters": nothing, "spans": [], "devices": 2}
+@pytest.mark.parametrize("devices", [2, 0])
+def test_a_summary_of_no_updates_counts_the_images_of_attempts_whose_time_is_known(devices: int) -> None:
+    counters = Counters(admitted=1, trained=0, rejected=0, dropped=0, live=0)
+    nothing = {"run": "r", "rewards": [], "staleness": [], "counters": counters, "spans": [], "devices": devices}
     summary = summarise(
-        run="r", status="done", started=10, finished=20, images=90, wall_before=5.0, untimed_images=60, **known
+        **nothing, status="done", started=10, finished=20, images=90, wall_before=5.0, untimed_images=60
     )
     assert (summary.images, summary.wall_s) == (90, 15.0)
-    assert (summary.images_per_s, summary.images_per_s_per_device) == (2.0, 1.0)
-
-
-def test_a_run_that_never_trained_has_a_summary() -> None:
-    nothing = Counters(admitted=1, trained=0, rejected=0, dropped=0, live=0)
-    summary = summarise(
-        run="r",
-        status="failed",
-        reason="x",
-        started=1,
-        finished=1,
-        images=0,
-        rewards=[],
-        staleness=[],
-        counters=nothing,
-        spans=[],
-        devices=0,
-    )
-    assert (
-        summary.first_reward is None
-        and summary.staleness_max is None
-        and not summary.conserved
-        and summary.images_per_s == 0.0
-    )
+    assert (summary.images_per_s, summary.images_per_s_per_device) == (2.0, 1.0 if devices else 2.0)
+    assert summary.first_reward is None and summary.staleness_max is None and not summary.conserved
+    assert summarise(**nothing, status="failed", started=1, finished=1, images=0).images_per_s == 0.0
 
 
 def test_a_grid_enlarges_small_images_and_writes_captions_below() -> None:
     red = np.full((64, 64, 3), (200, 0, 0), np.uint8)
-    text = caption(Prompt(index=0, text="the digit " + "very " * 60 + "unbreakable" * 20), Score(value=0.5, text="8"))
+    text = caption(
+        Prompt(index=0, text="the digit " + "very " * 60 + "unbreakable" * 20), Score(value=0.5, text="größe\n")
+    )
     grid = image_grid([(red, text), (red, "short"), (red, "")], columns=2)
     pixels = np.asarray(grid)
     assert grid.width == 2 * (192 + 6) + 6
@@ -92,7 +79,7 @@ def test_a_grid_enlarges_small_images_and_writes_captions_below() -> None:
     below = pixels[200:260, 6:198]
     assert (below.max(axis=2) > 200).any(), "a caption is drawn"
     assert grid.height > 2 * 192
-    assert text.startswith("reward 0.50  read '8'\nthe digit")
+    assert text.startswith("reward 0.50  read 'größe\\n'\nthe digit"), "what was read is shown unchanged"
 
 
 def test_captions_in_other_scripts_are_drawn_and_nothing_is_a_box() -> None:
@@ -115,10 +102,6 @@ def test_characters_that_no_font_has_are_spelled_out(monkeypatch: pytest.MonkeyP
         assert face.text("a 🚀, \x07 and \ud800") == "a [rocket], U+0007 and U+D800"
     finally:
         images._fonts.cache_clear()
-
-
-def test_the_text_that_was_read_is_shown_unchanged() -> None:
-    assert caption(Prompt(0, "ein Schild"), Score(0.5, text="größe\n")) == "reward 0.50  read 'größe\\n'\nein Schild"
 
 
 def test_a_text_without_spaces_is_broken_and_not_cut_after_one_line() -> None:
@@ -152,3 +135,105 @@ def test_memory_counts_descendants_once_and_only_while_they_live() -> None:
         child.stdin.close()
     assert process_tree_pss(child.pid) == 0
     assert sampler.stop() >= alone + (190 << 20)
+
+
+# ---- videos and sound, by reading them back --------------------------------------------------------------------------
+
+
+def fading(frames: int, height: int = 32, width: int = 48) -> np.ndarray:
+    """Returns frames (F, 3, H, W) that go from dark red to bright red."""
+    video = np.zeros((frames, 3, height, width), np.uint8)
+    video[:, 0] = np.linspace(40, 220, frames).astype(np.uint8)[:, None, None]
+    return video
+
+
+@pytest.mark.parametrize(("height", "width", "fps"), [(32, 48, 16), (33, 47, 12.5)])
+def test_a_video_is_an_mp4_of_its_frames_at_its_rate(tmp_path: Path, height: int, width: int, fps: float) -> None:
+    video = fading(9, height, width)
+    (file,) = write_media(Media(video=video, fps=fps), tmp_path / "train-000010-03")
+    assert file.name == "train-000010-03.mp4"
+    with av.open(str(file)) as container:
+        stream = container.streams.video[0]
+        assert (stream.average_rate, stream.codec_context.name) == (Fraction(fps), "h264")
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+    assert frames.shape == (9, height + height % 2, width + width % 2, 3)
+    assert abs(frames[:, :height, :width].astype(int) - video.transpose(0, 2, 3, 1)).mean() < 3
+
+
+def test_audio_is_a_wav_of_the_same_numbers(tmp_path: Path) -> None:
+    audio = np.random.default_rng(0).uniform(-1, 1, (2, 500)).astype(np.float32)
+    media = Media(video=fading(3), fps=8, audio=audio, sample_rate=16_000)
+    assert [file.name for file in write_media(media, tmp_path / "v.1")] == ["v.1.mp4", "v.1.wav"]
+    samples, rate = soundfile.read(tmp_path / "v.1.wav", dtype="float32")
+    assert rate == 16_000 and np.array_equal(samples.T, audio)
+
+
+def test_a_file_that_cannot_be_finished_is_an_oserror_and_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *args: object) -> None:
+        path.write_bytes(b"half")
+        raise av.error.FFmpegError(28, "No space left on device")
+
+    monkeypatch.setattr(images, "_write_mp4", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_media(Media(video=fading(3), fps=8), tmp_path / "x")
+    assert write_media(Media(image=fading(1)[0]), tmp_path / "x") == [], "an image has no file of its own"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_tile_shows_the_image_three_frames_or_the_waveform() -> None:
+    video = fading(5)
+    assert np.array_equal(tile(Media(image=video[0])), video[0].transpose(1, 2, 0))
+    shown = tile(Media(video=video, fps=8))
+    assert np.array_equal(shown, np.concatenate(video[[0, 2, 4]].transpose(0, 2, 3, 1), axis=1))
+    tone = np.zeros((1, 3840), np.float32)
+    tone[0, 1920:] = 1.0
+    wave = tile(Media(audio=tone, sample_rate=8000))
+    bright = wave[..., 0] > 100
+    assert bright[:10, :192].sum() == 0 and bright[0, 192:].all() and bright[:, :192].sum() == 192
+
+
+# ---- a vanished gradient ---------------------------------------------------------------------------------------------
+
+
+def warnings(norms: list[float], **metrics: float) -> list[tuple[int, str]]:
+    watch = GradientWatch()
+    said = [
+        (version, watch.take(version, {"grad_norm": norm, **metrics})) for version, norm in enumerate(norms, start=1)
+    ]
+    return [(version, text) for version, text in said if text is not None]
+
+
+def test_a_gradient_that_most_of_the_newest_updates_lack_is_reported() -> None:
+    [(version, text)] = warnings([80, 70, 90, 75, 60, 40, 0.01, 0.02, 0.0, 0.01], accuracy=1.0, margin=24.7)
+    assert version == 9, "the median of five"
+    assert (
+        text
+        == "warning: update 9: the gradient has vanished (median norm of the last 5 updates 0.02, where it began at"
+        " 75): the preferences are satisfied (accuracy 1.00, margin 24.7), so these pairs teach nothing more; stop"
+        " here, give other pairs, or lower algorithm.dpo.beta"
+    )
+
+
+def test_a_batch_without_a_gradient_now_and_then_is_not_reported() -> None:
+    assert warnings([80, 70, 90, 75, 60, 0.0, 50, 0.0, 60, 40, 0.0, 70, 0.0, 65]) == []
+    assert warnings([3e-5] * 20) == [], "small from the start: that is the model's scale"
+
+
+def test_a_gradient_that_came_back_and_vanished_again_or_never_was_is_reported() -> None:
+    assert [version for version, _ in warnings([1.0] * 5 + [0.0] * 10 + [1.0] * 5 + [0.0] * 5)] == [8, 23]
+    [(version, text)] = warnings([0.0] * 8)
+    assert version == 5 and "updates 0)" in text and "hardly differ" in text
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cause"),
+    [
+        ({"clip_fraction": 0.97}, "97% of the rows are outside the clip range"),
+        ({"masked": 0.9}, "masks 90% of the rows"),
+    ],
+)
+def test_the_cause_follows_from_the_numbers(metrics: dict[str, float], cause: str) -> None:
+    assert cause in warnings([1.0] * 5 + [0.0] * 5, **metrics)[0][1]
+    assert GradientWatch().take(1, {"loss": 0.0}) is None

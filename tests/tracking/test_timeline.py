@@ -1,3 +1,5 @@
+"""Tests sets of time, the trace that Perfetto reads, and the shares of time that roles were busy."""
+
 from __future__ import annotations
 
 import json
@@ -119,23 +121,14 @@ def test_fractions_are_unions_per_actor_averaged_over_the_role() -> None:
     assert timeline.overlap_fraction(spans, 0, 0) == 0.0
 
 
-def test_a_replacement_is_the_same_actor_and_an_outage_is_no_work() -> None:
+def test_a_replacement_is_the_same_actor_an_outage_is_no_work_and_two_actors_of_a_role_are_no_overlap() -> None:
     spans = [
         Span("reward-0", "score", 0, 4),
         Span("reward-0.2", "score", 6, 10),
         Span("reward-1", "outage", 0, 10),
-        Span("trainer", "train", 0, 10),
-    ]
-    assert timeline.busy_fractions(spans, 0, 10)["reward"] == pytest.approx(
-        {"busy": 0.4, "backpressured": 0.0, "starved": 0.0}
-    )
-    assert timeline.overlap_fraction(spans, 0, 10) == pytest.approx(0.8)
-
-
-def test_two_actors_of_one_role_are_no_overlap() -> None:
-    spans = [
-        Span("rollout-0", "generate", 0, 10),
-        Span("rollout-1", "generate", 0, 10),
         Span("publisher", "publish", 0, 10),
     ]
-    assert timeline.overlap_fraction(spans, 0, 10) == 0.0
+    shares = {"busy": 0.4, "backpressured": 0.0, "starved": 0.0}
+    assert timeline.busy_fractions(spans, 0, 10)["reward"] == pytest.approx(shares)
+    assert timeline.overlap_fraction([*spans, Span("reward-1", "score", 0, 10)], 0, 10) == 0.0
+    assert timeline.overlap_fraction([*spans, Span("trainer", "train", 0, 10)], 0, 10) == pytest.approx(0.8)
