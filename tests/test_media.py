@@ -1,4 +1,4 @@
-"""Tests the parts of a sample's media: what is refused, and what readers are given."""
+"""Tests the parts of a sample's media, what is refused and what readers are given; and the store of one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from omni_async.families import MediaShape, SamplingSpec
 from omni_async.media import Media, require_media
+from omni_async.store import LocalStore, nbytes
 
 IMAGE = torch.arange(24, dtype=torch.uint8).view(3, 2, 4)
 VIDEO = torch.arange(120, dtype=torch.uint8).view(5, 3, 2, 4)
@@ -47,7 +49,7 @@ def test_a_part_of_another_layout_is_refused_with_what_it_should_be(parts: dict,
         Media(**parts)
 
 
-def test_stored_media_are_arrays_of_the_same_numbers_and_survive_pickling() -> None:
+def test_stored_media_are_arrays_of_the_same_numbers_and_survive_pickling(tmp_path: Path) -> None:
     made = Media(image=IMAGE, video=VIDEO.transpose(2, 3), fps=8, audio=AUDIO, sample_rate=8000)
     stored = pickle.loads(pickle.dumps(made.numpy(), protocol=5))
     assert stored.parts == ("image", "video", "audio") and (stored.fps, stored.sample_rate) == (8, 8000)
@@ -56,12 +58,9 @@ def test_stored_media_are_arrays_of_the_same_numbers_and_survive_pickling() -> N
         assert isinstance(found, np.ndarray) and found.flags.c_contiguous
         assert np.array_equal(found, getattr(made, part).numpy())
     assert stored.nbytes == made.nbytes == 24 + 120 + 4 * 12
-
-
-def test_reading_stored_media_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "media").write_bytes(pickle.dumps(Media(image=IMAGE).numpy()))
     code = f"import pickle, sys; print(pickle.load(open({str(tmp_path / 'media')!r}, 'rb')).pixels.shape)"
-    code += "; sys.exit('torch' in sys.modules)"
+    code += "; sys.exit('torch' in sys.modules)"  # reading them imports no torch
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "(2, 4, 3)\n"
 
@@ -86,3 +85,15 @@ def test_media_are_held_against_their_spec() -> None:
     ):
         with pytest.raises(ValueError, match=r"^expected video .* and audio \(2, 6\) at 8000 a second, got .*" + got):
             require_media([right, wrong], spec)
+
+
+async def test_in_one_process_the_reference_is_the_value_and_its_size_counts_all_its_tensors() -> None:
+    store, value = LocalStore(), np.zeros((2, 3), np.uint8)
+    assert await store.get(await store.put(value)) is value
+    references = await store.put_all([value, "text"])
+    assert await store.get(references[0]) is value and await store.get(references[1]) == "text"
+    inner = TensorDict({"mask": torch.ones(3, dtype=torch.bool)}, [])
+    assert nbytes(TensorDict({"latents": torch.zeros(2, 5), "conditioning": inner}, [])) == 2 * 5 * 4 + 3
+    assert nbytes(torch.zeros(4, dtype=torch.float64)) == 32 and nbytes(value) == 6
+    with pytest.raises(AttributeError):
+        nbytes(object())

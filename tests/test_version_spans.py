@@ -14,33 +14,19 @@ from omni_async.version_spans import VersionSpans
 versions = st.lists(st.integers(0, 3), max_size=20)
 
 
-@given(versions)
-def test_they_are_the_list_that_they_were_made_of(made_of: list[int]) -> None:
+@given(versions, versions, st.integers(0, 25), st.integers(0, 25))
+def test_they_are_the_list_that_they_were_made_of(made_of: list[int], other: list[int], start: int, size: int) -> None:
     spans = VersionSpans.of(made_of)
     assert [*spans] == made_of
     assert len(spans) == spans.num_steps == len(made_of)
     assert bool(spans) == bool(made_of)
     if made_of:
         assert (spans.first, spans.oldest, spans.newest) == (made_of[0], min(made_of), max(made_of))
-
-
-@given(versions, versions)
-def test_they_are_equal_where_the_lists_are(one: list[int], other: list[int]) -> None:
-    assert (VersionSpans.of(one) == VersionSpans.of(other)) == (one == other)
-
-
-@given(versions, st.integers(0, 25), st.integers(0, 25))
-def test_a_window_of_them_is_that_of_the_list(made_of: list[int], start: int, size: int) -> None:
-    window = range(start, start + size)
-    assert VersionSpans.of(made_of).of_steps(window) == VersionSpans.of(made_of[start : start + size])
-
-
-@given(versions)
-def test_they_come_back_from_the_wire_and_cost_two_numbers_per_change(made_of: list[int]) -> None:
-    spans = VersionSpans.of(made_of)
+    assert (spans == VersionSpans.of(other)) == (made_of == other)
+    assert spans.of_steps(range(start, start + size)) == VersionSpans.of(made_of[start : start + size])
     assert msgspec.json.decode(msgspec.json.encode(spans), type=VersionSpans) == spans
     changes = sum(a != b for a, b in pairwise(made_of))
-    assert len(spans.spans) == (changes + 1 if made_of else 0)
+    assert len(spans.spans) == (changes + 1 if made_of else 0), "they cost two numbers per change"
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 10_000])
@@ -51,11 +37,7 @@ def test_one_version_is_one_span_however_many_steps_it_took(num_steps: int) -> N
 
 @pytest.mark.parametrize(
     ("spans", "why"),
-    [
-        (((1, 0),), "no steps"),
-        (((1, 2), (2, -1)), "no steps"),
-        (((1, 2), (1, 3)), "the same version"),
-    ],
+    [(((1, 0),), "no steps"), (((1, 2), (2, -1)), "no steps"), (((1, 2), (1, 3)), "the same version")],
 )
 def test_spans_that_stand_for_no_list_or_could_be_shorter_are_refused(
     spans: tuple[tuple[int, int], ...], why: str
