@@ -7,6 +7,7 @@ entry point is a `Backend`).
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -43,14 +44,23 @@ BUILT_IN = {
 }
 
 
+def backend_names() -> tuple[str, ...]:
+    """Return the names of the built-in and all installed backends, sorted."""
+    return tuple(sorted({*BUILT_IN, *entry_points(group=GROUP).names}))
+
+
+def load_backend(name: str) -> Backend:
+    """Return the backend of that name; other packages cannot take a built-in one. ValueError, one line, for others."""
+    return BUILT_IN.get(name) or find_registered(name, GROUP, Backend, "trainer.backend", {"auto", *BUILT_IN})
+
+
 def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Backend:
     """Return the backend called `name`.
 
     `auto` is plain on one CPU rank, where wrapping only costs time, and else FSDP2. ValueError, one line, if there is
     none, or it cannot do what is asked for."""
     chosen = ("plain" if on_cpu and workers == 1 else "fsdp2") if name == "auto" else name
-    # Other packages cannot take a built-in name.
-    backend = BUILT_IN.get(chosen) or find_registered(chosen, GROUP, Backend, "trainer.backend", {"auto", *BUILT_IN})
+    backend = load_backend(chosen)
     if workers > 1 and not backend.several_ranks:
         raise ValueError(
             f"trainer.backend: {backend.name!r} is one rank, got trainer.workers = {workers}; use 'fsdp2' or 'auto'"

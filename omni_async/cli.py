@@ -47,8 +47,8 @@ masked):
 
 _LIST = """\
 List what a recipe may name: model families (what media they make, which of their components are trained, on which
-engines they run and how these batch), engines, algorithms, transitions and scorers, those of installed packages
-included:
+engines they run and how these batch), engines, trainer backends, transitions, scorers, roles and algorithms, those of
+installed packages included:
 
   omni-async list
 """
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
     )
-    add_command(commands, "list", "list model families, engines, algorithms and scorers", _LIST)
+    add_command(commands, "list", "list model families, engines, algorithms, scorers and more", _LIST)
     docs = add_command(commands, "docs", "write the configuration reference from the schema", _DOCS)
     page = Path("docs/configuration.md")
     docs.add_argument("--out", type=Path, default=page, help=f"file to write (default: {page})")

@@ -81,6 +81,8 @@ def test_what_torch_does_not_see_is_not_replaced_by_the_cpu() -> None:
 
 
 def test_counting_imports_no_torch() -> None:
-    program = "import sys; from omni_async import accelerator as a; a.most_accelerators(); print('torch' in sys.modules)"
+    program = (
+        "import sys; from omni_async import accelerator as a; a.most_accelerators(); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

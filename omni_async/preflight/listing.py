@@ -1,19 +1,21 @@
 """Lists what a recipe may name, for `omni-async list`.
 
-Model families come with what they make and run on, then engines, transitions, scorers and algorithms. Imports no torch.
+Model families come with what they make and run on, then engines, trainer backends, transitions, scorers, roles and
+algorithms. What another package registered and is broken is marked. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from omni_async.algorithms.registry import objectives
+from omni_async.backends import backend_names, load_backend
 from omni_async.config.describe import describe, description, fields_of, walk
 from omni_async.config.schema import Rollout, Sde
 from omni_async.config.section import Section
-from omni_async.families import PipelineFamily, family_names, find_family
+from omni_async.families import family_names, find_family
 from omni_async.rewards.registry import names
-from omni_async.services import service_names
+from omni_async.services import find_service, service_names
 from omni_async.tracking.console import columns
 
 _HEADINGS = ("model families", "media", "components", "engines", "batching")
@@ -21,11 +23,12 @@ _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
 def listing() -> Iterator[str]:
     """Yield the lines of the list."""
-    yield from columns([_HEADINGS, *(_family(find_family(name)) for name in family_names())])
+    yield from columns([_HEADINGS, *(_family(name) for name in family_names())])
     yield f"{'engines':<16}{_choices(Rollout, 'engine')}"
+    yield f"{'backends':<16}{', '.join(_marked(backend_names(), load_backend))}"
     yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
     yield f"{'scorers':<16}{', '.join(names())}"
-    yield f"{'roles':<16}{', '.join(service_names()) or 'none is installed'}"
+    yield f"{'roles':<16}{', '.join(_marked(service_names(), find_service)) or 'none is installed'}"
     yield "algorithms"
     known = objectives()
     width = max(map(len, known)) + 1
@@ -35,11 +38,25 @@ def listing() -> Iterator[str]:
             yield f"{'':16}{path}: {describe(field)}. {description(field)}"
 
 
-def _family(family: PipelineFamily) -> tuple[str, ...]:
+def _marked(names: Iterable[str], find: Callable[[str], object]) -> Iterator[str]:
+    """Yield the names, those that `find` refuses with a mark."""
+    for name in names:
+        try:
+            find(name)
+            yield name
+        except ValueError:
+            yield f"{name} (cannot be used)"
+
+
+def _family(name: str) -> tuple[str, ...]:
     """Return a family's row.
 
     It has the parts of its default sample's media, its trained components, the engines that run it and how these may
     batch its samples."""
+    try:
+        family = find_family(name)
+    except ValueError:
+        return f"  {name} (cannot be used)", "", "", "", ""
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
     engines = ["vllm_omni"] if family.vllm_pipeline else []
     return (

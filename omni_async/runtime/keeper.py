@@ -214,6 +214,7 @@ class Keeper:
     async def _replaced(self, slot: str, name: str, reason: str) -> tuple[str, Work] | None:
         """Start a replacement and return its name and work; None if by now no worker is wanted in the slot."""
         await self.cluster.remove_worker(name, reason)
+        lost = slot if name == slot else f"{name} in slot {slot}"
         for tries in itertools.count(1):
             if name in self._leaving:
                 return None
@@ -221,7 +222,7 @@ class Keeper:
                 raise GaveUp(f"{slot} cannot be replaced, {reason}")
             pause = self.restarts.pause(slot, reason)
             name = self._name(slot)
-            self.tell(f"{slot} was lost ({reason}); starting {name}" + (f" in {pause:g} s" if pause else ""))
+            self.tell(f"{lost} was lost ({reason}); starting {name}" + (f" in {pause:g} s" if pause else ""))
             await asyncio.sleep(pause)
             if self._workers[slot] in self._leaving:
                 return None

@@ -107,6 +107,8 @@ async def test_a_lost_worker_is_replaced_under_another_name() -> None:
         ("rollout-1.2", "rollout-1.3", 6.0),  # a second loss within a minute waits first
     ]
     assert "rollout-1 was lost (rollout-1: end of file); starting rollout-1.2" in world.said
+    again = "rollout-1.2 in slot rollout-1 was lost (rollout-1.2: killed); starting rollout-1.3 in 1 s"
+    assert again in world.said
 
 
 async def test_a_worker_that_is_given_up_is_ended_and_replaced() -> None:
