@@ -46,6 +46,8 @@ class Event:
 
 
 class _Waiter:
+    __slots__ = ("caller", "woken")
+
     def __init__(self, caller: str) -> None:
         self.caller = caller
         self.woken = asyncio.get_running_loop().create_future()

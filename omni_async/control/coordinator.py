@@ -71,16 +71,16 @@ class Coordinator(Bulletin):
         ledger_sync: Callable[[], None] = lambda: None,
         has_scored: bool = False,
     ) -> None:
-        """Start from `start`, the state that an earlier attempt of the run reached, if there was one.
+        """Start a run, or go on with it.
 
-        `ledger_sync` makes the lines given to `ledger_sink` survive a crash of the machine. `has_scored`: the scorers,
-        as they are now, have scored samples of this run, so the run waits for one that fails."""
+        Args:
+            start: The state that an earlier attempt of the run reached, if there was one.
+            ledger_sync: Makes the lines given to `ledger_sink` survive a crash of the machine.
+            has_scored: The scorers, as they are now, have scored samples of this run: it waits for one that fails."""
         super().__init__(config)
         start = start or ControlState()
         self._ledger_sync = ledger_sync
         self._config = config
-        self._last_version = config.trainer.updates
-        self._group_size = config.rollout.group_size
         self._factory = RequestFactory(config)
         self._source = GroupSource(config, prompts, self._factory, start)
         requests_of = partial(self._factory.validation, prompts=tuple(validation_prompts))
@@ -92,14 +92,14 @@ class Coordinator(Bulletin):
         self.versions = Versions(start.version)
         for engine in config.engine_names:
             self.versions.join(engine)
-            self._samples.engines.add(engine)
+        self._samples.engines.update(config.engine_names)
         self._backoff = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
         self._pauses = Later()
         self._producers = FairQueue(lambda: self._closed or self._samples.may_lease)
         self._rewarders = FairQueue(lambda: self._closed or self._samples.may_score)
         self._ready = Event()
         self._weights = Event()
-        self._ending = Ending(self._groups, self._log, ledger_sync)
+        self._ending = Ending(self._groups, self._samples, self._log, ledger_sync)
 
     def _settle(self) -> None:
         """Admit groups, and wake the first producer and reward worker that can go on."""
@@ -119,24 +119,26 @@ class Coordinator(Bulletin):
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         """Take generated samples. Raises the error of a result that cannot be right; its sample is made again."""
-        try:
-            for result in results:
-                sample = self._samples.answered(engine, result.sample_id)
-                if sample is not None:
-                    self._generated(sample, result)
-        finally:
-            self._settle()  # samples may be smaller than was reserved for them
-
-    def _generated(self, sample: Sample, result: SampleResult) -> None:
-        try:
-            require_trained_steps(sample.request, result)
-            self.versions.require_made(result)
-        except (ValueError, WeightMismatch) as error:
-            self._carry_out(self._samples.generation_failed(sample, str(error)))
-            raise
-        problem = self._samples.generated(sample, result)
-        if problem is not None:
-            self._close("failed", problem)
+        frees = self._samples.bytes.is_bounded  # they may be smaller than was reserved for them
+        for result in results:
+            sample = self._samples.answered(engine, result.sample_id)
+            if sample is None:
+                frees = True  # a slot, if its group had ended
+                continue
+            try:
+                require_trained_steps(sample.request, result)
+                self.versions.require_made(result)
+            except (ValueError, WeightMismatch) as error:
+                self._carry_out(self._samples.generation_failed(sample, str(error)))
+                self._settle()
+                raise
+            problem = self._samples.generated(sample, result)
+            if problem is not None:
+                self._close("failed", problem)
+        if frees:
+            self._settle()
+        else:
+            self._rewarders.notify()
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """Generate the sample again with the same seed; after `rollout.retries` the group is dropped."""
@@ -179,27 +181,22 @@ class Coordinator(Bulletin):
         """Carry out what the sample table asks for."""
         if outcome is None:
             return
-        sample, owner = outcome.sample, outcome.sample.owner
+        owner = outcome.sample.owner
         if outcome.event == "end run":
             self._close("failed", outcome.reason)
         elif outcome.event == "pause":
-            seconds = self._backoff.pause_s(sample.score_failures)
-            self._pauses.call(sample.request.sample_id, seconds, partial(self._resume, sample))
+            seconds = self._backoff.pause_s(outcome.sample.score_failures)
+            self._pauses.call(outcome.sample.request.sample_id, seconds, partial(self._resume, outcome.sample))
         elif isinstance(owner, ValidationRound):
-            self._end_round(owner)  # scored, or without a score
+            self._end_round(owner)  # if that was its last sample, scored or without a score
         elif isinstance(owner, Group):
-            if outcome.event != "scored":
+            if outcome.event != "complete":
                 self._end_group(owner, outcome.event, outcome.reason)
-            elif owner.num_missing == 0:
-                self._complete(owner)
-
-    def _complete(self, group: Group) -> None:
-        """Hand a group to the trainer, or reject it if it has nothing to teach."""
-        if group.is_worth_training(self._config.algorithm.advantage):
-            self._groups.complete(group)
-            self._ready.notify()
-        else:
-            self._end_group(group, "rejected", "zero reward variance")
+            elif owner.is_worth_training(self._config.algorithm.advantage):
+                self._groups.complete(owner)
+                self._ready.notify()
+            else:
+                self._end_group(owner, "rejected", "zero reward variance")
 
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
@@ -331,7 +328,8 @@ class Coordinator(Bulletin):
         version = self.versions.held
         if version is None or self._closed:
             return
-        while self._groups.may_admit and self._samples.bytes.has_room(self._source.next_bucket, self._group_size):
+        size = self._config.rollout.group_size
+        while self._groups.may_admit and self._samples.bytes.has_room(self._source.next_bucket, size):
             group, former = self._source.next(version)
             self._groups.admit(group)
             self._samples.add_samples(group)
@@ -372,11 +370,8 @@ class Coordinator(Bulletin):
         if self._closed:
             return
         for sample in self._samples.made_by(engine):
-            if isinstance(sample.owner, Group):
-                if self._groups.get(sample.owner.number) is None:
-                    continue  # the trainer has it, and says so if it cannot read it
-                self._groups.spoil(sample.owner)
-            self._samples.make_again(sample)
+            if not isinstance(sample.owner, Group) or self._groups.spoil(sample.owner):
+                self._samples.make_again(sample)
         self._settle()
 
     async def engine_leaves(self, engine: str) -> None:
@@ -399,13 +394,8 @@ class Coordinator(Bulletin):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _finish_if_complete(self) -> None:
-        if self.versions.held == self.versions.trained == self._last_version and not self._validation.rounds:
+        if self.versions.held == self.versions.trained == self._config.trainer.updates and not self._validation.rounds:
             self._close("done", None)
-
-    async def closing(self) -> None:
-        """Return once no worker gets work any more, for workers that wait for something else than work."""
-        while not self._closed:
-            await self._weights.wait()
 
     async def stop(self, reason: str) -> None:
         """End the run early, in order: workers see their calls return nothing."""
@@ -423,8 +413,8 @@ class Coordinator(Bulletin):
         for round_ in self._validation.cancel():
             self._samples.end_samples(round_)
         self._pauses.close()
-        for waiting in (self._producers, self._rewarders, self._weights, self._ready, self._addresses_changed):
-            waiting.notify()
+        for each in (self._producers, self._rewarders, self._weights, self._ready, self._changed):
+            each.notify()
         if not self._groups.in_training:
             self._end()
 
@@ -436,8 +426,7 @@ class Coordinator(Bulletin):
 
     def _end(self) -> None:
         if self._ending.state is None:
-            for group in self._ending.drop_groups(self._state()):
-                self._samples.end_samples(group)
+            self._ending.drop_groups(self._state())
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 

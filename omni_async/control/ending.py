@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import EventLog
-from omni_async.control.group_table import Group, GroupTable
+from omni_async.control.group_table import GroupTable
 from omni_async.control.ledger import ConservationError
+from omni_async.control.sample_table import SampleTable
 
 
 class Ending:
@@ -21,8 +22,11 @@ class Ending:
     `outcome` is its status and the reason, once it is closing; `state` the control plane before groups were dropped,
     once it has ended."""
 
-    def __init__(self, groups: GroupTable, log: EventLog, ledger_sync: Callable[[], None]) -> None:
+    def __init__(
+        self, groups: GroupTable, samples: SampleTable, log: EventLog, ledger_sync: Callable[[], None]
+    ) -> None:
         self._groups = groups
+        self._samples = samples
         self._log = log
         self._ledger_sync = ledger_sync
         self.outcome: tuple[str, str | None] | None = None
@@ -33,14 +37,15 @@ class Ending:
         self.outcome = (status, reason)
         self._log.add("closing", {"status": status, "reason": reason})
 
-    def drop_groups(self, state: ControlState) -> list[Group]:
-        """Drop the groups that are left and return them, and report the end.
+    def drop_groups(self, state: ControlState) -> None:
+        """Drop the groups that are left, and report the end.
 
         Called once, when the run is closing and the trainer has answered."""
         assert self.outcome is not None
         self.state = state
         status, reason = self.outcome
-        dropped = self._groups.drop_all(f"run {status}" + (f": {reason}" if reason else ""))
+        for group in self._groups.drop_all(f"run {status}" + (f": {reason}" if reason else "")):
+            self._samples.end_samples(group)
         ledger = self._groups.ledger
         try:
             self._groups.check()
@@ -57,4 +62,3 @@ class Ending:
             status, reason = "failed", problem
         self.outcome = (status, reason)
         self._log.add("ended", {"status": status, "reason": reason, "images": state.images, **ledger.summary()})
-        return dropped

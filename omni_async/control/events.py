@@ -1,7 +1,7 @@
 """Passes on what the control plane decides nothing about: events to the driver, and the addresses of services.
 
-`events` waits for anything that happened, `addresses` for a worker of the service to be ready; the end of the run
-unblocks both.
+`events` waits for anything that happened, `addresses` for a worker of the service to be ready, `closing` for the end of
+the run, which unblocks all three.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Bulletin:
         self._roles = [one.name for one in config.roles]
         self._log = EventLog()
         self._addresses: dict[str, str] = {}  # of the workers of services, by name
-        self._addresses_changed = Event()
         self._closed = False  # the run is over, or about to be
+        self._changed = Event()  # one of these
 
     async def events(self) -> list[RunEvent]:
         """Return what happened since the last call, at least one event."""
@@ -79,7 +79,7 @@ class Bulletin:
     async def service_ready(self, worker: str, address: str) -> None:
         """Make known how a service's worker is reached."""
         self._addresses[worker] = address
-        self._addresses_changed.notify()
+        self._changed.notify()
         await self.phase(f"{worker}: ready" + (f" at {redact_text(address)}" if address else ""))
 
     async def service_lost(self, worker: str) -> None:
@@ -97,4 +97,9 @@ class Bulletin:
             found = {name: address for name, address in self._addresses.items() if Worker.parse(name).role == role}
             if found or self._closed:
                 return found
-            await self._addresses_changed.wait()
+            await self._changed.wait()
+
+    async def closing(self) -> None:
+        """Return once no worker gets work any more, for workers that wait for something else than work."""
+        while not self._closed:
+            await self._changed.wait()

@@ -233,19 +233,14 @@ class GroupTable:
         """Return the numbers of the groups that have not ended."""
         return {number for number, group in self.groups.items() if group.state is not TRAINED}
 
-    def get(self, number: int) -> Group | None:
-        """Return a group that is made, or waits for the trainer."""
-        group = self.groups.get(number)
-        return None if group is None or group.state in (TRAINING, TRAINED) else group
-
     @property
     def may_admit(self) -> bool:
         """Return whether there is a slot, a place, and an update left that would train another group."""
-        num_live = len(self.groups) - self._num[TRAINED]
+        num_groups = len(self.groups)
         return (
-            len(self.groups) < self._num_slots
+            num_groups < self._num_slots
             and len(self._placed) < self._num_places
-            and self.ledger.events["trained"] + num_live < self._wanted
+            and self.ledger.events["trained"] + num_groups - self._num[TRAINED] < self._wanted
         )
 
     def admit(self, group: Group) -> None:
@@ -266,11 +261,16 @@ class GroupTable:
         group.ready = group.make_ready()
         self._move(group, COMPLETE)
 
-    def spoil(self, group: Group) -> None:
-        """Take the group back from those that wait for the trainer, if it is one of them: samples of it are gone."""
+    def spoil(self, group: Group) -> bool:
+        """Take a group of which samples are gone back from those that wait for the trainer, if it is one of them.
+
+        Returns False if the trainer has it, which says so if it cannot read it."""
+        if group.state in (TRAINING, TRAINED):
+            return False
         group.ready = None
         if group.state in (READY, REMADE):
             self._move(group, SPOIL)
+        return True
 
     def give_back(self, number: int) -> Group | None:
         """Take back a group that the trainer has and cannot read. Returns None if the trainer does not have it."""

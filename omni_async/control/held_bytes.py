@@ -33,6 +33,10 @@ class HeldBytes:
         self._most = 0
 
     @property
+    def is_bounded(self) -> bool:
+        return self._bound is not None
+
+    @property
     def reserved(self) -> int:
         return self._held + sum(count * self._size(bucket) for bucket, count in self._num_expected.items())
 

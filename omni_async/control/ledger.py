@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Set
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import xxhash
@@ -151,13 +151,6 @@ def _keep(path: Path, counted: LedgerState) -> None:
             file.truncate(counted.size)
 
 
-class LedgerSink(Protocol):
-    def __call__(self, entry: LedgerEntry) -> None: ...
-
-    def sync(self) -> None:
-        """Make every line survive a crash of the machine."""
-
-
 class HeldBackSink:
     """A sink that holds entries in memory until a group is trained, or until `sync`.
 
@@ -168,9 +161,9 @@ class HeldBackSink:
     `take_over` opens the file's sink, and with that makes lines that an earlier attempt left there after the checkpoint
     void. It is called once, or again after it raised."""
 
-    def __init__(self, take_over: Callable[[], LedgerSink]) -> None:
+    def __init__(self, take_over: Callable[[], JsonlSink]) -> None:
         self._take_over = take_over
-        self._sink: LedgerSink | None = None
+        self._sink: JsonlSink | None = None
         self._held: list[LedgerEntry] = []
 
     def __call__(self, entry: LedgerEntry) -> None:
@@ -178,7 +171,7 @@ class HeldBackSink:
         if self._sink is not None or entry.event == "trained":
             self._hand_over()
 
-    def _hand_over(self) -> LedgerSink:
+    def _hand_over(self) -> JsonlSink:
         """Write the held entries.
 
         OSError if they cannot be written, also because the file is no longer the one that the attempt began from."""

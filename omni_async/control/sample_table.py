@@ -94,7 +94,10 @@ _HOLDS_EXPECTED_BYTES = frozenset({QUEUED, LEASED, ABANDONED})
 _HOLDS_ITS_BYTES = frozenset({GENERATED, SCORING, PAUSED, SCORED})
 
 
-def _effect(before: SampleState, after: SampleState) -> tuple[SampleState, int, int, int, int, int, int]:
+_Effect = tuple[SampleState, int, int, int, int, int, int]
+
+
+def _effect(before: SampleState, after: SampleState) -> _Effect:
     """Return what a transition leads to, and by how much it changes each of the table's counts."""
 
     def change(*states: SampleState) -> int:
@@ -111,7 +114,10 @@ def _effect(before: SampleState, after: SampleState) -> tuple[SampleState, int, 
     )
 
 
-_EFFECTS = {(before, event): _effect(before, after) for (before, event), after in SAMPLE_TRANSITIONS.items()}
+# By state and event: lists, because they are looked up for every event of every sample.
+_EFFECTS: list[list[_Effect | None]] = [[None] * (len(SampleEvent) + 1) for _ in range(len(SampleState) + 1)]
+for (_before, _event), _after in SAMPLE_TRANSITIONS.items():
+    _EFFECTS[_before][_event] = _effect(_before, _after)
 
 
 class SampleSet:
@@ -169,11 +175,11 @@ class Sample:
 class Outcome(NamedTuple):
     """A consequence of a sample's event that the coordinator carries out.
 
-    The sample is scored, or is to be scored again after a pause, or has no future and its group is rejected or dropped,
-    or the run must end."""
+    With the sample's score its group or round is complete; or it is to be scored again after a pause, or has no future
+    and its group is rejected or dropped, or the run must end."""
 
     sample: Sample
-    event: Literal["scored", "pause", "rejected", "dropped", "end run"]
+    event: Literal["complete", "pause", "rejected", "dropped", "end run"]
     reason: str = ""
 
 
@@ -200,22 +206,20 @@ class SampleTable:
         self._num_leased_to: Counter[tuple[SampleKind, str]] = Counter()
         self._training: list[tuple[int, int, Sample]] = []  # a heap by group and sample
         self._validation: deque[Sample] = deque()
-        self._to_score: dict[SampleKind, OrderedDict[str, Sample]] = {
-            "validation": OrderedDict(),
-            "train": OrderedDict(),
-        }
+        self._to_score: dict[SampleKind, OrderedDict[str, Sample]]
+        self._to_score = {"validation": OrderedDict(), "train": OrderedDict()}
 
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def _move(self, sample: Sample, event: SampleEvent) -> None:
         """Apply the transition table, and account for what the sample holds. Raises ValueError."""
         before, owner = sample.state, sample.owner
-        kind, name = owner.kind, sample.request.sample_id
-        effect = _EFFECTS.get((before, event))
+        effect = _EFFECTS[before][event]
         if effect is None:
-            raise ValueError(f"sample {name} is {before.name}: {event.name} cannot happen to it")
+            raise ValueError(f"sample {sample.request.sample_id} is {before.name}: {event.name} cannot happen to it")
         after, slots, missing, queued, at_engines, expected, own = effect
         sample.state = after
+        kind = owner.kind
         if slots:
             self._slots += slots
         if missing:
@@ -228,15 +232,15 @@ class SampleTable:
         if (expected or own) and kind == "train":
             self.bytes.change(owner.bucket, expected, own, sample.result.nbytes if sample.result else 0)
         if before is GENERATED:
-            del self._to_score[kind][name]
+            del self._to_score[kind][sample.request.sample_id]
         elif before is SCORING and after is not SCORING:
             sample.workers = ()
         if after is GENERATED:
-            self._to_score[kind][name] = sample
+            self._to_score[kind][sample.request.sample_id] = sample
             if event is RETURN or event is RESUME:
-                self._to_score[kind].move_to_end(name, last=False)
+                self._to_score[kind].move_to_end(sample.request.sample_id, last=False)
         elif after is GONE:
-            del self.samples[name]
+            del self.samples[sample.request.sample_id]
 
     def add_samples(self, owner: SampleSet) -> None:
         """Queue the samples of a group that is admitted, or of a round that begins."""
@@ -345,13 +349,8 @@ class SampleTable:
 
     def made_by(self, engine: str) -> list[Sample]:
         """Return the samples whose tensors the engine has stored, and somebody still needs."""
-        return [
-            sample
-            for sample in self.samples.values()
-            if sample.result is not None
-            and sample.result.engine == engine
-            and (sample.owner.kind == "train" or sample.state not in _DONE)
-        ]
+        made = [each for each in self.samples.values() if each.result is not None and each.result.engine == engine]
+        return [each for each in made if each.owner.kind == "train" or each.state not in _DONE]
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
@@ -360,10 +359,8 @@ class SampleTable:
         return bool(self._to_score["validation"]) or (bool(self._to_score["train"]) and self._may_score_training())
 
     def _may_score_training(self) -> bool:
-        if self._config.reward.streaming:
-            return True
-        nothing_queued = self._num_queued["train"] == 0
-        return self._num_leased["train"] == 0 and (nothing_queued or self._slots == self._capacity)
+        none_to_lease = self._num_queued["train"] == 0 or self._slots == self._capacity
+        return self._config.reward.streaming or (self._num_leased["train"] == 0 and none_to_lease)
 
     def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
         """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
@@ -371,16 +368,13 @@ class SampleTable:
         A sample over which a worker or a scorer went down goes alone: if that happens again, no other is to blame."""
         if worker in self.lost_workers:
             return []
-        waiting = chain(self._to_score["validation"].values(), *self._training_to_score())
-        chosen = list(islice(waiting, limit))
+        training = self._to_score["train"].values() if self._may_score_training() else ()
+        chosen = list(islice(chain(self._to_score["validation"].values(), training), limit))
         first_suspect = next((position for position, sample in enumerate(chosen) if sample.suspected), limit)
         chosen = chosen[: max(1, first_suspect)]
         for sample in chosen:
             self.hand_out(sample, worker)
         return [sample.job() for sample in chosen]
-
-    def _training_to_score(self) -> list[Iterable[Sample]]:
-        return [self._to_score["train"].values()] if self._may_score_training() else []
 
     def hand_out(self, sample: Sample, worker: str) -> None:
         """Give the sample to one more reward worker."""
@@ -407,7 +401,7 @@ class SampleTable:
             self.blame.scores(worker)
             sample.score = result.score
             self._move(sample, SCORE)
-            return Outcome(sample, "scored")
+            return None if sample.owner.num_missing else Outcome(sample, "complete")
         if result.fault == "replace":
             return self.generation_failed(sample, error)
         if result.fault == "outage":

@@ -48,18 +48,15 @@ def test_the_first_failure_ends_all_and_names_its_task() -> None:
     assert sorted(ended) == ["producer-0", "trainer"]
 
 
-def test_it_waits_for_all_and_leaves_nothing_behind() -> None:
-    async def main() -> None:
-        async with Supervisor() as supervisor:
-            endless = supervisor.start("endless", asyncio.Event().wait())
-            await asyncio.sleep(0)
-        assert endless.cancelled()
-        async with Supervisor() as supervisor:
-            tasks = [supervisor.start(str(i), asyncio.sleep(0)) for i in range(3)]
-            await supervisor.wait()
-            assert all(task.done() for task in tasks)
-
-    asyncio.run(main())
+async def test_it_waits_for_all_and_leaves_nothing_behind() -> None:
+    async with Supervisor() as supervisor:
+        endless = supervisor.start("endless", asyncio.Event().wait())
+        await asyncio.sleep(0)
+    assert endless.cancelled()
+    async with Supervisor() as supervisor:
+        tasks = [supervisor.start(str(i), asyncio.sleep(0)) for i in range(3)]
+        await supervisor.wait()
+        assert all(task.done() for task in tasks)
 
 
 def test_a_failure_before_the_wait_is_not_missed() -> None:
@@ -136,11 +133,8 @@ def test_cancelling_the_owner_ends_its_tasks_first() -> None:
     assert ended == ["task", "owner"]
 
 
-def test_stopping_twice_and_without_tasks_is_fine() -> None:
-    async def main() -> None:
-        async with Supervisor() as supervisor:
-            await supervisor.wait()
-            await supervisor.stop()
-            await supervisor.stop()
-
-    asyncio.run(main())
+async def test_stopping_twice_and_without_tasks_is_fine() -> None:
+    async with Supervisor() as supervisor:
+        await supervisor.wait()
+        await supervisor.stop()
+        await supervisor.stop()

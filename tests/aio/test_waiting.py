@@ -14,68 +14,59 @@ from omni_async.control.events import EventLog, Shown
 from omni_async.types import Prompt, Score
 
 
-def test_a_ring_wakes_everyone_who_waits_and_nobody_later() -> None:
-    async def main() -> None:
-        event = Event()
-        event.notify()
-        waiters = [asyncio.create_task(event.wait()) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert event.waiting == 3
-        event.notify()
-        assert event.waiting == 0
-        await asyncio.gather(*waiters)
-        late = asyncio.create_task(event.wait())
-        await asyncio.sleep(0)
-        assert not late.done()
-        late.cancel()
-
-    asyncio.run(main())
+async def test_a_ring_wakes_everyone_who_waits_and_nobody_later() -> None:
+    event = Event()
+    event.notify()
+    waiters = [asyncio.create_task(event.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert event.waiting == 3
+    event.notify()
+    assert event.waiting == 0
+    await asyncio.gather(*waiters)
+    late = asyncio.create_task(event.wait())
+    await asyncio.sleep(0)
+    assert not late.done()
+    late.cancel()
 
 
-def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
-    async def main() -> None:
-        event = Event()
-        first, second = (asyncio.create_task(event.wait()) for _ in range(2))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert event.waiting == 1
-        event.notify()
-        second.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
-        assert event.waiting == 0
-
-    asyncio.run(main())
+async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
+    event = Event()
+    first, second = (asyncio.create_task(event.wait()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert event.waiting == 1
+    event.notify()
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert event.waiting == 0
 
 
-def test_many_waiters_see_every_condition_change() -> None:
+async def test_many_waiters_see_every_condition_change() -> None:
     """Checks, waits, checks again: ten consumers of one counter take each item once."""
 
-    async def main() -> None:
-        event = Event()
-        items: list[int] = []
-        taken: list[int] = []
+    event = Event()
+    items: list[int] = []
+    taken: list[int] = []
 
-        async def consume() -> None:
-            while True:
-                while not items:
-                    await event.wait()
-                taken.append(items.pop())
+    async def consume() -> None:
+        while True:
+            while not items:
+                await event.wait()
+            taken.append(items.pop())
 
-        consumers = [asyncio.create_task(consume()) for _ in range(10)]
-        for number in range(100):
-            items.append(number)
-            event.notify()
-            if number % 7 == 0:
-                await asyncio.sleep(0)
-        for _ in range(20):
+    consumers = [asyncio.create_task(consume()) for _ in range(10)]
+    for number in range(100):
+        items.append(number)
+        event.notify()
+        if number % 7 == 0:
             await asyncio.sleep(0)
-        assert sorted(taken) == list(range(100))
-        for consumer in consumers:
-            consumer.cancel()
-
-    asyncio.run(main())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert sorted(taken) == list(range(100))
+    for consumer in consumers:
+        consumer.cancel()
 
 
 # ---- a queue ---------------------------------------------------------------------------------------------------------
@@ -111,21 +102,18 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_queue_is_served_in_the_order_it_formed_and_a_newcomer_does_not_overtake() -> None:
-    async def main() -> None:
-        counter = Counterful()
-        waiting = [asyncio.create_task(counter.take(name)) for name in "abc"]
-        await turns(1)
-        counter.put(1, 2)
-        newcomer = asyncio.create_task(counter.take("d"))  # the items are there, but a and b were first
-        await turns(4)
-        assert counter.taken == [("a", 1), ("b", 2)]
-        counter.put(3, 4)
-        await asyncio.gather(*waiting, newcomer)
-        assert counter.taken[2:] == [("c", 3), ("d", 4)]
-        assert counter.queue.waiting == 0
-
-    asyncio.run(main())
+async def test_a_queue_is_served_in_the_order_it_formed_and_a_newcomer_does_not_overtake() -> None:
+    counter = Counterful()
+    waiting = [asyncio.create_task(counter.take(name)) for name in "abc"]
+    await turns(1)
+    counter.put(1, 2)
+    newcomer = asyncio.create_task(counter.take("d"))  # the items are there, but a and b were first
+    await turns(4)
+    assert counter.taken == [("a", 1), ("b", 2)]
+    counter.put(3, 4)
+    await asyncio.gather(*waiting, newcomer)
+    assert counter.taken[2:] == [("c", 3), ("d", 4)]
+    assert counter.queue.waiting == 0
 
 
 def test_an_open_line_without_anybody_is_passed_at_once() -> None:
@@ -137,92 +125,77 @@ def test_an_open_line_without_anybody_is_passed_at_once() -> None:
     assert done.value.value == 5
 
 
-def test_everybody_gets_one_before_anybody_gets_a_second() -> None:
-    async def main() -> None:
-        counter = Counterful()
+async def test_everybody_gets_one_before_anybody_gets_a_second() -> None:
+    counter = Counterful()
 
-        async def consume(who: str) -> None:
-            while True:
-                await counter.take(who)
+    async def consume(who: str) -> None:
+        while True:
+            await counter.take(who)
 
-        consumers = [asyncio.create_task(consume(f"engine-{i}")) for i in range(20)]
-        await turns(1)
-        for item in range(200):
-            counter.put(item)
-            if item % 3 == 0:
-                await turns(1)
-        await turns(300)
-        assert [item for _, item in counter.taken] == list(range(200))
-        assert set(Counter(who for who, _ in counter.taken).values()) == {10}
-        for consumer in consumers:
-            consumer.cancel()
-
-    asyncio.run(main())
+    consumers = [asyncio.create_task(consume(f"engine-{i}")) for i in range(20)]
+    await turns(1)
+    for item in range(200):
+        counter.put(item)
+        if item % 3 == 0:
+            await turns(1)
+    await turns(300)
+    assert [item for _, item in counter.taken] == list(range(200))
+    assert set(Counter(who for who, _ in counter.taken).values()) == {10}
+    for consumer in consumers:
+        consumer.cancel()
 
 
-def test_an_event_wakes_as_many_as_there_is_work_for_however_many_wait() -> None:
-    async def main() -> None:
-        counter = Counterful()
-        waiting = [asyncio.create_task(counter.take(str(i))) for i in range(1000)]
-        await turns(2)
-        counter.looks = 0
-        counter.put(1, 2, 3)
-        await turns(10)
-        assert [item for _, item in counter.taken] == [1, 2, 3]
-        assert counter.looks <= 10, "not one look of each of a thousand waiters"
-        counter.looks = 0
-        for _ in range(50):
-            counter.queue.notify()  # nothing is there
-        await turns(5)
-        assert counter.looks == 50
-        assert counter.queue.waiting == 997
-        for waiter in waiting:
-            waiter.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert counter.queue.waiting == 0
-
-    asyncio.run(main())
+async def test_an_event_wakes_as_many_as_there_is_work_for_however_many_wait() -> None:
+    counter = Counterful()
+    waiting = [asyncio.create_task(counter.take(str(i))) for i in range(1000)]
+    await turns(2)
+    counter.looks = 0
+    counter.put(1, 2, 3)
+    await turns(10)
+    assert [item for _, item in counter.taken] == [1, 2, 3]
+    assert counter.looks <= 10, "not one look of each of a thousand waiters"
+    counter.looks = 0
+    for _ in range(50):
+        counter.queue.notify()  # nothing is there
+    await turns(5)
+    assert counter.looks == 50
+    assert counter.queue.waiting == 997
+    for waiter in waiting:
+        waiter.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert counter.queue.waiting == 0
 
 
-def test_a_waiter_whose_work_vanished_keeps_its_place() -> None:
-    async def main() -> None:
-        counter = Counterful()
-        waiting = [asyncio.create_task(counter.take(name)) for name in "ab"]
-        await turns(1)
-        counter.put(1)
-        counter.items.clear()
-        await turns(2)
-        counter.put(2, 3)
-        await asyncio.gather(*waiting)
-        assert counter.taken == [("a", 2), ("b", 3)]
-
-    asyncio.run(main())
+async def test_a_waiter_whose_work_vanished_keeps_its_place() -> None:
+    counter = Counterful()
+    waiting = [asyncio.create_task(counter.take(name)) for name in "ab"]
+    await turns(1)
+    counter.put(1)
+    counter.items.clear()
+    await turns(2)
+    counter.put(2, 3)
+    await asyncio.gather(*waiting)
+    assert counter.taken == [("a", 2), ("b", 3)]
 
 
-def test_an_evicted_caller_waits_no_longer_and_the_others_keep_their_positions() -> None:
-    async def main() -> None:
-        opened, served = False, []
-        queue = FairQueue(lambda: opened)
-        waiting = [asyncio.create_task(queue.take(lambda who=who: served.append(who), who)) for who in ("a", "b", "c")]
-        await asyncio.sleep(0)
-        queue.evict("b")
-        await waiting[1]
-        assert served == ["b"] and queue.waiting == 2
-        await queue.take(lambda: served.append("b again"), "b")
-        opened = True
-        queue.notify()
-        await asyncio.gather(*waiting)
-        assert served == ["b", "b again", "a", "c"]
-
-    asyncio.run(main())
+async def test_an_evicted_caller_waits_no_longer_and_the_others_keep_their_positions() -> None:
+    opened, served = False, []
+    queue = FairQueue(lambda: opened)
+    waiting = [asyncio.create_task(queue.take(lambda who=who: served.append(who), who)) for who in ("a", "b", "c")]
+    await asyncio.sleep(0)
+    queue.evict("b")
+    await waiting[1]
+    assert served == ["b"] and queue.waiting == 2
+    await queue.take(lambda: served.append("b again"), "b")
+    opened = True
+    queue.notify()
+    await asyncio.gather(*waiting)
+    assert served == ["b", "b again", "a", "c"]
 
 
-def test_work_that_is_cancelled_from_within_is_not_a_cancellation_of_whoever_waits() -> None:
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match="cancelled from within"):
-            await unless(asyncio.Event().wait(), _cancels_itself())
-
-    asyncio.run(main())
+async def test_work_that_is_cancelled_from_within_is_not_a_cancellation_of_whoever_waits() -> None:
+    with pytest.raises(RuntimeError, match="cancelled from within"):
+        await unless(asyncio.Event().wait(), _cancels_itself())
 
 
 async def _cancels_itself() -> None:
@@ -230,84 +203,77 @@ async def _cancels_itself() -> None:
 
 
 @pytest.mark.parametrize("woken_first", [False, True])
-def test_a_cancelled_first_waiter_passes_its_turn_on(woken_first: bool) -> None:
-    async def main() -> None:
-        counter = Counterful()
-        first, second = (asyncio.create_task(counter.take(name)) for name in "ab")
-        await turns(1)
-        if woken_first:
-            counter.put(1)
-            first.cancel()
-        else:
-            first.cancel()
-            counter.put(1)
-        async with asyncio.timeout(1):
-            assert await second == 1
-        assert first.cancelled()
-
-    asyncio.run(main())
+async def test_a_cancelled_first_waiter_passes_its_turn_on(woken_first: bool) -> None:
+    counter = Counterful()
+    first, second = (asyncio.create_task(counter.take(name)) for name in "ab")
+    await turns(1)
+    if woken_first:
+        counter.put(1)
+        first.cancel()
+    else:
+        first.cancel()
+        counter.put(1)
+    async with asyncio.timeout(1):
+        assert await second == 1
+    assert first.cancelled()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_lost_and_nobody_is_forgotten_among_many_waiters_cancelled_at_random_moments(seed: int) -> None:
-    async def main() -> None:
-        dice = random.Random(seed)
-        counter = Counterful()
-        waiting: dict[str, asyncio.Task[int]] = {}
-        got: list[int] = []
-        put = 0
-        for _ in range(3000):
-            move = dice.random()
-            if move < 0.45:
-                name = f"engine-{dice.randrange(60)}"
-                if name not in waiting:
-                    waiting[name] = asyncio.create_task(counter.take(name))
-            elif move < 0.75:
-                count = dice.choice([1, 1, 1, 5])
-                counter.put(*range(put, put + count))
-                put += count
-            elif move < 0.85 and waiting:
-                waiting[dice.choice(sorted(waiting))].cancel()
-            else:
-                await turns(dice.randint(0, 3))
-            for name, task in [*waiting.items()]:
-                if task.done():
-                    got += [] if task.cancelled() else [task.result()]
-                    del waiting[name]
-        await turns(200)
-        got += [task.result() for task in waiting.values() if task.done() and not task.cancelled()]
-        idle = [task for task in waiting.values() if not task.done()]
-        assert not (counter.items and idle), "somebody waits although something is there"
-        assert sorted(got + counter.items) == list(range(put))
-        assert [item for _, item in counter.taken] == sorted(got), "in order"
-        for task in idle:
-            task.cancel()
-
-    asyncio.run(main())
+async def test_nothing_is_lost_among_many_waiters_cancelled_at_random_moments(
+    seed: int,
+) -> None:
+    dice = random.Random(seed)
+    counter = Counterful()
+    waiting: dict[str, asyncio.Task[int]] = {}
+    got: list[int] = []
+    put = 0
+    for _ in range(3000):
+        move = dice.random()
+        if move < 0.45:
+            name = f"engine-{dice.randrange(60)}"
+            if name not in waiting:
+                waiting[name] = asyncio.create_task(counter.take(name))
+        elif move < 0.75:
+            count = dice.choice([1, 1, 1, 5])
+            counter.put(*range(put, put + count))
+            put += count
+        elif move < 0.85 and waiting:
+            waiting[dice.choice(sorted(waiting))].cancel()
+        else:
+            await turns(dice.randint(0, 3))
+        for name, task in [*waiting.items()]:
+            if task.done():
+                got += [] if task.cancelled() else [task.result()]
+                del waiting[name]
+    await turns(200)
+    got += [task.result() for task in waiting.values() if task.done() and not task.cancelled()]
+    idle = [task for task in waiting.values() if not task.done()]
+    assert not (counter.items and idle), "somebody waits although something is there"
+    assert sorted(got + counter.items) == list(range(put))
+    assert [item for _, item in counter.taken] == sorted(got), "in order"
+    for task in idle:
+        task.cancel()
 
 
 # ---- events and clocks -----------------------------------------------------------------------------------------------
 
 
-def test_events_arrive_in_order_and_a_cancelled_reader_loses_none() -> None:
-    async def main() -> None:
-        log = EventLog()
-        reader = asyncio.create_task(log.take())
-        await asyncio.sleep(0)
-        log.add("phase", {"text": "one"})
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
-        log.add("phase", {"text": "two"}, (Shown("media", Prompt(0, "two"), Score(1.0)),))
-        events = await log.take()
-        assert [e.data["text"] for e in events] == ["one", "two"]
-        assert events[1].shown == (Shown("media", Prompt(0, "two"), Score(1.0)),)
-        waiting = asyncio.create_task(log.take())
-        await asyncio.sleep(0)
-        assert not waiting.done(), "never an empty answer"
-        log.add("ended", {})
-        assert [e.kind for e in await waiting] == ["ended"]
-
-    asyncio.run(main())
+async def test_events_arrive_in_order_and_a_cancelled_reader_loses_none() -> None:
+    log = EventLog()
+    reader = asyncio.create_task(log.take())
+    await asyncio.sleep(0)
+    log.add("phase", {"text": "one"})
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    log.add("phase", {"text": "two"}, (Shown("media", Prompt(0, "two"), Score(1.0)),))
+    events = await log.take()
+    assert [e.data["text"] for e in events] == ["one", "two"]
+    assert events[1].shown == (Shown("media", Prompt(0, "two"), Score(1.0)),)
+    waiting = asyncio.create_task(log.take())
+    await asyncio.sleep(0)
+    assert not waiting.done(), "never an empty answer"
+    log.add("ended", {})
+    assert [e.kind for e in await waiting] == ["ended"]
 
 
 def test_a_manual_clock_moves_forward_when_told() -> None:

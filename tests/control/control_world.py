@@ -341,7 +341,7 @@ class Bench:
         self.stored = stored
         self.waiting: dict[int, list[SampleRequest]] = {}
         self.version = 0
-        asyncio.run(hold(self.c, 0))
+        now(hold(self.c, 0))
 
     async def generate(self, group: int, version: int, reward: Callable[[ScoreJob], float | str] = distinct) -> None:
         while group not in self.waiting:

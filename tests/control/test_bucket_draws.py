@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 
 import pytest
@@ -34,25 +33,22 @@ def test_all_samples_of_a_group_have_its_spec_and_validation_the_shared_one() ->
     assert RequestFactory(make_config()).bucket(5) == 0
 
 
-def test_a_resumed_run_draws_the_same_buckets() -> None:
+async def test_a_resumed_run_draws_the_same_buckets() -> None:
     config = make_config(S=3, P=1, updates=6, buckets=WEIGHTS)
     before = Bench(S=3, P=1, updates=6, buckets=WEIGHTS)
 
-    async def main() -> None:
-        for group in (0, 1):
-            await before.generate(group, 0)
-        taken = before.take()
-        assert taken is not None and taken.bucket == draw_bucket(0, 0, WEIGHTS)
-        await before.train(taken)
-        kept = await before.c.continuation()
-        after, _ = make_coordinator(config, start=kept)
-        await hold(after, 1)
-        (ready,) = await after.next_groups(1, 1)
-        assert ready == kept.ready[0], "ready as it was, in the bucket that it was drawn from"
-        for request in now(after.next_samples("rollout-0", 8, 8)):
-            assert request.spec == {"size": draw_bucket(0, request.group, WEIGHTS)}
-
-    asyncio.run(main())
+    for group in (0, 1):
+        await before.generate(group, 0)
+    taken = before.take()
+    assert taken is not None and taken.bucket == draw_bucket(0, 0, WEIGHTS)
+    await before.train(taken)
+    kept = await before.c.continuation()
+    after, _ = make_coordinator(config, start=kept)
+    await hold(after, 1)
+    (ready,) = await after.next_groups(1, 1)
+    assert ready == kept.ready[0], "ready as it was, in the bucket that it was drawn from"
+    for request in now(after.next_samples("rollout-0", 8, 8)):
+        assert request.spec == {"size": draw_bucket(0, request.group, WEIGHTS)}
 
 
 def test_rewards_are_reported_by_bucket() -> None:

@@ -264,20 +264,17 @@ def test_validation_without_prompts_does_not_hold_up_the_end() -> None:
     assert play(make_config(validation={"every": 1}), validation_prompts=0).outcome == ("done", None)
 
 
-def test_validation_says_which_versions_its_samples_started_with() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=1, P=1, validation={"every": 100}), validation_prompts=2)
-        await hold(c, 0)
-        requests = now(c.next_samples("rollout-0", 2, 4))
-        assert [r.kind for r in requests] == ["validation", "validation"]
-        c.versions.trained = 1
-        for request, version in zip(requests, (0, 1), strict=True):
-            await c.samples_done("rollout-0", [make_result(request, "rollout-0", (), version=version)])
-        await score(c, now(c.next_to_score("reward-0", 2)), distinct)
-        (event,) = await c.events()
-        assert (event.data["version"], event.data["versions"]) == (0, [0, 1])
-
-    asyncio.run(main())
+async def test_validation_says_which_versions_its_samples_started_with() -> None:
+    c, _ = make_coordinator(make_config(S=1, P=1, validation={"every": 100}), validation_prompts=2)
+    await hold(c, 0)
+    requests = now(c.next_samples("rollout-0", 2, 4))
+    assert [r.kind for r in requests] == ["validation", "validation"]
+    c.versions.trained = 1
+    for request, version in zip(requests, (0, 1), strict=True):
+        await c.samples_done("rollout-0", [make_result(request, "rollout-0", (), version=version)])
+    await score(c, now(c.next_to_score("reward-0", 2)), distinct)
+    (event,) = await c.events()
+    assert (event.data["version"], event.data["versions"]) == (0, [0, 1])
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -349,19 +346,16 @@ def test_samples_with_missing_or_impossible_versions_are_refused() -> None:
     }
 
 
-def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> None:
+async def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> None:
     """Imitates a bug, since it cannot happen, by a trainer that is ahead of what it reported."""
 
-    async def main() -> None:
-        c, entries = make_coordinator(make_config(S=1, P=1))
-        await hold(c, 0)
-        await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
-        await score(c, now(c.next_to_score("reward-0", 8)), distinct)
-        assert await c.next_groups(2, 1) == []
-        assert "reached the trainer 2 updates old, the budget is 1" in ended(c)["reason"]
-        assert {entry.event for entry in entries} == {"dropped"}
-
-    asyncio.run(main())
+    c, entries = make_coordinator(make_config(S=1, P=1))
+    await hold(c, 0)
+    await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
+    await score(c, now(c.next_to_score("reward-0", 8)), distinct)
+    assert await c.next_groups(2, 1) == []
+    assert "reached the trainer 2 updates old, the budget is 1" in ended(c)["reason"]
+    assert {entry.event for entry in entries} == {"dropped"}
 
 
 def test_nothing_is_admitted_before_every_engine_has_weights() -> None:
@@ -372,38 +366,33 @@ def test_nothing_is_admitted_before_every_engine_has_weights() -> None:
     assert now(c.continuation()).next_group == 4
 
 
-def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=0, P=1, engines=2))
-        await hold(c, 0, "rollout-0", "rollout-1")
-        await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
-        await finish(c, "rollout-1", now(c.next_samples("rollout-1", 8, 8)), 0)
-        await score(c, now(c.next_to_score("reward-0", 8)), distinct)
-        await c.update_done(report(1, now(c.next_groups(0, 1))))
-        await hold(c, 1, "rollout-0")
-        assert (await c.continuation()).next_group == 1
-        await hold(c, 1, "rollout-1")
-        assert (await c.continuation()).next_group == 2
-
-    asyncio.run(main())
+async def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=1, engines=2))
+    await hold(c, 0, "rollout-0", "rollout-1")
+    await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
+    await finish(c, "rollout-1", now(c.next_samples("rollout-1", 8, 8)), 0)
+    await score(c, now(c.next_to_score("reward-0", 8)), distinct)
+    await c.update_done(report(1, now(c.next_groups(0, 1))))
+    await hold(c, 1, "rollout-0")
+    assert (await c.continuation()).next_group == 1
+    await hold(c, 1, "rollout-1")
+    assert (await c.continuation()).next_group == 2
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
-    async def main(bench: Bench) -> None:
-        await bench.generate(1, 0)
-        trainer = asyncio.create_task(bench.c.next_groups(0, 1))
-        await asyncio.sleep(0)
-        assert not trainer.done()
-        await finish(bench.c, "rollout-0", bench.waiting.pop(0), 0)
-        await score(bench.c, now(bench.c.next_to_score("reward-0", 100)), lambda job: 0.5)
-        async with asyncio.timeout(1):
-            (group,) = await trainer
-        assert group.group == 1
-
-    asyncio.run(main(Bench(S=3, P=1, updates=10, window=1)))
+async def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
+    bench = Bench(S=3, P=1, updates=10, window=1)
+    await bench.generate(1, 0)
+    trainer = asyncio.create_task(bench.c.next_groups(0, 1))
+    await asyncio.sleep(0)
+    assert not trainer.done()
+    await finish(bench.c, "rollout-0", bench.waiting.pop(0), 0)
+    await score(bench.c, now(bench.c.next_to_score("reward-0", 100)), lambda job: 0.5)
+    async with asyncio.timeout(1):
+        (group,) = await trainer
+    assert group.group == 1
 
 
 @pytest.mark.parametrize("window", [2, 6])
@@ -444,174 +433,155 @@ def reserved(c: Coordinator) -> int:
     return int(now(c.statistics())["buffers"]["trajectories"]["reserved"])
 
 
-def test_a_cancelled_waiter_loses_nothing() -> None:
+async def test_a_cancelled_waiter_loses_nothing() -> None:
     """Cancels the waiter before it was woken, or after that and before it ran."""
 
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=0, P=1))
-        first, second = (asyncio.create_task(c.next_samples("rollout-0", 8, 8)) for _ in range(2))
-        await asyncio.sleep(0)
-        await hold(c, 0)
-        first.cancel()
-        assert len(await second) == 2
-        assert first.cancelled() or await asyncio.gather(first, return_exceptions=True)
-        taker = asyncio.create_task(c.next_to_score("reward-0", 8))
-        await asyncio.sleep(0)
-        await finish(c, "rollout-0", second.result(), 0)
-        taker.cancel()
-        await asyncio.gather(taker, return_exceptions=True)
-        await score(c, now(c.next_to_score("reward-0", 8)), distinct)
-        assert [group.group for group in now(c.next_groups(0, 1))] == [0]
-
-    asyncio.run(main())
+    c, _ = make_coordinator(make_config(S=0, P=1))
+    first, second = (asyncio.create_task(c.next_samples("rollout-0", 8, 8)) for _ in range(2))
+    await asyncio.sleep(0)
+    await hold(c, 0)
+    first.cancel()
+    assert len(await second) == 2
+    assert first.cancelled() or await asyncio.gather(first, return_exceptions=True)
+    taker = asyncio.create_task(c.next_to_score("reward-0", 8))
+    await asyncio.sleep(0)
+    await finish(c, "rollout-0", second.result(), 0)
+    taker.cancel()
+    await asyncio.gather(taker, return_exceptions=True)
+    await score(c, now(c.next_to_score("reward-0", 8)), distinct)
+    assert [group.group for group in now(c.next_groups(0, 1))] == [0]
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_stopping_sends_every_waiter_home_at_once() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(engines=2))
-        waiters = [
-            asyncio.create_task(work)
-            for work in (
-                c.next_samples("rollout-0", 1, 1),
-                c.next_samples("rollout-1", 1, 1),
-                c.next_to_score("reward-0", 1),
-                c.next_groups(0, 1),
-                c.events(),
-            )
-        ]
-        await asyncio.sleep(0)
-        assert not any(waiter.done() for waiter in waiters)
-        await c.stop("ctrl-c")
-        async with asyncio.timeout(1):
-            *answers, events = await asyncio.gather(*waiters)
-        assert answers == [[], [], [], []]
-        over = [(e.kind, e.data["status"], e.data["reason"]) for e in events]
-        assert over == [("closing", "interrupted", "ctrl-c"), ("ended", "interrupted", "ctrl-c")]
-        assert await c.next_samples("rollout-0", 1, 1) == [] and await c.next_groups(0, 1) == []
-
-    asyncio.run(main())
+async def test_stopping_sends_every_waiter_home_at_once() -> None:
+    c, _ = make_coordinator(make_config(engines=2))
+    waiters = [
+        asyncio.create_task(work)
+        for work in (
+            c.next_samples("rollout-0", 1, 1),
+            c.next_samples("rollout-1", 1, 1),
+            c.next_to_score("reward-0", 1),
+            c.next_groups(0, 1),
+            c.events(),
+        )
+    ]
+    await asyncio.sleep(0)
+    assert not any(waiter.done() for waiter in waiters)
+    await c.stop("ctrl-c")
+    async with asyncio.timeout(1):
+        *answers, events = await asyncio.gather(*waiters)
+    assert answers == [[], [], [], []]
+    over = [(e.kind, e.data["status"], e.data["reason"]) for e in events]
+    assert over == [("closing", "interrupted", "ctrl-c"), ("ended", "interrupted", "ctrl-c")]
+    assert await c.next_samples("rollout-0", 1, 1) == [] and await c.next_groups(0, 1) == []
 
 
 INTERRUPTED = ("dropped", "run interrupted: ctrl-c")
 
 
-def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:
+async def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:
     """Checks that its groups are not in the ledger as dropped: its optimizer steps are in the checkpoint that
     follows."""
 
-    async def main(bench: Bench) -> None:
-        await bench.generate(0, 0)
-        group = bench.take()
-        assert group is not None
-        await bench.c.stop("ctrl-c")
-        assert bench.entries == [], "the trainer has not answered for its update"
-        await bench.c.update_done(report(1, [group]))
-        assert [(e.group, e.event, e.reason) for e in bench.entries] == [(0, "trained", None), (1, *INTERRUPTED)]
-        counters = {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 1, "live": 0}
-        events = await bench.c.events()
-        assert [e.kind for e in events[-3:]] == ["closing", "update", "ended"]
-        assert events[-1].data["conservation"] == counters and events[-1].data["status"] == "interrupted"
-        assert await bench.c.next_groups(1, 1) == []
-        await bench.c.conclude()
-        assert [e.kind for e in await bench.c.events()] == ["concluded"]
-        assert bench.c.ledger.counters() == counters
-
-    asyncio.run(main(Bench(S=1, P=1, updates=3)))
+    bench = Bench(S=1, P=1, updates=3)
+    await bench.generate(0, 0)
+    group = bench.take()
+    assert group is not None
+    await bench.c.stop("ctrl-c")
+    assert bench.entries == [], "the trainer has not answered for its update"
+    await bench.c.update_done(report(1, [group]))
+    assert [(e.group, e.event, e.reason) for e in bench.entries] == [(0, "trained", None), (1, *INTERRUPTED)]
+    counters = {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 1, "live": 0}
+    events = await bench.c.events()
+    assert [e.kind for e in events[-3:]] == ["closing", "update", "ended"]
+    assert events[-1].data["conservation"] == counters and events[-1].data["status"] == "interrupted"
+    assert await bench.c.next_groups(1, 1) == []
+    await bench.c.conclude()
+    assert [e.kind for e in await bench.c.events()] == ["concluded"]
+    assert bench.c.ledger.counters() == counters
 
 
 @pytest.mark.parametrize("how", ["asks for more", "is gone"])
-def test_an_update_that_will_not_be_made_is_dropped(how: str) -> None:
-    async def main(bench: Bench) -> None:
-        await bench.generate(0, 0)
-        assert bench.take() is not None, "the first of two"
-        await bench.c.stop("ctrl-c")
-        assert bench.entries == [], "the trainer has not answered for it"
-        if how == "asks for more":
-            assert await bench.c.next_groups(0, 1) == []
-        else:
-            await bench.c.conclude()
-        assert {(e.group, e.event, e.reason) for e in bench.entries} == {
-            (g, *INTERRUPTED) for g in range(bench.c.ledger.admitted)
-        }
-        assert [e.kind for e in await bench.c.events()][:2] == ["closing", "ended"]
-        await bench.c.update_done(report(1, []))
-        assert bench.c.ledger.counters()["trained"] == 0
-
-    asyncio.run(main(Bench(S=1, P=2, updates=3)))
+async def test_an_update_that_will_not_be_made_is_dropped(how: str) -> None:
+    bench = Bench(S=1, P=2, updates=3)
+    await bench.generate(0, 0)
+    assert bench.take() is not None, "the first of two"
+    await bench.c.stop("ctrl-c")
+    assert bench.entries == [], "the trainer has not answered for it"
+    if how == "asks for more":
+        assert await bench.c.next_groups(0, 1) == []
+    else:
+        await bench.c.conclude()
+    assert {(e.group, e.event, e.reason) for e in bench.entries} == {
+        (g, *INTERRUPTED) for g in range(bench.c.ledger.admitted)
+    }
+    assert [e.kind for e in await bench.c.events()][:2] == ["closing", "ended"]
+    await bench.c.update_done(report(1, []))
+    assert bench.c.ledger.counters()["trained"] == 0
 
 
-def test_roles_that_finish_before_the_run_did_have_failed() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config())
-        await c.conclude()
-        closing, ended, concluded = await c.events()
-        assert (closing.kind, ended.data["status"], concluded.kind) == ("closing", "failed", "concluded")
-
-    asyncio.run(main())
+async def test_roles_that_finish_before_the_run_did_have_failed() -> None:
+    c, _ = make_coordinator(make_config())
+    await c.conclude()
+    closing, ended, concluded = await c.events()
+    assert (closing.kind, ended.data["status"], concluded.kind) == ("closing", "failed", "concluded")
 
 
-def test_nothing_is_said_after_the_end() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(validation={"every": 1}), validation_prompts=1)
-        await hold(c, 0)
-        (request,) = await c.next_samples("rollout-0", 1, 8)
-        assert request.kind == "validation"
-        await finish(c, "rollout-0", [request], 0)
-        jobs = await c.next_to_score("reward-0", 1)
-        await c.fail("engine rollout-0 crashed")
-        await score(c, jobs, distinct)
-        await hold(c, 0)
-        await c.stop("ctrl-c")
-        events = await c.events()
-        assert [e.kind for e in events] == ["closing", "ended"]
-        assert {(e.data["status"], e.data["reason"]) for e in events} == {("failed", "engine rollout-0 crashed")}
-
-    asyncio.run(main())
+async def test_nothing_is_said_after_the_end() -> None:
+    c, _ = make_coordinator(make_config(validation={"every": 1}), validation_prompts=1)
+    await hold(c, 0)
+    (request,) = await c.next_samples("rollout-0", 1, 8)
+    assert request.kind == "validation"
+    await finish(c, "rollout-0", [request], 0)
+    jobs = await c.next_to_score("reward-0", 1)
+    await c.fail("engine rollout-0 crashed")
+    await score(c, jobs, distinct)
+    await hold(c, 0)
+    await c.stop("ctrl-c")
+    events = await c.events()
+    assert [e.kind for e in events] == ["closing", "ended"]
+    assert {(e.data["status"], e.data["reason"]) for e in events} == {("failed", "engine rollout-0 crashed")}
 
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
-    async def main() -> None:
-        c, entries = make_coordinator(make_config(S=1, P=1, updates=2))
-        await hold(c, 0)
-        requests = now(c.next_samples("rollout-0", 2, 8))
-        await c.samples_done("rollout-0", [make_result(r, "rollout-0", (0, 0)) for r in requests])
-        jobs = now(c.next_to_score("reward-0", 8))
-        results = [
-            ScoreResult(j.sample_id, j.attempt, Score(v, {"ocr": v / 2}, text="HI"))
-            for j, v in zip(jobs, (1.0, 3.0), strict=True)
-        ]
-        await c.scored("reward-0", results)
-        (group,) = now(c.next_groups(0, 1))
-        assert group.rewards == [1.0, 3.0] and group.oldest_version == 0
-        await c.update_done(report(1, [group]))
-        (event,) = await c.events()
-        assert event.kind == "update"
-        assert (event.data["version"], event.data["reward"], event.data["parts"], event.data["staleness"]) == (
-            1,
-            2.0,
-            {"ocr": 1.0},
-            [0],
-        )
-        assert event.data["conservation"] == {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 0, "live": 1}
-        assert [image.media for image in event.shown] == ["media g0.s0", "media g0.s1"]
-        assert event.shown[0].score.text == "HI" and event.shown[0].prompt.text.startswith("prompt ")
-        (entry,) = entries
-        assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == (
-            "run-1",
-            0,
-            "trained",
-            2.0,
-            (0, 0),
-        )
-        assert (entry.admitted_version, entry.trained_version, entry.staleness, entry.attempts) == (0, 1, 0, 1)
-
-    asyncio.run(main())
+async def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
+    c, entries = make_coordinator(make_config(S=1, P=1, updates=2))
+    await hold(c, 0)
+    requests = now(c.next_samples("rollout-0", 2, 8))
+    await c.samples_done("rollout-0", [make_result(r, "rollout-0", (0, 0)) for r in requests])
+    jobs = now(c.next_to_score("reward-0", 8))
+    results = [
+        ScoreResult(j.sample_id, j.attempt, Score(v, {"ocr": v / 2}, text="HI"))
+        for j, v in zip(jobs, (1.0, 3.0), strict=True)
+    ]
+    await c.scored("reward-0", results)
+    (group,) = now(c.next_groups(0, 1))
+    assert group.rewards == [1.0, 3.0] and group.oldest_version == 0
+    await c.update_done(report(1, [group]))
+    (event,) = await c.events()
+    assert event.kind == "update"
+    assert (event.data["version"], event.data["reward"], event.data["parts"], event.data["staleness"]) == (
+        1,
+        2.0,
+        {"ocr": 1.0},
+        [0],
+    )
+    assert event.data["conservation"] == {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 0, "live": 1}
+    assert [image.media for image in event.shown] == ["media g0.s0", "media g0.s1"]
+    assert event.shown[0].score.text == "HI" and event.shown[0].prompt.text.startswith("prompt ")
+    (entry,) = entries
+    assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == (
+        "run-1",
+        0,
+        "trained",
+        2.0,
+        (0, 0),
+    )
+    assert (entry.admitted_version, entry.trained_version, entry.staleness, entry.attempts) == (0, 1, 0, 1)
 
 
 def test_training_samples_carry_the_fields_the_objective_asked_for() -> None:
@@ -622,26 +592,23 @@ def test_training_samples_carry_the_fields_the_objective_asked_for() -> None:
     assert fields == {"train": ("latents", "means"), "validation": ()}
 
 
-def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_group() -> None:
+async def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_group() -> None:
     """Rejects a group through a reward worker's message: the worker has done nothing wrong, and no group may stay
     behind for it."""
 
-    async def main() -> None:
-        def full(_: LedgerEntry) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(_: LedgerEntry) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        synced: list[int] = []
-        c = Coordinator(
-            make_config(S=1, P=1), "run-1", make_prompts(5), make_prompts(2), full, None, lambda: synced.append(1)
-        )
-        await hold(c, 0)
-        await finish(c, "rollout-0", now(c.next_samples("rollout-0", 2, 2)), 0)
-        await score(c, now(c.next_to_score("reward-0", 2)), lambda _: 0.5)
-        assert await c.next_groups(0, 1) == []
-        end = ended(c)
-        assert end["status"] == "failed" and "the ledger cannot be written: [Errno 28] No space left" in end["reason"]
-        assert end["conservation"]["live"] == 0
-        await c.continuation()
-        assert synced, "lines that a checkpoint counts are safe before it returns"
-
-    asyncio.run(main())
+    synced: list[int] = []
+    c = Coordinator(
+        make_config(S=1, P=1), "run-1", make_prompts(5), make_prompts(2), full, None, lambda: synced.append(1)
+    )
+    await hold(c, 0)
+    await finish(c, "rollout-0", now(c.next_samples("rollout-0", 2, 2)), 0)
+    await score(c, now(c.next_to_score("reward-0", 2)), lambda _: 0.5)
+    assert await c.next_groups(0, 1) == []
+    end = ended(c)
+    assert end["status"] == "failed" and "the ledger cannot be written: [Errno 28] No space left" in end["reason"]
+    assert end["conservation"]["live"] == 0
+    await c.continuation()
+    assert synced, "lines that a checkpoint counts are safe before it returns"

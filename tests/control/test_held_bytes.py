@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from omni_async.control.held_bytes import HeldBytes
 
 
-def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
+async def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
     """Two samples a group, two groups an update, and room for three groups."""
     bench = Bench(S=3, P=1, updates=6, max_bytes=6 * SAMPLE_BYTES)
 
@@ -21,53 +20,44 @@ def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
         buffers = now(bench.c.statistics())["buffers"]
         return buffers["bytes"]["ready"], buffers["bytes"]["reserved"], buffers["slots"]["live"]
 
-    async def main() -> None:
-        assert statistics() == (0, 6 * SAMPLE_BYTES, 1), "nothing is known, so one update has all the room"
-        await bench.generate(0, 0)
-        assert statistics() == (2 * SAMPLE_BYTES, 6 * SAMPLE_BYTES, 3), "what is known admits as many as fit"
-        taken = bench.take()
-        assert taken is not None
-        assert statistics()[0] == 2 * SAMPLE_BYTES, "the trainer has it, and holds it"
-        await bench.train(taken)
-        assert statistics() == (0, 6 * SAMPLE_BYTES, 3), "the next one was admitted in its place"
-
-    asyncio.run(main())
+    assert statistics() == (0, 6 * SAMPLE_BYTES, 1), "nothing is known, so one update has all the room"
+    await bench.generate(0, 0)
+    assert statistics() == (2 * SAMPLE_BYTES, 6 * SAMPLE_BYTES, 3), "what is known admits as many as fit"
+    taken = bench.take()
+    assert taken is not None
+    assert statistics()[0] == 2 * SAMPLE_BYTES, "the trainer has it, and holds it"
+    await bench.train(taken)
+    assert statistics() == (0, 6 * SAMPLE_BYTES, 3), "the next one was admitted in its place"
 
 
-def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> None:
+async def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> None:
     coordinator, _ = make_coordinator(make_config(P=2, max_bytes=4 * SAMPLE_BYTES - 1))
 
-    async def main() -> None:
-        await hold(coordinator, 0)
-        requests = now(coordinator.next_samples("rollout-0", 4, 4))
-        await finish(coordinator, "rollout-0", requests[:1], 0)
-        (ended,) = [event.data for event in await coordinator.events() if event.kind == "ended"]
-        assert ended["status"] == "failed"
-        assert ended["reason"] == (
-            "buffer.max_bytes: sample g0.s0 has 100 bytes, and the 4 samples of an update are held together: expected"
-            " at least 400, got 399"
-        )
-        assert now(coordinator.next_samples("rollout-0", 4, 4)) == []
-
-    asyncio.run(main())
+    await hold(coordinator, 0)
+    requests = now(coordinator.next_samples("rollout-0", 4, 4))
+    await finish(coordinator, "rollout-0", requests[:1], 0)
+    (ended,) = [event.data for event in await coordinator.events() if event.kind == "ended"]
+    assert ended["status"] == "failed"
+    assert ended["reason"] == (
+        "buffer.max_bytes: sample g0.s0 has 100 bytes, and the 4 samples of an update are held together: expected"
+        " at least 400, got 399"
+    )
+    assert now(coordinator.next_samples("rollout-0", 4, 4)) == []
 
 
-def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_ready() -> None:
+async def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_ready() -> None:
     before = Bench(S=3, P=1, updates=6)
 
-    async def main() -> None:
-        for group in range(3):
-            await before.generate(group, 0)
-        kept = await before.c.continuation()
-        assert [ready.group for ready in kept.ready] == [0, 1, 2]
-        after, _ = make_coordinator(make_config(S=3, P=1, updates=6, max_bytes=2 * SAMPLE_BYTES - 1), start=kept)
-        await hold(after, 0)
-        (ended,) = [event.data for event in await after.events() if event.kind == "ended"]
-        assert ended["status"] == "failed" and "expected at least 200, got 199" in ended["reason"]
-        still = await after.continuation()
-        assert sorted(still.ready, key=lambda ready: ready.group) == sorted(kept.ready, key=lambda ready: ready.group)
-
-    asyncio.run(main())
+    for group in range(3):
+        await before.generate(group, 0)
+    kept = await before.c.continuation()
+    assert [ready.group for ready in kept.ready] == [0, 1, 2]
+    after, _ = make_coordinator(make_config(S=3, P=1, updates=6, max_bytes=2 * SAMPLE_BYTES - 1), start=kept)
+    await hold(after, 0)
+    (ended,) = [event.data for event in await after.events() if event.kind == "ended"]
+    assert ended["status"] == "failed" and "expected at least 200, got 199" in ended["reason"]
+    still = await after.continuation()
+    assert sorted(still.ready, key=lambda ready: ready.group) == sorted(kept.ready, key=lambda ready: ready.group)
 
 
 @pytest.mark.parametrize("room", [1, 1.4, 2])
@@ -81,29 +71,28 @@ def test_runs_that_fit_one_update_end(S: int, P: int, window: int, room: float) 
 
 
 @pytest.mark.parametrize("how", ["answered", "failed", "lost"])
-def test_a_sample_of_a_group_that_ended_holds_its_bytes_until_its_engine_has_answered_or_is_lost(how: str) -> None:
+async def test_a_sample_of_an_ended_group_holds_its_bytes_until_its_engine_has_answered_or_is_lost(
+    how: str,
+) -> None:
     """There is room for one group only, so its replacement waits for those bytes, and nothing else would admit it."""
     coordinator, entries = make_coordinator(
         make_config(S=1, P=1, retries=0, engines=2, max_bytes=2 * SAMPLE_BYTES, updates=3)
     )
 
-    async def main() -> None:
-        await hold(coordinator, 0, "rollout-0", "rollout-1")
-        (failing,) = now(coordinator.next_samples("rollout-0", 1, 4))
-        (late,) = now(coordinator.next_samples("rollout-1", 1, 4))
-        await coordinator.sample_failed("rollout-0", failing.sample_id, "out of memory")
-        assert [(entry.group, entry.event) for entry in entries] == [(0, "dropped")]
-        counted = now(coordinator.statistics())["buffers"]
-        assert (counted["bytes"]["reserved"], counted["slots"]["live"]) == (SAMPLE_BYTES, 0)
-        if how == "answered":
-            await finish(coordinator, "rollout-1", [late], 0)
-        elif how == "failed":
-            await coordinator.sample_failed("rollout-1", late.sample_id, "out of memory")
-        else:
-            await coordinator.engine_lost("rollout-1", "killed")
-        assert {request.group for request in now(coordinator.next_samples("rollout-0", 4, 4))} == {1}
-
-    asyncio.run(main())
+    await hold(coordinator, 0, "rollout-0", "rollout-1")
+    (failing,) = now(coordinator.next_samples("rollout-0", 1, 4))
+    (late,) = now(coordinator.next_samples("rollout-1", 1, 4))
+    await coordinator.sample_failed("rollout-0", failing.sample_id, "out of memory")
+    assert [(entry.group, entry.event) for entry in entries] == [(0, "dropped")]
+    counted = now(coordinator.statistics())["buffers"]
+    assert (counted["bytes"]["reserved"], counted["slots"]["live"]) == (SAMPLE_BYTES, 0)
+    if how == "answered":
+        await finish(coordinator, "rollout-1", [late], 0)
+    elif how == "failed":
+        await coordinator.sample_failed("rollout-1", late.sample_id, "out of memory")
+    else:
+        await coordinator.engine_lost("rollout-1", "killed")
+    assert {request.group for request in now(coordinator.next_samples("rollout-0", 4, 4))} == {1}
 
 
 @given(

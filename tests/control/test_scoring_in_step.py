@@ -87,23 +87,20 @@ def test_with_a_budget_the_samples_of_all_updates_ahead_are_waited_for() -> None
     assert len(jobs(c)) == 4
 
 
-def test_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_is_a_failure() -> None:
-    async def main() -> None:
-        c, entries = make_coordinator(make_config(score_at_once=False, S=0, P=2, group_size=2, retries=0, updates=1))
-        await hold(c, 0)
-        requests = await c.next_samples("rollout-0", 16, 16)
-        await finish(c, "rollout-0", requests[:3], 0)
-        worker = asyncio.create_task(c.next_to_score("reward-0", 8))
-        await asyncio.sleep(0)
-        await c.sample_failed("rollout-0", requests[3].sample_id, "boom")
-        assert [(e.group, e.event) for e in entries] == [(1, "dropped")]
-        await asyncio.sleep(0)
-        assert not worker.done(), "group 2 replaces group 1"
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), 0)
-        async with asyncio.timeout(1):
-            assert {job.sample_id for job in await worker} == {"g0.s0", "g0.s1", "g2.s0", "g2.s1"}
-
-    asyncio.run(main())
+async def test_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_is_a_failure() -> None:
+    c, entries = make_coordinator(make_config(score_at_once=False, S=0, P=2, group_size=2, retries=0, updates=1))
+    await hold(c, 0)
+    requests = await c.next_samples("rollout-0", 16, 16)
+    await finish(c, "rollout-0", requests[:3], 0)
+    worker = asyncio.create_task(c.next_to_score("reward-0", 8))
+    await asyncio.sleep(0)
+    await c.sample_failed("rollout-0", requests[3].sample_id, "boom")
+    assert [(e.group, e.event) for e in entries] == [(1, "dropped")]
+    await asyncio.sleep(0)
+    assert not worker.done(), "group 2 replaces group 1"
+    await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), 0)
+    async with asyncio.timeout(1):
+        assert {job.sample_id for job in await worker} == {"g0.s0", "g0.s1", "g2.s0", "g2.s1"}
 
 
 def test_a_retried_sample_holds_scoring_back_until_it_is_made() -> None:
@@ -132,19 +129,16 @@ def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
     assert [job.kind for job in jobs(c, 2)] == ["validation", "train"]
 
 
-def test_the_next_update_is_generated_before_it_is_scored() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(score_at_once=False, S=0, P=1, group_size=2))
-        await hold(c, 0)
-        for version in range(2):
-            await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), version)
-            await score(c, await c.next_to_score("reward-0", 8), distinct)
-            (group,) = await c.next_groups(version, 1)
-            assert group.group == version
-            await c.update_done(report(version + 1, [group]))
-            await hold(c, version + 1)
-
-    asyncio.run(main())
+async def test_the_next_update_is_generated_before_it_is_scored() -> None:
+    c, _ = make_coordinator(make_config(score_at_once=False, S=0, P=1, group_size=2))
+    await hold(c, 0)
+    for version in range(2):
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), version)
+        await score(c, await c.next_to_score("reward-0", 8), distinct)
+        (group,) = await c.next_groups(version, 1)
+        assert group.group == version
+        await c.update_done(report(version + 1, [group]))
+        await hold(c, version + 1)
 
 
 def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_scored() -> None:
@@ -161,20 +155,17 @@ def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_s
 
 
 @pytest.mark.parametrize("engines", [1, 30])
-def test_producers_that_asked_before_there_were_weights_all_get_work(engines: int) -> None:
+async def test_producers_that_asked_before_there_were_weights_all_get_work(engines: int) -> None:
     """Checks that an engine without weights takes nothing and keeps no other from it."""
 
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=0, P=engines, group_size=1, engines=engines, groups=engines))
-        names = [f"rollout-{i}" for i in range(engines)]
-        producers = {name: asyncio.create_task(c.next_samples(name, 4, 4)) for name in names}
+    c, _ = make_coordinator(make_config(S=0, P=engines, group_size=1, engines=engines, groups=engines))
+    names = [f"rollout-{i}" for i in range(engines)]
+    producers = {name: asyncio.create_task(c.next_samples(name, 4, 4)) for name in names}
+    await asyncio.sleep(0)
+    for name in names:
+        assert not any(task.done() for task in producers.values())
+        await hold(c, 0, name)
         await asyncio.sleep(0)
-        for name in names:
-            assert not any(task.done() for task in producers.values())
-            await hold(c, 0, name)
-            await asyncio.sleep(0)
-        async with asyncio.timeout(1):
-            leased = await asyncio.gather(*producers.values())
-        assert [len(requests) for requests in leased] == [1] * engines
-
-    asyncio.run(main())
+    async with asyncio.timeout(1):
+        leased = await asyncio.gather(*producers.values())
+    assert [len(requests) for requests in leased] == [1] * engines
