@@ -56,7 +56,7 @@ def round_event(finished: ValidationRound, num_shown: int) -> tuple[dict[str, An
         "version": finished.version,
         "versions": list(finished.versions),
         "parts": finished.means(),
-        "failed": finished.num_failed,
+        "failed": len(finished.failed),
     }
     shown = [
         Shown(one.result.media, one.request.prompt, one.score)

@@ -30,9 +30,9 @@ class ValidationRound(SampleSet):
         self.version = version
 
     @property
-    def num_failed(self) -> int:
-        """Return the number of samples that the round goes on without."""
-        return sum(sample.state is SampleState.FAILED for sample in self.samples)
+    def failed(self) -> list[str]:
+        """Return the samples that the round goes on without."""
+        return [sample.request.sample_id for sample in self.samples if sample.state is SampleState.FAILED]
 
     def means(self) -> dict[str, float]:
         """Return the means of `reward` and of every part over the scored samples."""

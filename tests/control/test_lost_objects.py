@@ -66,400 +66,338 @@ def attempts(requests: list[SampleRequest]) -> dict[str, tuple[int, int]]:
 # ---- a store that is gone --------------------------------------------------------------------------------------------
 
 
-def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds() -> None:
-    async def main() -> None:
-        c, entries, groups = await begin(S=1, P=2)
-        await complete(c, groups[0])
-        await complete(c, groups[1])  # ready
-        (taken,) = await c.next_groups(0, 1)
-        await complete(c, groups[2][:1])  # scored
-        await finish(c, "rollout-0", groups[2][1:], 0)  # generated
-        await c.objects_lost("rollout-0")
-        again = await c.next_samples("rollout-0", 100, 100)
-        assert attempts(again) == {r.sample_id: (r.seed, 2) for r in groups[1] + groups[2]}, (
-            "and neither group 0 nor what is being made"
-        )
-        assert nothing_to_take(c)
-        await complete(c, [r for r in again if r.group == 1])
-        (second,) = await c.next_groups(0, 1)
-        assert (taken.group, second.group) == (0, 1)
-        await c.update_done(report(1, [taken, second]))
-        assert [(entry.group, entry.event, entry.attempts) for entry in entries] == [
-            (0, "trained", 1),
-            (1, "trained", 2),
-        ]
-
-    play(main())
+async def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds() -> None:
+    c, entries, groups = await begin(S=1, P=2)
+    await complete(c, groups[0])
+    await complete(c, groups[1])  # ready
+    (taken,) = await c.next_groups(0, 1)
+    await complete(c, groups[2][:1])  # scored
+    await finish(c, "rollout-0", groups[2][1:], 0)  # generated
+    await c.objects_lost("rollout-0")
+    again = await c.next_samples("rollout-0", 100, 100)
+    assert attempts(again) == {r.sample_id: (r.seed, 2) for r in groups[1] + groups[2]}, (
+        "and neither group 0 nor what is being made"
+    )
+    assert nothing_to_take(c)
+    await complete(c, [r for r in again if r.group == 1])
+    (second,) = await c.next_groups(0, 1)
+    assert (taken.group, second.group) == (0, 1)
+    await c.update_done(report(1, [taken, second]))
+    assert [(entry.group, entry.event, entry.attempts) for entry in entries] == [
+        (0, "trained", 1),
+        (1, "trained", 2),
+    ]
 
 
-def test_what_others_have_stored_is_left_alone() -> None:
-    async def main() -> None:
-        c, _, groups = await begin(S=0, P=1)
-        await complete(c, groups[0])
-        await c.objects_lost("rollout-7")
-        assert not nothing_to_take(c)
-
-    play(main())
+async def test_what_others_have_stored_is_left_alone() -> None:
+    c, _, groups = await begin(S=0, P=1)
+    await complete(c, groups[0])
+    await c.objects_lost("rollout-7")
+    assert not nothing_to_take(c)
 
 
-def test_losses_of_a_store_are_no_failures_of_the_sample() -> None:
-    async def main() -> None:
-        c, entries, groups = await begin(S=0, P=1, retries=0)
-        requests = groups[0]
-        for attempt in range(2, 6):
-            await complete(c, requests)
-            await c.objects_lost("rollout-0")
-            requests = await c.next_samples("rollout-0", 100, 100)
-            assert {request.attempt for request in requests} == {attempt}
+async def test_losses_of_a_store_are_no_failures_of_the_sample() -> None:
+    c, entries, groups = await begin(S=0, P=1, retries=0)
+    requests = groups[0]
+    for attempt in range(2, 6):
         await complete(c, requests)
-        assert len(await c.next_groups(0, 1)) == 1 and entries == []
-
-    play(main())
-
-
-def test_a_late_score_of_a_lost_image_does_not_count() -> None:
-    async def main() -> None:
-        c, _, groups = await begin(S=0, P=1)
-        await finish(c, "rollout-0", groups[0], 0)
-        before = await c.next_to_score("reward-0", 2)
         await c.objects_lost("rollout-0")
-        await score(c, before, distinct)
-        assert nothing_to_take(c)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 100, 100), 0)
-        after = await c.next_to_score("reward-0", 2)  # the same worker has the new images
-        await score(c, before, distinct)
-        assert nothing_to_take(c)
-        await score(c, after, lambda job: 5 + distinct(job))
-        (group,) = await c.next_groups(0, 1)
-        assert group.rewards == [5.0, 6.0]
-
-    play(main())
+        requests = await c.next_samples("rollout-0", 100, 100)
+        assert {request.attempt for request in requests} == {attempt}
+    await complete(c, requests)
+    assert len(await c.next_groups(0, 1)) == 1 and entries == []
 
 
-def test_unscored_samples_of_a_validation_round_are_made_again_and_scores_are_kept() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=0, P=1, validation={"every": 1}))
-        await hold(c, 0)
-        requests = [r for r in await c.next_samples("rollout-0", 100, 100) if r.kind == "validation"]
-        await finish(c, "rollout-0", requests, 0)
-        scored, *_ = await c.next_to_score("reward-0", 1)
-        await score(c, [scored], distinct)
-        await c.objects_lost("rollout-0")
-        again = await c.next_samples("rollout-0", 100, 100)
-        assert attempts(again) == {r.sample_id: (r.seed, 2) for r in requests if r.sample_id != scored.sample_id}
+async def test_a_late_score_of_a_lost_image_does_not_count() -> None:
+    c, _, groups = await begin(S=0, P=1)
+    await finish(c, "rollout-0", groups[0], 0)
+    before = await c.next_to_score("reward-0", 2)
+    await c.objects_lost("rollout-0")
+    await score(c, before, distinct)
+    assert nothing_to_take(c)
+    await finish(c, "rollout-0", await c.next_samples("rollout-0", 100, 100), 0)
+    after = await c.next_to_score("reward-0", 2)  # the same worker has the new images
+    await score(c, before, distinct)
+    assert nothing_to_take(c)
+    await score(c, after, lambda job: 5 + distinct(job))
+    (group,) = await c.next_groups(0, 1)
+    assert group.rewards == [5.0, 6.0]
 
-    play(main())
+
+async def test_unscored_samples_of_a_validation_round_are_made_again_and_scores_are_kept() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=1, validation={"every": 1}))
+    await hold(c, 0)
+    requests = [r for r in await c.next_samples("rollout-0", 100, 100) if r.kind == "validation"]
+    await finish(c, "rollout-0", requests, 0)
+    scored, *_ = await c.next_to_score("reward-0", 1)
+    await score(c, [scored], distinct)
+    await c.objects_lost("rollout-0")
+    again = await c.next_samples("rollout-0", 100, 100)
+    assert attempts(again) == {r.sample_id: (r.seed, 2) for r in requests if r.sample_id != scored.sample_id}
 
 
-def test_a_validation_sample_that_failed_is_not_made_again() -> None:
+async def test_a_validation_sample_that_failed_is_not_made_again() -> None:
     """Its round goes on without it: made again it would be scored and counted as failed, or outlive its round."""
 
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=0, P=1, score_retries=0, validation={"every": 1}))
-        await hold(c, 0)
-        requests = [r for r in await c.next_samples("rollout-0", 100, 100) if r.kind == "validation"]
-        await finish(c, "rollout-0", requests, 0)
-        failed, *_ = await c.next_to_score("reward-0", 1)
-        await score(c, [failed], lambda job: "timeout")
-        await c.objects_lost("rollout-0")
-        again = await c.next_samples("rollout-0", 100, 100)
-        assert attempts(again) == {r.sample_id: (r.seed, 2) for r in requests if r.sample_id != failed.sample_id}
-        await finish(c, "rollout-0", again, 0)
-        await score(c, await c.next_to_score("reward-0", 100), distinct)
-        (round_,) = [event.data for event in await c.events() if event.kind == "validation"]
-        assert round_["failed"] == 1
-        assert now(c.statistics())["buffers"]["trajectories"]["reserved"] == 2, "the training samples, which are leased"
-
-    play(main())
+    c, _ = make_coordinator(make_config(S=0, P=1, score_retries=0, validation={"every": 1}))
+    await hold(c, 0)
+    requests = [r for r in await c.next_samples("rollout-0", 100, 100) if r.kind == "validation"]
+    await finish(c, "rollout-0", requests, 0)
+    failed, *_ = await c.next_to_score("reward-0", 1)
+    await score(c, [failed], lambda job: "timeout")
+    await c.objects_lost("rollout-0")
+    again = await c.next_samples("rollout-0", 100, 100)
+    assert attempts(again) == {r.sample_id: (r.seed, 2) for r in requests if r.sample_id != failed.sample_id}
+    await finish(c, "rollout-0", again, 0)
+    await score(c, await c.next_to_score("reward-0", 100), distinct)
+    (round_,) = [event.data for event in await c.events() if event.kind == "validation"]
+    assert round_["failed"] == 1
+    assert now(c.statistics())["buffers"]["trajectories"]["reserved"] == 2, "the training samples, which are leased"
 
 
 # ---- a group that the trainer cannot read ----------------------------------------------------------------------------
 
 
-def test_a_group_that_the_trainer_gives_back_is_taken_again_before_any_other() -> None:
-    async def main() -> None:
-        c, entries, groups = await begin(S=1, P=2)
-        for number in range(4):
-            await complete(c, groups[number])
-        taken = {group.group: group for group in await c.next_groups(0, 2)}
-        await c.group_gone(0, "its node died")
-        assert nothing_to_take(c), "younger ones wait, so that no group comes later than it was admitted for"
-        again = await c.next_samples("rollout-0", 100, 100)
-        assert attempts(again) == {r.sample_id: (r.seed, 2) for r in groups[0]}
-        await complete(c, again)
-        (back,) = await c.next_groups(0, 1)
-        await c.update_done(report(1, [taken[1], back]))
-        assert [(entry.group, entry.staleness) for entry in entries] == [(1, 0), (0, 0)]
-        later = await c.next_groups(1, 2)
-        await c.update_done(report(2, later))
-        assert [(entry.group, entry.staleness) for entry in entries[2:]] == [(2, 1), (3, 1)]
-
-    play(main())
+async def test_a_group_that_the_trainer_gives_back_is_taken_again_before_any_other() -> None:
+    c, entries, groups = await begin(S=1, P=2)
+    for number in range(4):
+        await complete(c, groups[number])
+    taken = {group.group: group for group in await c.next_groups(0, 2)}
+    await c.group_gone(0, "its node died")
+    assert nothing_to_take(c), "younger ones wait, so that no group comes later than it was admitted for"
+    again = await c.next_samples("rollout-0", 100, 100)
+    assert attempts(again) == {r.sample_id: (r.seed, 2) for r in groups[0]}
+    await complete(c, again)
+    (back,) = await c.next_groups(0, 1)
+    await c.update_done(report(1, [taken[1], back]))
+    assert [(entry.group, entry.staleness) for entry in entries] == [(1, 0), (0, 0)]
+    later = await c.next_groups(1, 2)
+    await c.update_done(report(2, later))
+    assert [(entry.group, entry.staleness) for entry in entries[2:]] == [(2, 1), (3, 1)]
 
 
-def test_a_group_that_is_lost_again_on_its_way_back_still_comes_first() -> None:
-    async def main() -> None:
-        c, _, groups = await begin(S=1, P=1)
-        for number in range(2):
-            await complete(c, groups[number])
-        await c.next_groups(0, 1)
-        await c.group_gone(0, "its node died")
-        await complete(c, await c.next_samples("rollout-0", 100, 100))
-        await c.objects_lost("rollout-0")
-        assert nothing_to_take(c)
-        again = await c.next_samples("rollout-0", 100, 100)
-        assert {(r.group, r.attempt) for r in again} == {(0, 3), (1, 2)}
-        await complete(c, [r for r in again if r.group == 1])
-        assert nothing_to_take(c)
-        await complete(c, [r for r in again if r.group == 0])
-        assert [group.group for group in await c.next_groups(0, 1)] == [0]
-
-    play(main())
+async def test_a_group_that_is_lost_again_on_its_way_back_still_comes_first() -> None:
+    c, _, groups = await begin(S=1, P=1)
+    for number in range(2):
+        await complete(c, groups[number])
+    await c.next_groups(0, 1)
+    await c.group_gone(0, "its node died")
+    await complete(c, await c.next_samples("rollout-0", 100, 100))
+    await c.objects_lost("rollout-0")
+    assert nothing_to_take(c)
+    again = await c.next_samples("rollout-0", 100, 100)
+    assert {(r.group, r.attempt) for r in again} == {(0, 3), (1, 2)}
+    await complete(c, [r for r in again if r.group == 1])
+    assert nothing_to_take(c)
+    await complete(c, [r for r in again if r.group == 0])
+    assert [group.group for group in await c.next_groups(0, 1)] == [0]
 
 
-def test_a_checkpoint_has_a_group_that_was_given_back_as_unfinished_or_ready() -> None:
-    async def main() -> None:
-        c, _, groups = await begin(S=0, P=1)
-        await complete(c, groups[0])
-        await c.next_groups(0, 1)
-        await c.group_gone(0, "its node died")
-        state = await c.continuation()
-        assert ([one.group for one in state.unfinished], state.ready) == ([0], ())
-        await complete(c, await c.next_samples("rollout-0", 100, 100))
-        state = await c.continuation()
-        assert (state.unfinished, [one.group for one in state.ready]) == ((), [0])
-
-    play(main())
+async def test_a_checkpoint_has_a_group_that_was_given_back_as_unfinished_or_ready() -> None:
+    c, _, groups = await begin(S=0, P=1)
+    await complete(c, groups[0])
+    await c.next_groups(0, 1)
+    await c.group_gone(0, "its node died")
+    state = await c.continuation()
+    assert ([one.group for one in state.unfinished], state.ready) == ([0], ())
+    await complete(c, await c.next_samples("rollout-0", 100, 100))
+    state = await c.continuation()
+    assert (state.unfinished, [one.group for one in state.ready]) == ((), [0])
 
 
-def test_a_group_that_is_lost_too_often_is_dropped_with_the_reason_and_another_takes_its_place() -> None:
-    async def main() -> None:
-        c, entries, groups = await begin(S=0, P=1, retries=1)
-        requests = groups[0]
-        for _ in range(2):
-            await complete(c, requests)
-            await c.next_groups(0, 1)
-            await c.group_gone(0, "its node died")
-            requests = await c.next_samples("rollout-0", 100, 100)
-        assert [(entry.event, entry.reason) for entry in entries] == [
-            ("dropped", "its trajectories were lost 2 times: its node died"),
-        ]
-        assert {(r.group, r.attempt) for r in requests} == {(1, 1)}
+async def test_a_group_that_is_lost_too_often_is_dropped_with_the_reason_and_another_takes_its_place() -> None:
+    c, entries, groups = await begin(S=0, P=1, retries=1)
+    requests = groups[0]
+    for _ in range(2):
         await complete(c, requests)
-        groups_taken: list[ReadyGroup] = await c.next_groups(0, 1)
-        assert await c.update_done(report(1, groups_taken))
-
-    play(main())
-
-
-def test_a_group_that_the_trainer_does_not_have_cannot_be_given_back() -> None:
-    async def main() -> None:
-        c, entries, groups = await begin(S=0, P=1, retries=0)
-        await complete(c, groups[0])
+        await c.next_groups(0, 1)
         await c.group_gone(0, "its node died")
-        await c.group_gone(77, "its node died")
-        assert entries == [] and not nothing_to_take(c)
+        requests = await c.next_samples("rollout-0", 100, 100)
+    assert [(entry.event, entry.reason) for entry in entries] == [
+        ("dropped", "its trajectories were lost 2 times: its node died"),
+    ]
+    assert {(r.group, r.attempt) for r in requests} == {(1, 1)}
+    await complete(c, requests)
+    groups_taken: list[ReadyGroup] = await c.next_groups(0, 1)
+    assert await c.update_done(report(1, groups_taken))
 
-    play(main())
+
+async def test_a_group_that_the_trainer_does_not_have_cannot_be_given_back() -> None:
+    c, entries, groups = await begin(S=0, P=1, retries=0)
+    await complete(c, groups[0])
+    await c.group_gone(0, "its node died")
+    await c.group_gone(77, "its node died")
+    assert entries == [] and not nothing_to_take(c)
 
 
 # ---- an image that is gone -------------------------------------------------------------------------------------------
 
 
-def test_a_sample_whose_image_is_gone_is_made_again_and_not_scored_again() -> None:
-    async def main() -> None:
-        c, _, groups = await begin(S=0, P=1, retries=1, score_retries=0)
-        await finish(c, "rollout-0", groups[0], 0)
-        first, second = await c.next_to_score("reward-0", 2)
-        await c.scored(*gone(first))
-        await score(c, [second], distinct)
-        again = await c.next_samples("rollout-0", 100, 100)
-        assert attempts(again) == {groups[0][0].sample_id: (groups[0][0].seed, 2)}
-        await complete(c, again)
-        assert len(await c.next_groups(0, 1)) == 1
-
-    play(main())
+async def test_a_sample_whose_image_is_gone_is_made_again_and_not_scored_again() -> None:
+    c, _, groups = await begin(S=0, P=1, retries=1, score_retries=0)
+    await finish(c, "rollout-0", groups[0], 0)
+    first, second = await c.next_to_score("reward-0", 2)
+    await c.scored(*gone(first))
+    await score(c, [second], distinct)
+    again = await c.next_samples("rollout-0", 100, 100)
+    assert attempts(again) == {groups[0][0].sample_id: (groups[0][0].seed, 2)}
+    await complete(c, again)
+    assert len(await c.next_groups(0, 1)) == 1
 
 
-def test_images_that_are_gone_too_often_drop_the_group() -> None:
-    async def main() -> None:
-        c, entries, groups = await begin(S=0, P=1, retries=1)
-        requests = groups[0]
-        for _ in range(2):
-            await finish(c, "rollout-0", requests, 0)
-            job, *_ = await c.next_to_score("reward-0", 2)  # of the same sample
-            await c.scored(*gone(job))
-            requests = await c.next_samples("rollout-0", 100, 100)
-        assert [(entry.event, entry.reason) for entry in entries] == [
-            ("dropped", "generation failed 2 times: its node died")
-        ]
-        assert {request.group for request in requests} == {1}
-
-    play(main())
+async def test_images_that_are_gone_too_often_drop_the_group() -> None:
+    c, entries, groups = await begin(S=0, P=1, retries=1)
+    requests = groups[0]
+    for _ in range(2):
+        await finish(c, "rollout-0", requests, 0)
+        job, *_ = await c.next_to_score("reward-0", 2)  # of the same sample
+        await c.scored(*gone(job))
+        requests = await c.next_samples("rollout-0", 100, 100)
+    assert [(entry.event, entry.reason) for entry in entries] == [
+        ("dropped", "generation failed 2 times: its node died")
+    ]
+    assert {request.group for request in requests} == {1}
 
 
 # ---- those that leave in order ---------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_leaves_gets_no_work_and_its_answers_count() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=0, P=2, engines=2))
-        await hold(c, 0, "rollout-0", "rollout-1")
-        mine = await c.next_samples("rollout-0", 2, 4)
-        await c.next_samples("rollout-1", 100, 100)
-        asking = asyncio.create_task(c.next_samples("rollout-0", 2, 4))
-        await asyncio.sleep(0)
-        await c.engine_leaves("rollout-0")
-        await c.engine_lost("rollout-1", "killed")  # so that there is work
-        assert await asking == [] and now(c.next_samples("rollout-0", 2, 4)) == []
-        await finish(c, "rollout-0", mine, 0)
-        assert {job.sample_id for job in await c.next_to_score("reward-0", 8)} == {
-            request.sample_id for request in mine
-        }
-        assert c.versions.knows("rollout-0"), "until it is reported as gone"
-
-    play(main())
+async def test_an_engine_that_leaves_gets_no_work_and_its_answers_count() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=2, engines=2))
+    await hold(c, 0, "rollout-0", "rollout-1")
+    mine = await c.next_samples("rollout-0", 2, 4)
+    await c.next_samples("rollout-1", 100, 100)
+    asking = asyncio.create_task(c.next_samples("rollout-0", 2, 4))
+    await asyncio.sleep(0)
+    await c.engine_leaves("rollout-0")
+    await c.engine_lost("rollout-1", "killed")  # so that there is work
+    assert await asking == [] and now(c.next_samples("rollout-0", 2, 4)) == []
+    await finish(c, "rollout-0", mine, 0)
+    assert {job.sample_id for job in await c.next_to_score("reward-0", 8)} == {
+        request.sample_id for request in mine
+    }
+    assert c.versions.knows("rollout-0"), "until it is reported as gone"
 
 
-def test_a_reward_worker_that_leaves_gets_no_work_and_its_scores_count() -> None:
-    async def main() -> None:
-        c, _, groups = await begin(S=0, P=1)
-        await finish(c, "rollout-0", groups[0][:1], 0)
-        jobs = await c.next_to_score("reward-0", 2)
-        asking = asyncio.create_task(c.next_to_score("reward-0", 2))
-        await asyncio.sleep(0)
-        await c.scorer_leaves("reward-0")
-        await finish(c, "rollout-0", groups[0][1:], 0)
-        assert await asking == [] and now(c.next_to_score("reward-0", 2)) == []
-        await score(c, jobs, distinct)
-        await score(c, await c.next_to_score("reward-1", 2), distinct, "reward-1")
-        assert len(await c.next_groups(0, 1)) == 1
-
-    play(main())
+async def test_a_reward_worker_that_leaves_gets_no_work_and_its_scores_count() -> None:
+    c, _, groups = await begin(S=0, P=1)
+    await finish(c, "rollout-0", groups[0][:1], 0)
+    jobs = await c.next_to_score("reward-0", 2)
+    asking = asyncio.create_task(c.next_to_score("reward-0", 2))
+    await asyncio.sleep(0)
+    await c.scorer_leaves("reward-0")
+    await finish(c, "rollout-0", groups[0][1:], 0)
+    assert await asking == [] and now(c.next_to_score("reward-0", 2)) == []
+    await score(c, jobs, distinct)
+    await score(c, await c.next_to_score("reward-1", 2), distinct, "reward-1")
+    assert len(await c.next_groups(0, 1)) == 1
 
 
-def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_nobodys() -> None:
-    async def main() -> None:
-        c, _ = make_coordinator(make_config(S=0, P=1, engines=2))
-        await hold(c, 0, "rollout-0")
-        for _ in range(2):
-            await c.engine_lost("rollout-1", "it did not take version 0: no memory")
-        await c.engine_holds(WeightReport("rollout-1", 0, digest_of(0)))
-        assert c.versions.held == 0 and await c.next_samples("rollout-0", 8, 8), "the run goes on"
-        lost = [event.data for event in await c.events() if event.kind == "lost"]
-        assert lost == [{"name": "rollout-1", "reason": "it did not take version 0: no memory"}]
-
-    play(main())
+async def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_nobodys() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=1, engines=2))
+    await hold(c, 0, "rollout-0")
+    for _ in range(2):
+        await c.engine_lost("rollout-1", "it did not take version 0: no memory")
+    await c.engine_holds(WeightReport("rollout-1", 0, digest_of(0)))
+    assert c.versions.held == 0 and await c.next_samples("rollout-0", 8, 8), "the run goes on"
+    lost = [event.data for event in await c.events() if event.kind == "lost"]
+    assert lost == [{"name": "rollout-1", "reason": "it did not take version 0: no memory"}]
 
 
 # ---- while a score is tried again ------------------------------------------------------------------------------------
 
 
-def test_a_retry_of_an_image_that_is_lost_meanwhile_does_not_come_back() -> None:
+@pytest.mark.virtual_time
+async def test_a_retry_of_an_image_that_is_lost_meanwhile_does_not_come_back() -> None:
     """Ends the retry's pause when the sample made anew waits for its score, or is being scored."""
 
-    async def main() -> None:
-        for taken in (False, True):
-            c, entries = make_coordinator(make_config(S=0, P=1, backoff_s=10.0))
-            await hold(c, 0)
-            await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
-            first, second = await c.next_to_score("reward-0", 2)
-            await c.scored("reward-0", [ScoreResult(first.sample_id, 1, error="timeout")])
-            await score(c, [second], distinct)
-            await c.objects_lost("rollout-0")
-            await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
-            jobs = await c.next_to_score("reward-0", 2) if taken else []
-            await asyncio.sleep(60)
-            jobs = jobs or await c.next_to_score("reward-0", 2)
-            assert [job.attempt for job in jobs] == [2, 2]
-            await score(c, jobs, distinct)
-            (group,) = await c.next_groups(0, 1)
-            assert group.group == 0 and not entries
-
-    run_in_virtual_time(main())
+    for taken in (False, True):
+        c, entries = make_coordinator(make_config(S=0, P=1, backoff_s=10.0))
+        await hold(c, 0)
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+        first, second = await c.next_to_score("reward-0", 2)
+        await c.scored("reward-0", [ScoreResult(first.sample_id, 1, error="timeout")])
+        await score(c, [second], distinct)
+        await c.objects_lost("rollout-0")
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+        jobs = await c.next_to_score("reward-0", 2) if taken else []
+        await asyncio.sleep(60)
+        jobs = jobs or await c.next_to_score("reward-0", 2)
+        assert [job.attempt for job in jobs] == [2, 2]
+        await score(c, jobs, distinct)
+        (group,) = await c.next_groups(0, 1)
+        assert group.group == 0 and not entries
 
 
 # ---- whose fault -----------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
-    async def main() -> None:
-        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=2))
-        await hold(c, 0)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
-        for number in range(3):
-            assert not entries
-            await c.next_to_score(f"reward-{number}", 1)
-            await c.scorer_lost(f"reward-{number}")
-        assert [(entry.event, entry.reason) for entry in entries] == [
-            ("rejected", "its scoring was cut off 3 times: reward-2 was lost")
-        ]
-
-    play(main())
+async def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
+    c, entries = make_coordinator(make_config(S=0, P=1, score_retries=2))
+    await hold(c, 0)
+    await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+    for number in range(3):
+        assert not entries
+        await c.next_to_score(f"reward-{number}", 1)
+        await c.scorer_lost(f"reward-{number}")
+    assert [(entry.event, entry.reason) for entry in entries] == [
+        ("rejected", "its scoring was cut off 3 times: reward-2 was lost")
+    ]
 
 
-def test_a_sample_that_reward_workers_die_of_takes_no_other_with_it() -> None:
+async def test_a_sample_that_reward_workers_die_of_takes_no_other_with_it() -> None:
     """Scores whole batches."""
 
-    async def main() -> None:
-        c, entries = make_coordinator(make_config(S=0, P=4, score_retries=3))
-        await hold(c, 0)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8), 0)
-        worker, scored = 0, []
-        while len(scored) < 7:
-            jobs = await c.next_to_score(f"reward-{worker}", 8)
-            if any(job.sample_id == "g1.s1" for job in jobs):
-                await c.scorer_lost(f"reward-{worker}")
-                worker += 1
-            else:
-                await score(c, jobs, distinct, f"reward-{worker}")
-                scored += jobs
-        assert [(entry.group, entry.event) for entry in entries] == [(1, "rejected")]
-        assert worker == 4, "workers that died of it"
-
-    play(main())
+    c, entries = make_coordinator(make_config(S=0, P=4, score_retries=3))
+    await hold(c, 0)
+    await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8), 0)
+    worker, scored = 0, []
+    while len(scored) < 7:
+        jobs = await c.next_to_score(f"reward-{worker}", 8)
+        if any(job.sample_id == "g1.s1" for job in jobs):
+            await c.scorer_lost(f"reward-{worker}")
+            worker += 1
+        else:
+            await score(c, jobs, distinct, f"reward-{worker}")
+            scored += jobs
+    assert [(entry.group, entry.event) for entry in entries] == [(1, "rejected")]
+    assert worker == 4, "workers that died of it"
 
 
-def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_end() -> None:
-    async def main() -> None:
-        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
-        await hold(c, 0)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
-        c._samples.blame.scores("reward-0")
-        for _ in range(2):
-            assert not entries
-            (job,) = [job for job in await c.next_to_score("reward-0", 2) if job.sample_id == "g0.s0"]
-            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
-            await c.scored("reward-0", [down])
-        assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"]
-
-    play(main())
+async def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_end() -> None:
+    c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
+    await hold(c, 0)
+    await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+    c._samples.blame.scores("reward-0")
+    for _ in range(2):
+        assert not entries
+        (job,) = [job for job in await c.next_to_score("reward-0", 2) if job.sample_id == "g0.s0"]
+        down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
+        await c.scored("reward-0", [down])
+    assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"]
 
 
-def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_the_same() -> None:
+async def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_the_same() -> None:
     """Has little to score, so that a sample that one worker has put back goes to the next."""
 
-    async def main() -> None:
-        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
-        await hold(c, 0)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 1, 1), 0)
+    c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
+    await hold(c, 0)
+    await finish(c, "rollout-0", await c.next_samples("rollout-0", 1, 1), 0)
 
-        async def goes_down(worker: str) -> None:
-            (job,) = await c.next_to_score(worker, 1)
-            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
-            await c.scored(worker, [down])
+    async def goes_down(worker: str) -> None:
+        (job,) = await c.next_to_score(worker, 1)
+        down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
+        await c.scored(worker, [down])
 
-        for number in range(8):
-            c._samples.blame.scores(f"reward-{number}")
-            await goes_down(f"reward-{number}")
-        assert not entries
-        for number in range(
-            8
-        ):  # it is back: one worker after the other has an answer for the sample it knows, and asks
-            c._samples.blame.asks(f"reward-{number}")
-        await goes_down("reward-5")
-        assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"], (
-            "when all was well"
-        )
-
-    play(main())
+    for number in range(8):
+        c._samples.blame.scores(f"reward-{number}")
+        await goes_down(f"reward-{number}")
+    assert not entries
+    for number in range(
+        8
+    ):  # it is back: one worker after the other has an answer for the sample it knows, and asks
+        c._samples.blame.asks(f"reward-{number}")
+    await goes_down("reward-5")
+    assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"], (
+        "when all was well"
+    )
