@@ -7,7 +7,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.aio.backoff import Backoff, Later
+from omni_async.aio.backoff import Backoff, Breaker, Later, State
+from omni_async.aio.clock import ManualClock
 from omni_async.simulation.virtual_time import run
 
 SECONDS = st.floats(1e-3, 1e3)
@@ -38,3 +39,78 @@ def test_what_is_put_off_happens_in_its_time_unless_it_is_cancelled() -> None:
 
     assert run(main()) == 1
     assert happened == [("now", 0.0), ("a", 1.0), ("b", 2.0)]
+
+
+def make_breaker(clock: ManualClock | None = None) -> Breaker:
+    return Breaker(clock or ManualClock(100.0), pauses=Backoff(1.0, 8.0), give_up_s=60.0)
+
+
+def test_it_knows_why_it_is_open() -> None:
+    breaker = make_breaker()
+    assert breaker.state is State.CLOSED
+    breaker.trip("a")
+    assert breaker.state is State.OPEN and breaker.reason == "a"
+    breaker.try_again()
+    assert breaker.state is State.HALF_OPEN and breaker.reason == "a"
+    breaker.missed("b")
+    assert breaker.state is State.OPEN and breaker.reason == "b"
+
+
+def test_attempts_come_after_ever_longer_pauses_and_it_gives_up_in_the_end() -> None:
+    clock = ManualClock(100.0)
+    breaker = make_breaker(clock)
+    breaker.trip("x")
+    pauses = []
+    while not breaker.given_up:
+        pauses.append(breaker.pause_s)
+        assert not breaker.due
+        clock.advance(breaker.pause_s)
+        assert breaker.due
+        breaker.try_again()
+        breaker.missed("x")
+    assert pauses == [1.0, 2.0, 4.0, *[8.0] * 7]
+    assert breaker.open_s == 63.0
+    clock.advance(breaker.pause_s)
+    assert breaker.due, "attempts go on"
+
+
+def test_after_a_success_it_is_as_new() -> None:
+    clock = ManualClock()
+    breaker = make_breaker(clock)
+    breaker.trip("x")
+    clock.advance(1000.0)
+    breaker.try_again()
+    breaker.missed("x")
+    breaker.try_again()
+    breaker.succeeded()
+    assert breaker.state is State.CLOSED and not breaker.given_up
+    breaker.trip("x")
+    assert breaker.pause_s == 1.0 and breaker.open_s == 0.0 and not breaker.given_up
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["succeeded", "trip", "try_again", "missed"]), st.floats(0, 30)), max_size=60)
+)
+def test_whatever_happens_it_is_closed_from_a_success_to_the_next_trip(story: list[tuple[str, float]]) -> None:
+    """Follows the order that its user keeps: trips only closed ones, tries only open ones, misses only half-open
+    ones."""
+    clock = ManualClock()
+    breaker = make_breaker(clock)
+    allowed = {"trip": State.CLOSED, "try_again": State.OPEN, "missed": State.HALF_OPEN}
+    opened, attempt = None, 0.0
+    for what, seconds in story:
+        clock.advance(seconds)
+        if what in allowed and breaker.state is not allowed[what]:
+            continue
+        getattr(breaker, what)(*(["x"] if what in ("trip", "missed") else []))
+        if what == "trip":
+            opened = attempt = clock.now()
+        elif what == "missed":
+            attempt = clock.now()
+        elif what == "succeeded":
+            opened = None
+        assert (breaker.state is State.CLOSED) == (opened is None)
+        assert breaker.given_up == (opened is not None and clock.now() - opened >= 60.0)
+        if opened is not None:
+            assert 1.0 <= breaker.pause_s <= 8.0
+            assert breaker.due == (clock.now() - attempt >= breaker.pause_s)

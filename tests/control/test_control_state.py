@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import msgspec
 import pytest
 from control_world import Bench, Run, distinct, finish, hold, make_config, make_coordinator, now, report, score
 
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
-from omni_async.control.ledger import JsonlSink, Ledger, LedgerDamaged
-from omni_async.types import LedgerEntry, Prompt
+from omni_async.types import Prompt
 from omni_async.version_spans import VersionSpans
 
 
@@ -146,28 +144,3 @@ async def test_attempts_are_remembered() -> None:
     await score(c, now(c.next_to_score("reward-0", 8)), distinct)
     await c.update_done(report(2, await c.next_groups(1, 1)))
     assert [(e.group, e.attempts) for e in entries] == [(2, 3)]
-
-
-def _entry(group: int) -> LedgerEntry:
-    return LedgerEntry("run", group, 0, "dropped", "x", 0, None, None, None, 1, None)
-
-
-def test_void_lines_leave_the_ledger_and_are_kept_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    sink = JsonlSink(path)
-    ledger, states = Ledger(sink), []
-    for group in range(4):
-        ledger.admit(group)
-        ledger.end(_entry(group))
-        states.append(ledger.state())
-    with path.open("ab") as torn:
-        torn.write(b'{"run": "cut o')
-    again = JsonlSink(path, states[1])
-    again(_entry(9))
-    assert [msgspec.json.decode(line)["group"] for line in path.read_bytes().splitlines()] == [0, 1, 9]
-    void = (tmp_path / "ledger.jsonl.void").read_bytes()
-    assert void.count(b"\n") == 2 and void.endswith(b"cut o")
-    with pytest.raises(LedgerDamaged, match="the ledger has 3 lines, the checkpoint counts 4"):
-        JsonlSink(path, states[3])
-    with pytest.raises(LedgerDamaged, match="the first 3 lines of the ledger are not those that the checkpoint counts"):
-        JsonlSink(path, states[2])

@@ -26,7 +26,9 @@ from control_world import (
     report,
     score,
 )
+from msgspec.structs import replace
 
+from omni_async.config.schema import Role
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.versions import WeightMismatch
 from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
@@ -612,3 +614,87 @@ async def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_gr
     assert end["conservation"]["live"] == 0
     await c.continuation()
     assert synced, "lines that a checkpoint counts are safe before it returns"
+
+
+class Restless(Run):
+    """Producers that give up waiting at random moments, also between being woken and running, and ask again."""
+
+    async def producer(self, engine: str) -> None:
+        running: set[asyncio.Task[None]] = set()
+        while True:
+            asking = asyncio.create_task(self.coordinator.next_samples(engine, 2, 2))
+            if self._random.random() < 0.7:
+                await self.turns("generate")
+                asking.cancel()
+            try:
+                leased: list[SampleRequest] = await asking
+            except asyncio.CancelledError:
+                continue
+            if not leased:
+                break
+            running |= {asyncio.create_task(self.sample(engine, request)) for request in leased}
+        await asyncio.gather(*running)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_ends_although_its_producers_keep_going_away(seed: int) -> None:
+    config = make_config(S=1, P=8, group_size=3, updates=4, engines=40, trajectories=24)
+
+    async def main() -> Run:
+        return await Restless(config, seed=seed).play()
+
+    run = asyncio.run(main())
+    assert run.outcome == ("done", None)
+    assert Counter(entry.event for entry in run.entries) == {"trained": 32}
+    assert len(run.requests) == len({request.sample_id for request in run.requests}) == 32 * 3, (
+        "every sample was leased once"
+    )
+
+
+def test_engines_take_turns_where_there_is_less_work_than_engines() -> None:
+    """Runs 60 engines, 12 samples at a time: with first come, first served each works a fifth of the time."""
+    run = play(make_config(S=0, P=4, group_size=3, updates=30, engines=60, max_inflight=1), seed=3)
+    assert run.outcome == ("done", None)
+    leases = Counter(engine for engine, _ in run.leases)
+    assert set(leases.values()) == {30 * 12 // 60}
+
+
+def test_the_same_samples_are_made_by_one_engine_and_by_many() -> None:
+    def requests(engines: int) -> dict[str, SampleRequest]:
+        return {r.sample_id: r for r in play(make_config(S=1, P=4, updates=4, engines=engines)).requests}
+
+    assert requests(50) == requests(1)
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    config = replace(make_config(), roles=(Role(name="judge"), Role(name="cache")))
+    return make_coordinator(config)[0]
+
+
+async def test_whoever_asks_before_a_worker_is_ready_gets_those_of_its_role_when_one_is(
+    coordinator: Coordinator,
+) -> None:
+    asking = asyncio.ensure_future(coordinator.addresses("judge"))
+    await coordinator.service_ready("cache-0", "here:1")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not asking.done(), "that is another role's"
+    await coordinator.service_ready("judge-1", "here:2")
+    assert await asking == {"judge-1": "here:2"}
+    await coordinator.service_lost("judge-1")
+    await coordinator.service_lost("judge-1")
+    await coordinator.service_ready("judge-1.2", "")
+    assert await coordinator.addresses("judge") == {"judge-1.2": ""}
+    told = [event.data["text"] for event in await coordinator.events()]
+    assert told == ["cache-0: ready at here:1", "judge-1: ready at here:2", "judge-1.2: ready"]
+    assert now(coordinator.statistics())["addresses"] == {"cache-0": "here:1", "judge-1.2": ""}
+    with pytest.raises(ValueError, match=r"one of \['judge', 'cache'\], got 'jugde'"):
+        await coordinator.addresses("jugde")
+
+
+async def test_nobody_waits_once_the_run_is_over(coordinator: Coordinator) -> None:
+    asking = asyncio.ensure_future(coordinator.addresses("judge"))
+    await asyncio.sleep(0)
+    await coordinator.stop("by its user")
+    assert await asking == {} == await coordinator.addresses("judge")

@@ -1,4 +1,5 @@
-"""Tests that every admitted group ends in exactly one event, and that the counters match."""
+"""Tests that every admitted group ends in exactly one event, that the file of a resumed run is as it was until a group
+is trained, and that it is refused whatever happens to a line that a checkpoint counts."""
 
 from __future__ import annotations
 
@@ -10,26 +11,30 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from omni_async.control.ledger import ConservationError, JsonlSink, Ledger
-from omni_async.types import LedgerEntry
+from omni_async.control.control_state import LedgerState
+from omni_async.control.ledger import (
+    ConservationError,
+    HeldBackSink,
+    JsonlSink,
+    Ledger,
+    LedgerDamaged,
+    encode_line,
+    extend,
+    require_prefix,
+)
+from omni_async.types import LedgerEntry, Terminal
 
 
-def entry(group: int, event: str = "trained", **values: Any) -> LedgerEntry:
-    plain: dict[str, Any] = {
-        "run": "run-1",
-        "group": group,
-        "prompt": 3,
-        "event": event,
-        "reason": None,
-        "admitted_version": 0,
-        "trained_version": 1 if event == "trained" else None,
-        "staleness": 0 if event == "trained" else None,
-        "step_versions": (0, 0),
-        "attempts": 1,
-        "reward": 0.5,
-    }
-    return msgspec.convert({**plain, **values}, LedgerEntry)
+def entry(group: int, event: Terminal = "trained", reason: str | None = None) -> LedgerEntry:
+    version, staleness = (1, 0) if event == "trained" else (None, None)
+    return LedgerEntry("run-1", group, 3, event, reason, 0, version, staleness, (0, 0), 1, 0.5)
+
+
+def groups(path: Path) -> list[int]:
+    return [msgspec.json.decode(line)["group"] for line in path.read_bytes().splitlines()]
 
 
 def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
@@ -37,11 +42,7 @@ def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
     ledger = Ledger(recorded.append)
     for group in range(4):
         ledger.admit(group)
-    events = [
-        entry(2, "rejected", reason="zero reward variance"),
-        entry(0),
-        entry(1, "dropped", reason="run interrupted"),
-    ]
+    events = [entry(2, "rejected", "zero reward variance"), entry(0), entry(1, "dropped", "run interrupted")]
     for event in events:
         ledger.end(event)
     assert recorded == events, "recorded at once and in order"
@@ -52,7 +53,7 @@ def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
     ledger.check({3})
 
 
-def test_a_group_ends_once() -> None:
+def test_a_group_is_admitted_once_and_ends_once() -> None:
     ledger = Ledger(lambda _: None)
     ledger.admit(0)
     ledger.end(entry(0))
@@ -60,10 +61,6 @@ def test_a_group_ends_once() -> None:
         ledger.end(entry(0, "rejected"))
     with pytest.raises(ConservationError, match="group 7 is trained but not live"):
         ledger.end(entry(7))
-
-
-def test_a_group_is_admitted_once() -> None:
-    ledger = Ledger(lambda _: None)
     ledger.admit(4)
     for group in (4, 3):
         with pytest.raises(ConservationError, match=f"group {group} admitted twice"):
@@ -84,25 +81,13 @@ def test_a_line_is_on_disk_as_soon_as_the_event_happened(tmp_path: Path) -> None
     path = tmp_path / "ledger.jsonl"
     sink = JsonlSink(path)
     sink(entry(0))
-    (line,) = path.read_text().splitlines()
-    assert json.loads(line) == {
-        "run": "run-1",
-        "group": 0,
-        "prompt": 3,
-        "event": "trained",
-        "reason": None,
-        "admitted_version": 0,
-        "trained_version": 1,
-        "staleness": 0,
-        "step_versions": [0, 0],
-        "attempts": 1,
-        "reward": 0.5,
-    }
+    assert path.read_text() == (
+        '{"run":"run-1","group":0,"prompt":3,"event":"trained","reason":null,"admitted_version":0,"trained_version":1,'
+        '"staleness":0,"step_versions":[0,0],"attempts":1,"reward":0.5}\n'
+    )
     sink(entry(1, "dropped", reason='said "no"\nand left'))
-    assert [json.loads(line)["group"] for line in path.read_text().splitlines()] == [0, 1]
     JsonlSink(path)(entry(2))
-    assert len(path.read_text().splitlines()) == 3, "a second writer appends"
-    assert msgspec.json.decode(path.read_bytes().splitlines()[0], type=LedgerEntry) == entry(0)
+    assert groups(path) == [0, 1, 2], "a second writer appends"
 
 
 class Disk:
@@ -121,11 +106,8 @@ class Disk:
 
 def test_lines_that_a_checkpoint_will_count_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[Path, int]] = []
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda handle: synced.append((Path(f"/proc/self/fd/{handle}").readlink(), os.fstat(handle).st_size)),
-    )
+    of_file = lambda handle: (Path(f"/proc/self/fd/{handle}").readlink(), os.fstat(handle).st_size)  # noqa: E731
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(of_file(handle)))
     sink = JsonlSink(path := tmp_path / "ledger.jsonl")
     for group in range(3):
         sink(entry(group))
@@ -138,8 +120,8 @@ def test_a_line_that_could_not_be_written_comes_before_the_next_and_the_books_st
     sink, disk = JsonlSink(tmp_path / "ledger.jsonl"), Disk()
     sink._file = disk  # type: ignore[assignment]
     ledger = Ledger(sink)
-    for group in range(2):
-        ledger.admit(group)
+    ledger.admit(0)
+    ledger.admit(1)
     ledger.end(entry(0))
     assert ledger.problem == "the ledger cannot be written: [Errno 28] No space left on device"
     assert ledger.counters()["trained"] == 1 and ledger.live == {1}
@@ -148,3 +130,219 @@ def test_a_line_that_could_not_be_written_comes_before_the_next_and_the_books_st
     disk.room = True
     ledger.end(entry(1))
     assert [json.loads(line)["group"] for line in disk.content.splitlines()] == [0, 1]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """Makes a ledger of two groups that a checkpoint counts, and two that it does not."""
+    sink = JsonlSink(path := tmp_path / "ledger.jsonl")
+    for group in (0, 1, 7, 8):
+        sink(entry(group))
+    return path
+
+
+def two_lines(path: Path) -> JsonlSink:
+    """Returns a sink for a checkpoint that counts the first two lines."""
+    before = Ledger(lambda _: None)
+    for group in (0, 1):
+        before.admit(group)
+        before.end(entry(group))
+    return JsonlSink(path, before.state())
+
+
+def held(path: Path) -> HeldBackSink:
+    return HeldBackSink(lambda: two_lines(path))
+
+
+@pytest.mark.parametrize("how", ["trained", "synced"])
+def test_groups_are_held_back_until_the_first_is_trained_or_a_checkpoint_counts_them(ledger: Path, how: str) -> None:
+    before, sink = ledger.read_bytes(), held(ledger)
+    sink(entry(2, "rejected"))
+    assert ledger.read_bytes() == before and not ledger.with_name("ledger.jsonl.void").exists()
+    sink(entry(4)) if how == "trained" else sink.sync()
+    sink(entry(3, "dropped"))
+    assert groups(ledger) == ([0, 1, 2, 4, 3] if how == "trained" else [0, 1, 2, 3])
+    assert groups(ledger.with_name("ledger.jsonl.void")) == [7, 8], "former lines"
+
+
+def test_lines_that_were_changed_since_the_attempt_began_are_left_and_reported(ledger: Path) -> None:
+    """Edits the lines while the run loads: it ends with that reason, in order."""
+    sink = held(ledger)
+    opened = Ledger(sink)
+    changed = ledger.read_bytes().replace(b"trained", b"Trained", 1)
+    ledger.write_bytes(changed)
+    opened.admit(4)
+    opened.end(entry(4))
+    assert opened.problem is not None and "are not those that the checkpoint counts" in opened.problem
+    with pytest.raises(OSError, match="are not those that the checkpoint counts"):
+        sink.sync()
+    assert ledger.read_bytes() == changed
+
+
+def test_a_disk_that_is_full_when_lines_are_to_be_written_costs_none_of_them(ledger: Path) -> None:
+    room = False
+
+    def take_over() -> Any:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return two_lines(ledger)
+
+    opened = Ledger(HeldBackSink(take_over))
+    for group in (2, 4, 5):
+        opened.admit(group)
+    opened.end(entry(2, "rejected"))
+    assert opened.problem is None
+    opened.end(entry(4))
+    assert opened.problem == "the ledger cannot be written: [Errno 28] No space left on device"
+    assert groups(ledger) == [0, 1, 7, 8]
+    room = True
+    opened.end(entry(5))
+    assert groups(ledger) == [0, 1, 2, 4, 5]
+
+
+GROUPS, COUNTED = 6, 4
+
+
+def odd_entry(group: int) -> LedgerEntry:
+    reason = None if group % 2 else "said \u2028 'no'\r\n and left"  # what other readers take for the end of a line
+    return entry(group, "trained" if reason is None else "rejected", reason)
+
+
+def states(sink: object = lambda _: None) -> list[LedgerState]:
+    """Returns the state of a ledger before its first line and after each."""
+    ledger = Ledger(sink)  # type: ignore[arg-type]
+    known = [ledger.state()]
+    for group in range(GROUPS):
+        ledger.admit(group)
+        ledger.end(odd_entry(group))
+        known.append(ledger.state())
+    return known
+
+
+LINES = [encode_line(odd_entry(group)) for group in range(GROUPS)]
+KNOWN = states()[COUNTED]
+SIZE = sum(map(len, LINES[:COUNTED]))
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Damages the counted lines of the ledger in one way."""
+    lines, content = [*LINES], b"".join(LINES)
+    line, other = draw(st.permutations(range(COUNTED)))[:2]
+    byte = draw(st.integers(0, SIZE - 1))
+    match draw(
+        st.sampled_from(
+            ["doubled", "missing", "swapped", "blank", "blanked", "flipped", "inserted", "removed", "cr", "crlf", "cut"]
+        )
+    ):
+        case "doubled":
+            lines.insert(other, lines[line])
+        case "missing":
+            del lines[line]
+        case "swapped":
+            lines[line], lines[other] = lines[other], lines[line]
+        case "blank":
+            lines.insert(line, draw(st.sampled_from([b"\n", b" \n", b"\r\n", b"\0\n"])))
+        case "blanked":
+            lines[line] = b"\n"
+        case "flipped":
+            return content[:byte] + bytes([content[byte] ^ draw(st.integers(1, 255))]) + content[byte + 1 :]
+        case "inserted":
+            return (
+                content[:byte]
+                + draw(st.binary(min_size=1, max_size=3).filter(lambda piece: set(piece) != {content[byte]}))
+                + content[byte:]
+            )
+        case "removed":
+            return content[:byte] + content[byte + 1 :]
+        case "cr":
+            return content[:byte] + b"\r" + content[byte + (content[byte : byte + 1] != b"\r") :]
+        case "crlf":
+            lines[line] = lines[line][:-1] + b"\r\n"
+        case "cut":
+            return content[:byte]
+    return b"".join(lines)
+
+
+@settings(max_examples=300, deadline=None)
+@given(content=damaged())
+def test_one_thing_done_to_the_counted_lines_is_found(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "damaged.jsonl", content)
+    if content[:SIZE] == b"".join(LINES)[:SIZE]:
+        return  # a carriage return that was put where one stood
+    with pytest.raises(LedgerDamaged) as found:
+        require_prefix(path, KNOWN)
+    assert "\n" not in str(found.value) and len(str(found.value)) < 300
+    with pytest.raises(LedgerDamaged):
+        JsonlSink(path, KNOWN)
+    assert path.read_bytes() == content, "nothing is cut off what was refused"
+
+
+@settings(max_examples=50, deadline=None)
+@given(rest=st.binary(max_size=40))
+def test_what_follows_the_counted_lines_is_void_whatever_it_is(
+    tmp_path_factory: pytest.TempPathFactory, rest: bytes
+) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "followed.jsonl", b"".join(LINES[:COUNTED]) + rest)
+    void = path.with_name("followed.jsonl.void")
+    void.unlink(missing_ok=True)
+    require_prefix(path, KNOWN)
+    JsonlSink(path, KNOWN)
+    assert path.read_bytes() == b"".join(LINES[:COUNTED])
+    assert (void.read_bytes() if void.exists() else b"") == rest
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([0, 1, 1, 2, 3], "line 3 is of group 1, and so is line 2"),
+        ([0, 1, b"\n", 2, 3], "line 3 is blank"),
+        ([0, 1, b'{"run": 3}\n', 3, 4], "line 3 is no record of a group"),
+        ([0, LINES[1].replace(b"\n", b"\r\n"), 2, 3], "line 2 is not as it was written"),
+        ([0, 2, 1, 3], "lines are missing, doubled, swapped or changed"),
+        ([0, 1, 2], "the ledger has 3 lines, the checkpoint counts 4"),
+        ([0, 1, 2, LINES[3][:-1]], "the ledger has 3 lines, the checkpoint counts 4"),
+        ([], "the ledger has 0 lines, the checkpoint counts 4"),
+    ],
+)
+def test_the_first_damaged_line_is_named_where_it_can_be_told(
+    tmp_path: Path, lines: list[int | bytes], reason: str
+) -> None:
+    path = write(tmp_path / "ledger.jsonl", b"".join(LINES[line] if isinstance(line, int) else line for line in lines))
+    with pytest.raises(LedgerDamaged, match=reason):
+        require_prefix(path, KNOWN)
+
+
+def test_a_ledger_that_is_gone_or_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(LedgerDamaged, match="has 0 lines"):
+        require_prefix(path, KNOWN)
+    os.mkfifo(path)  # nobody will ever write to it
+    for counted in (KNOWN, LedgerState()):
+        with pytest.raises(OSError, match="a named pipe, not a file"):
+            JsonlSink(path, counted)
+
+
+def test_what_does_not_say_which_lines_it_counts_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "ledger.jsonl", b"".join(LINES))
+    with pytest.raises(LedgerDamaged, match="counts 4 lines of the ledger and does not say which"):
+        require_prefix(path, msgspec.structs.replace(KNOWN, size=0, digest=""))
+
+
+def test_the_file_and_what_is_known_of_it_agree_over_two_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    states(JsonlSink(path))
+    ledger = Ledger(JsonlSink(path, KNOWN), KNOWN)  # goes on without having read a line
+    ledger.admit(99)
+    ledger.end(odd_entry(99))
+    assert (ledger.state().size, ledger.state().lines) == (path.stat().st_size, COUNTED + 1)
+    require_prefix(path, ledger.state())
+    digest = ""
+    for line in path.open("rb"):
+        digest = extend(digest, line)
+    assert ledger.state().digest == digest
