@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.arguments import benchmark_parser
-from omni_async.bench.machine import Machine, describe_machine
+from omni_async.bench.result import Machine, describe_machine
 
 _HELP = """\
 Samples/s and MB/s from a producer actor to a trainer actor, all arms in turn in every repeat, on a local Ray.

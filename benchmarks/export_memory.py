@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.weights_model import SizedPolicy
-from omni_async.bench.machine import Machine, describe_machine
+from omni_async.bench.result import Machine, describe_machine
 from omni_async.training.device import init_process_group
 from omni_async.training.export import copy_out
 from omni_async.weights.buckets import BucketSet

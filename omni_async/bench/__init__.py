@@ -1,5 +1,5 @@
 """Measures a recipe: the schedules side by side, and the parts of their difference.
 
-`run_overlap` plans the runs (arms.py, plan.py), makes each (overlap.py), measures its folder (measure.py,
-attribution.py), and compares the arms (comparison.py); table.py and figure.py show the `Overlap` of result.py.
+`run_overlap` plans the runs (plan.py), makes each (overlap.py), measures its folder (measure.py), and compares the arms
+(comparison.py); table.py and figure.py show the `Overlap` of result.py.
 """

@@ -100,8 +100,8 @@ def bench(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError for what is wrong before anything runs."""
     from rich.console import Console
 
-    from omni_async.bench.arms import DEFAULT_ARMS
     from omni_async.bench.overlap import run_overlap, write_report
+    from omni_async.bench.plan import DEFAULT_ARMS
     from omni_async.bench.result import read_overlap
     from omni_async.bench.table import show
 

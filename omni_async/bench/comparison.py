@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
-from omni_async.bench.arms import BASELINES
-from omni_async.bench.attribution import differences, in_words
+from omni_async.bench.plan import BASELINES
 from omni_async.bench.result import ArmRecord, Measured, Overlap, Spread, Stage, spread
+
+# Category -> its name in reports.
+CATEGORIES = {
+    "training": "training",
+    "recompute": "recomputed log-probs",
+    "export": "weight export",
+    "generation": "waiting for generation",
+    "tail": "waiting for its tail",
+    "switch": "devices changing hands",
+    "reward": "waiting for rewards",
+    "weights": "waiting for weights",
+    "idle": "idle",
+}
+# Category -> the name of the gain where it shrinks.
+_GAINS = CATEGORIES | {
+    "generation": "generation overlapped",
+    "tail": "tail",
+    "reward": "reward wait",
+    "weights": "weight-sync drain",
+    "switch": "switching",
+}
 
 
 class Speedup(msgspec.Struct, frozen=True):
@@ -110,3 +131,28 @@ def fastest(summaries: dict[str, ArmSummary]) -> ArmSummary | None:
     """Return the arm, no baseline, with the shortest step."""
     candidates = [summary for name, summary in summaries.items() if name not in BASELINES]
     return min(candidates, key=lambda summary: summary.step_s.median, default=None)
+
+
+def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict[str, float]:
+    """Return each category's share of the seconds by which the arm is faster; the shares sum to 1.
+
+    A negative share is a category that takes the arm longer. Empty where both are equally fast."""
+    saved = sum(baseline.values()) - sum(arm.values())
+    if abs(saved) < 1e-9:
+        return {}
+    return {name: (baseline[name] - arm[name]) / saved for name in CATEGORIES}
+
+
+def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
+    """Phrase a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`.
+
+    Shares below 1 % are left out, and all of a difference that is below 1 % of the baseline's step."""
+    text = f"{ratio:.2f}x over {baseline_name}"
+    saved = sum(baseline.values()) - sum(arm.values())
+    if abs(saved) < 0.01 * sum(baseline.values()):
+        return text
+    shares = sorted(differences(baseline, arm).items(), key=lambda item: -abs(item[1]))
+    parts = [f"{_GAINS[name]} {share:.0%}".replace("%", " %") for name, share in shares if abs(share) >= 0.01]
+    if not parts:
+        return text
+    return f"{text}: {', '.join(parts)}" if saved > 0 else f"{text}; of what it loses: {', '.join(parts)}"

@@ -9,8 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from omni_async.bench.attribution import CATEGORIES
-from omni_async.bench.comparison import ArmSummary, compare
+from omni_async.bench.comparison import CATEGORIES, ArmSummary, compare
 from omni_async.bench.result import Overlap
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, and two greys.

@@ -1,22 +1,27 @@
-"""Measures one run from its folder: step times from `metrics.jsonl`, all between them from `trace.json`."""
+"""Measures one run from its folder: step times from `metrics.jsonl`, all between them from `trace.json`.
+
+Every moment of an update belongs to exactly one category, seen from the trainer. What it does comes first. A moment in
+which it does nothing belongs to the first of these that is under way: generation (on every engine, or as the `tail` of
+it on some), a shared device passing to another role, scoring, weights on their way (with devices that have to pass to
+engines first); if none is, it is `idle`: messages, bookkeeping, scheduling.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from omni_async.bench.attribution import attribute
 from omni_async.bench.result import Measured, Stage
 from omni_async.config import Config, ConfigError
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.simulate import Steady
-from omni_async.tracking import timeline
 from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import read_summary
-from omni_async.tracking.timeline import busy_fractions, read_trace
+from omni_async.tracking.timeline import Interval, at_least, busy_fractions, clip, length, read_trace, union
 from omni_async.types import Span
 from omni_async.worker import Worker
 
@@ -30,6 +35,9 @@ _STAGES = {
     "export": ("trainer", ("export",), "export"),
     "publish": ("publisher", ("publish",), "publish"),
 }
+# Kinds of spans -> their category: the trainer's own, and those of others that it may be waiting for.
+_TRAINER = {"train": "training", "proximal": "recompute", "export": "export"}
+_OTHERS = {"score": "reward", "switch": "switch", "publish": "weights", "stage": "weights", "swap": "weights"}
 
 
 class NotMeasurableError(ValueError):
@@ -41,8 +49,8 @@ def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> 
 
     Its steady part is whole periods of S + 1 updates and of publishes."""
     period = math.lcm(max_updates + 1, publish_every)
-    length = math.ceil(max(_FEWEST, steps) / period) * period
-    return max(2, max_updates + 2) + length + max_updates
+    steady = math.ceil(max(_FEWEST, steps) / period) * period
+    return max(2, max_updates + 2) + steady + max_updates
 
 
 def steady_part(config: Config) -> tuple[int, int]:
@@ -51,11 +59,12 @@ def steady_part(config: Config) -> tuple[int, int]:
     The first max(2, S + 2) updates fill the pipeline, the last S drain it, and between them lie whole periods. Raises
     ConfigError if too few are left."""
     updates, budget = config.trainer.updates, config.staleness.max_updates
-    needed = max(2, budget + 2) + _FEWEST + budget
+    filling = max(2, budget + 2)
+    needed = filling + _FEWEST + budget
     if updates < needed:
         raise ConfigError(
             f"trainer.updates: {updates} are too few: with a staleness budget of {budget} the first"
-            f" {max(2, budget + 2)} and the last {budget} are not measured, and {_FEWEST} must be left; at least"
+            f" {filling} and the last {budget} are not measured, and {_FEWEST} must be left; at least"
             f" --updates {needed}"
         )
     steady = Steady(config, updates)
@@ -68,7 +77,9 @@ def measure(run: Path, config: Config) -> Measured:
     Raises NotMeasurableError if something is missing there."""
     try:
         summary = read_summary(run / "summary.json")
-        finished = _finished(run / "metrics.jsonl")
+        lines = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
+        # In the clock's seconds. Lines of validation rounds have no such time.
+        finished = {line["update"]: line["finished"] for line in lines if "finished" in line}
         spans = read_trace(run / "trace.json")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise NotMeasurableError(f"{run}: {type(error).__name__}: {error}") from error
@@ -103,10 +114,32 @@ def run_profile(run: Path) -> Profile | None:
         return None
 
 
-def _finished(metrics: Path) -> dict[int, float]:
-    """Return when each update was done, in the clock's seconds. Lines of validation rounds have no such time."""
-    lines = [json.loads(line) for line in read_lines(metrics)]
-    return {line["update"]: line["finished"] for line in lines if "finished" in line}
+def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> dict[str, float]:
+    """Return the seconds of [start, end) per category.
+
+    Args:
+        spans: those of the run.
+        start: in the clock's seconds, as in the spans.
+        end: likewise.
+        engines: how many there are, idle ones included."""
+    times: dict[str, list[Interval]] = defaultdict(list)
+    generating: dict[str, list[Interval]] = defaultdict(list)
+    for span in spans:
+        inside = clip([(span.start, span.end)], start, end)
+        if span.kind == "generate":
+            generating[span.actor] += inside
+            times["tail"] += inside
+        elif span.kind in _OTHERS:
+            times[_OTHERS[span.kind]] += inside
+        elif span.kind in _TRAINER and Worker.parse(span.actor).role == "trainer":
+            times[_TRAINER[span.kind]] += inside
+    times["generation"] = list(at_least(engines, list(generating.values())))
+    result, claimed = {}, list[Interval]()
+    for name in ("training", "recompute", "export", "generation", "tail", "switch", "reward", "weights"):
+        before = length(claimed)
+        claimed = union([*claimed, *times[name]])
+        result[name] = length(claimed) - before
+    return {**result, "idle": max(0.0, end - start - length(claimed))}
 
 
 def _stages(
@@ -115,11 +148,11 @@ def _stages(
     workers = {"rollout": config.rollout.workers, "reward": config.reward.workers}
     result = {}
     for stage, (role, kinds, profiled) in _STAGES.items():
-        per_actor: dict[str, list[tuple[float, float]]] = {}
+        per_actor: dict[str, list[Interval]] = defaultdict(list)
         for span in spans:
             if span.kind in kinds and Worker.parse(span.actor).role == role:
-                per_actor.setdefault(span.actor, []).append((span.start, span.end))
-        busy = sum(timeline.length(timeline.clip(timeline.union(times), start, end)) for times in per_actor.values())
+                per_actor[span.actor].append((span.start, span.end))
+        busy = sum(length(clip(union(times), start, end)) for times in per_actor.values())
         variation = profile.stages()[profiled].variation if profile is not None else None
         result[stage] = Stage(busy / workers.get(role, 1) / updates, variation)
     return result

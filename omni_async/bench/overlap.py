@@ -9,41 +9,48 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 import msgspec
 import rich.console
+from msgspec.structs import replace
 
-from omni_async.bench.arms import DEFAULT_ARMS, parse_arms
 from omni_async.bench.comparison import compare, median_run
-from omni_async.bench.fingerprint import stamp
-from omni_async.bench.machine import describe_machine
 from omni_async.bench.measure import NotMeasurableError, measure, run_profile
-from omni_async.bench.plan import Job, Plan, PlannedArm, finished_run, make_plan
-from omni_async.bench.prediction import Simulator, predict, simulated_step
+from omni_async.bench.plan import DEFAULT_ARMS, Job, Plan, PlannedArm, finished_run, make_plan, parse_arms, stamp
 from omni_async.bench.progress import Progress
-from omni_async.bench.ray_session import ray_session
-from omni_async.bench.result import ArmRecord, Overlap, Prediction, RunRecord, write_overlap
+from omni_async.bench.result import ArmRecord, Overlap, Prediction, RunRecord, describe_machine, write_overlap
 from omni_async.bench.table import markdown
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import redact, redact_text
 from omni_async.config.schedule import num_existing_devices
+from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.runtime.inputs import RunInputs
+from omni_async.runtime.placement import plan_placements
+from omni_async.simulation.result import times_of
+from omni_async.simulation.simulate import simulate
 from omni_async.tracking.console import Console
 from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Summary
 
 Train = Callable[[RunInputs, Console], Summary]
-Records = dict[str, list[RunRecord]]
+# Mean seconds of a step, in the profile's time.
+Simulator = Callable[[Config, Profile], float]
 
 
 def train_here(inputs: RunInputs, console: Console) -> Summary:
     from omni_async.driver.train import train
 
     return train(inputs, console)
+
+
+def simulated_step(config: Config, profile: Profile) -> float:
+    """Simulate the recipe's updates, or 200 if those are more: fewer say less about service times that vary."""
+    return simulate(config, profile, seed=config.run.seed).step_s
 
 
 def run_overlap(
@@ -82,15 +89,15 @@ def run_overlap(
     if profile is not None:
         overrides = [*overrides, f"emulation.profile={profile}"]
     plan = make_plan(recipe, overrides, parse_arms(arms), out=out, repeats=repeats, updates=updates, steps=steps)
-    emulated = _emulated_profile(plan.base)
+    emulated = load_profile(plan.base.emulation.profile) if plan.base.emulation is not None else None
     with Progress(len(list(plan.jobs())), terminal or rich.console.Console()) as progress:
         predictions = _predict(plan, emulated, simulator, progress) if emulated else {}
         progress.print_plan(plan, {name: prediction.law_s for name, prediction in predictions.items()})
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        records: Records = {}
+        records: dict[str, list[RunRecord]] = {}
         interrupted: KeyboardInterrupt | None = None
         try:
-            with ray_session([planned.config for planned in plan.arms if planned.config is not None]):
+            with _ray_session([planned.config for planned in plan.arms if planned.config is not None]):
                 for job in plan.jobs():
                     records.setdefault(job.arm.name, []).append(_make_run(job, out, train, progress))
         except KeyboardInterrupt as error:
@@ -116,13 +123,44 @@ def write_report(out: Path, overlap: Overlap) -> None:
         draw(overlap, out / "overlap.png")
 
 
-def _emulated_profile(config: Config) -> Profile | None:
-    return load_profile(config.emulation.profile) if config.emulation is not None else None
+@contextmanager
+def _ray_session(configs: Sequence[Config]) -> Iterator[None]:
+    """Run Ray with CPUs for the largest of these jobs, for as long as the block lasts.
+
+    Does nothing where none of them needs it, or it runs already. Raises ConfigError if it cannot be started or joined.
+    """
+    on_ray = [config for config in configs if config.run.runtime == "ray"]
+    if not on_ray:
+        yield
+        return
+    from omni_async.runtime.on_ray.local import prepare_driver
+
+    prepare_driver()  # before Ray is imported
+
+    from omni_async.runtime.cluster import StartError
+    from omni_async.runtime.on_ray.connection import connect
+
+    run, cpus = on_ray[0].run, max(1, *(plan_placements(config).cpus for config in on_ray))
+    try:
+        connection = connect(run.ray_address, cpus, run.startup_timeout_s)
+    except StartError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        yield
+    finally:
+        connection.close()
 
 
 def _make_run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
     """Make one run, unless it is complete. An exception in it is recorded as that run's failure."""
     run, seconds, load = finished_run(job.inputs), None, None
+
+    def failed(reason: str) -> RunRecord:
+        folder = os.path.relpath(run, out) if run is not None else None
+        record = RunRecord(round=job.round, status="failed", reason=" ".join(reason.split()), folder=folder)
+        progress.print_run(job, record, None)
+        return record
+
     if run is None:
         load, began = os.getloadavg()[0], time.monotonic()
         try:
@@ -130,25 +168,19 @@ def _make_run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecor
         except RunDirectoryError as error:
             raise ConfigError(f"--out: {str(error).removeprefix('run.dir: ')}") from None
         except Exception as error:  # noqa: BLE001 (reported as this run's failure; the other runs go on)
-            return _failed(job, f"{type(error).__name__}: {error}", progress)
+            return failed(f"{type(error).__name__}: {error}")
         if summary.status == "interrupted":
             raise KeyboardInterrupt
         run, seconds = Path(job.config.run.dir) / summary.run, time.monotonic() - began
         if summary.status == "failed":
-            return _failed(job, summary.reason or "no reason given", progress, os.path.relpath(run, out))
+            return failed(summary.reason or "no reason given")
         stamp(run, job.inputs)
     try:
         measured = measure(run, job.config)
     except NotMeasurableError as error:
-        return _failed(job, str(error), progress, os.path.relpath(run, out))
+        return failed(str(error))
     record = RunRecord(round=job.round, status="done", folder=os.path.relpath(run, out), load=load, measured=measured)
     progress.print_run(job, record, seconds)
-    return record
-
-
-def _failed(job: Job, reason: str, progress: Progress, folder: str | None = None) -> RunRecord:
-    record = RunRecord(round=job.round, status="failed", reason=" ".join(reason.split()), folder=folder)
-    progress.print_run(job, record, None)
     return record
 
 
@@ -159,17 +191,34 @@ def _predict(plan: Plan, profile: Profile, simulator: Simulator, progress: Progr
     for planned in plan.arms:
         if planned.config is not None:
             progress.show(f"simulating {planned.arm.name}")
-            predictions[planned.arm.name] = predict(planned.config, profile, scale, simulator)
+            predictions[planned.arm.name] = _prediction(planned.config, profile, scale, simulator)
     return predictions
 
 
-def _overlap(plan: Plan, records: Records, predictions: dict[str, Prediction], started: str) -> Overlap:
-    emulation = plan.base.emulation
+def _prediction(config: Config, profile: Profile, time_scale: float, simulator: Simulator) -> Prediction:
+    """Predict an arm's step by the law and by the simulator, in measured seconds: `time_scale` of the profile's.
+
+    In a schedule where nothing overlaps the law with S = 0 is the sum of all stages; streaming inside the step shortens
+    it. If the simulator fails, the reason is reported: the measurements are worth having without it."""
+    times = times_of(config, profile.scaled(time_scale))
+    law = async_step(times, config.staleness.max_updates)
+    try:
+        simulated = simulator(config, profile) * time_scale
+    except Exception as error:  # noqa: BLE001 (reported)
+        return Prediction(times=times, law_s=law, not_simulated=f"{type(error).__name__}: {error}")
+    return Prediction(times=times, law_s=law, simulated_s=simulated)
+
+
+def _overlap(
+    plan: Plan, records: dict[str, list[RunRecord]], predictions: dict[str, Prediction], started: str
+) -> Overlap:
+    emulation, placement = plan.base.emulation, plan.base.placement
+    has_gpus = any(role.gpus for role in (placement.rollout, placement.reward, placement.trainer))
     return Overlap(
         recipe=str(plan.recipe),
         command=redact_text(shlex.join(sys.argv)),
         started=started,
-        machine=describe_machine(with_gpus=emulation is None and _has_gpus(plan.base)),
+        machine=describe_machine(with_gpus=emulation is None and has_gpus),
         repeats=plan.repeats,
         updates=plan.base.trainer.updates,
         time_scale=emulation.time_scale if emulation is not None else 1.0,
@@ -180,10 +229,6 @@ def _overlap(plan: Plan, records: Records, predictions: dict[str, Prediction], s
             _arm(planned, records.get(planned.arm.name, []), predictions.get(planned.arm.name)) for planned in plan.arms
         ),
     )
-
-
-def _has_gpus(config: Config) -> bool:
-    return any(role.gpus for role in (config.placement.rollout, config.placement.reward, config.placement.trainer))
 
 
 def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | None) -> ArmRecord:
@@ -204,15 +249,12 @@ def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progr
     """Add the law of real devices, by service times measured in a run.
 
     That is the synchronous arm's median run, or else the first arm's that has any."""
-    for arm in sorted(overlap.arms, key=lambda arm: arm.name != "sync"):
-        if not arm.measured:
-            continue
+    for arm in sorted((arm for arm in overlap.arms if arm.measured), key=lambda arm: arm.name != "sync"):
         chosen = next(run for run in arm.runs if run.measured is median_run(arm))
         profile = run_profile(plan.out / str(chosen.folder))
-        if profile is None:
-            continue
-        predictions = _predict(plan, profile, simulator, progress)
-        arms = tuple(msgspec.structs.replace(arm, prediction=predictions.get(arm.name)) for arm in overlap.arms)
-        law = f"service times measured in {chosen.folder} ({arm.name}, the repeat with the median step)"
-        return msgspec.structs.replace(overlap, arms=arms, law=law)
+        if profile is not None:
+            predictions = _predict(plan, profile, simulator, progress)
+            arms = tuple(replace(arm, prediction=predictions.get(arm.name)) for arm in overlap.arms)
+            law = f"service times measured in {chosen.folder} ({arm.name}, the repeat with the median step)"
+            return replace(overlap, arms=arms, law=law)
     return overlap

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import psutil
 
-from omni_async.bench.machine import Machine
 from omni_async.config import ConfigError
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.performance.law import StageTimes
@@ -17,6 +20,7 @@ from omni_async.tracking.files import write_atomic
 
 FILE_NAME = "overlap.json"
 _LARGEST_FILE = 200_000_000
+_PACKAGES = ("omni-async", "ray", "torch", "vllm-omni")
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -106,6 +110,28 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
         return [run for run in self.runs if run.status == "failed"]
 
 
+class Machine(msgspec.Struct, frozen=True):
+    """Hardware and versions. `cpus`: those this process may use. `gpus`: names, empty where none was asked for."""
+
+    cpu: str
+    cpus: int
+    memory_bytes: int
+    system: str
+    python: str
+    packages: dict[str, str]
+    gpus: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / 2**30:.0f} GiB"
+        versions = ", ".join(
+            [f"Python {self.python}", *(f"{name} {version}" for name, version in self.packages.items())]
+        )
+        return (
+            f"{self.cpu}, {self.cpus} CPUs, {memory}{''.join(f', {gpu}' for gpu in self.gpus)}; {self.system};"
+            f" {versions}"
+        )
+
+
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     """A whole benchmark.
 
@@ -145,3 +171,45 @@ def read_overlap(folder: Path) -> Overlap:
         raise ConfigError(f"{path}: no finished benchmark to report on: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a benchmark result: {error}") from None
+
+
+def describe_machine(with_gpus: bool = False) -> Machine:
+    """Describe this machine. `with_gpus` asks torch, which is imported for that."""
+    return Machine(
+        cpu=_cpu_model(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        system=platform.platform(terse=True),
+        python=platform.python_version(),
+        packages=dict(_versions()),
+        gpus=_gpus() if with_gpus else (),
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpus() -> tuple[str, ...]:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ()
+    name = torch.get_device_module(accelerator).get_device_name
+    return tuple(name(i) for i in range(torch.accelerator.device_count()))

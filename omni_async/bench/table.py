@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omni_async.bench.arms import BASELINES
-from omni_async.bench.attribution import CATEGORIES
-from omni_async.bench.comparison import ArmSummary, compare, fastest
+from omni_async.bench.comparison import CATEGORIES, ArmSummary, compare, fastest
+from omni_async.bench.plan import BASELINES
 from omni_async.bench.result import Overlap
 from omni_async.role_table import WORKING
 
@@ -34,64 +33,67 @@ class Section:
     rows: list[tuple[str, list[str]]]
 
 
+Cell = Callable[[ArmSummary], str]
+
+
 def sections(overlap: Overlap) -> list[Section]:
     """Return the rows, with a cell per arm of the benchmark, in its order; rows that no arm has are left out.
 
     An arm without a number has `failed`, `skipped` or `not run` in the first row."""
-    summaries = compare(overlap)
-    state = {arm.name: "skipped" if arm.skipped else "failed" if arm.failures else "not run" for arm in overlap.arms}
-
-    def row(label: str, cell: Callable[[ArmSummary], str], missing: bool = False) -> tuple[str, list[str]]:
-        cells = [cell(summaries[name]) if name in summaries else (state[name] if missing else "") for name in state]
-        return label, cells
-
-    step = [row("median", lambda s: number(s.step_s.median), missing=True), row("quartiles", _quartiles)]
-    if overlap.time_scale != 1:
-        step.append(row("in the profile's time", lambda s: number(s.step_s.median / overlap.time_scale)))
-    step += [
-        row("law", lambda s: number(s.law_s)),
-        row("bound fraction", lambda s: number(s.bound_fraction)),
-        row("simulated", lambda s: number(s.simulated_s)),
-        row("simulated / measured - 1", lambda s: percent(s.deviation, signed=True)),
-        row("runs", partial(_runs, overlap.repeats)),
+    summaries, scale = compare(overlap), overlap.time_scale
+    step: dict[str, Cell] = {"median": lambda s: number(s.step_s.median), "quartiles": _quartiles}
+    throughput: dict[str, Cell] = {
+        "all devices": lambda s: number(s.images_per_s.median),
+        "devices": lambda s: f"{s.devices:g}",
+        "per device": lambda s: number(s.images_per_s_per_device.median),
+    }
+    if scale != 1:
+        step["in the profile's time"] = lambda s: number(s.step_s.median / scale)
+        throughput["per device, in the profile's time"] = lambda s: number(s.images_per_s_per_device.median * scale)
+    step |= {
+        "law": lambda s: number(s.law_s),
+        "bound fraction": lambda s: number(s.bound_fraction),
+        "simulated": lambda s: number(s.simulated_s),
+        "simulated / measured - 1": lambda s: percent(s.deviation, signed=True),
+        "runs": lambda s: f"{s.runs} of {overlap.repeats}",
+    }
+    # A row of quartiles below that of every baseline.
+    speedups = [
+        row
+        for base in BASELINES
+        if base in summaries
+        for row in ((base, partial(_ratio, base)), ("  quartiles", partial(_ratio_quartiles, base)))
     ]
-    throughput = [
-        row("all devices", lambda s: number(s.images_per_s.median)),
-        row("devices", lambda s: f"{s.devices:g}"),
-        row("per device", lambda s: number(s.images_per_s_per_device.median)),
-    ]
-    if overlap.time_scale != 1:
-        throughput.append(
-            row(
-                "per device, in the profile's time",
-                lambda s: number(s.images_per_s_per_device.median * overlap.time_scale),
-            )
-        )
     roles = [role for role in WORKING if any(role in summary.busy for summary in summaries.values())]
     ages = sorted({age for summary in summaries.values() for age in summary.staleness})
-    speedups = []
-    for base in (base for base in BASELINES if base in summaries):
-        speedups += [row(base, partial(_ratio, base)), row("  quartiles", partial(_ratio_quartiles, base))]
-    categories = [row(text, partial(_category, name)) for name, text in CATEGORIES.items()]
-    stages = [row(text, partial(_stage, name)) for name, text in _STAGES.items()]
-    busy = [row(role, partial(_shares, role)) for role in roles]
-    staleness = [row("mean", lambda s: f"{s.staleness_mean:.2f}"), row("maximum", lambda s: str(s.staleness_max))]
-    staleness += [row(f"{age}, % of groups", partial(_age, age)) for age in ages]
-    memory = [
-        row("peak of the job", lambda s: number(s.peak_memory_bytes / 2**30) if s.peak_memory_bytes else _NOTHING)
-    ]
-    titled = {
-        "seconds per update": step,
-        "images/s": throughput,
-        "speed-up over": speedups,
-        "where the seconds go": categories,
-        "device-seconds (variation)": stages,
-        "busy / starved / backpressured, %": busy,
-        "staleness, updates": staleness,
-        "memory, GiB": memory,
+    staleness: dict[str, Cell] = {
+        "mean": lambda s: f"{s.staleness_mean:.2f}",
+        "maximum": lambda s: str(s.staleness_max),
+        **{f"{age}, % of groups": partial(_age, age) for age in ages},
     }
-    filled = {title: [(label, cells) for label, cells in rows if any(cells)] for title, rows in titled.items()}
-    return [Section(title, rows) for title, rows in filled.items() if rows]
+    titled: dict[str, Iterable[tuple[str, Cell]]] = {
+        "seconds per update": step.items(),
+        "images/s": throughput.items(),
+        "speed-up over": speedups,
+        "where the seconds go": [(text, partial(_category, name)) for name, text in CATEGORIES.items()],
+        "device-seconds (variation)": [(text, partial(_stage, name)) for name, text in _STAGES.items()],
+        "busy / starved / backpressured, %": [(role, partial(_shares, role)) for role in roles],
+        "staleness, updates": staleness.items(),
+        "memory, GiB": [
+            ("peak of the job", lambda s: number(s.peak_memory_bytes / 2**30 if s.peak_memory_bytes else None))
+        ],
+    }
+    shown = [summaries.get(arm.name) for arm in overlap.arms]
+    found = []
+    for title, rows in titled.items():
+        filled = [(label, ["" if s is None else cell(s) for s in shown]) for label, cell in rows]
+        found.append(Section(title, [(label, cells) for label, cells in filled if any(cells)]))
+    states = ["skipped" if arm.skipped else "failed" if arm.failures else "not run" for arm in overlap.arms]
+    if not found[0].rows:
+        found[0].rows.append(("median", [""] * len(states)))
+    medians = found[0].rows[0][1]
+    medians[:] = [cell or state for cell, state in zip(medians, states, strict=True)]
+    return [section for section in found if section.rows]
 
 
 def notes(overlap: Overlap) -> Iterator[str]:
@@ -129,11 +131,8 @@ def markdown(overlap: Overlap) -> str:
 
 
 def _line(cells: list[str], widths: list[int]) -> str:
-    padded = [
-        cell.rjust(width) if column else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return f"| {' | '.join(padded)} |"
+    label, *numbers = zip(cells, widths, strict=True)
+    return f"| {' | '.join([label[0].ljust(label[1]), *(cell.rjust(width) for cell, width in numbers)])} |"
 
 
 def show(overlap: Overlap, console: Console) -> None:
@@ -158,13 +157,9 @@ def number(value: float | None) -> str:
     """Format a number with three significant digits."""
     if value is None:
         return _NOTHING
-    return (
-        f"{value:.3g}"
-        if 0.001 <= abs(value) < 1000 or value == 0
-        else f"{value:.0f}"
-        if abs(value) >= 1000
-        else f"{value:.1e}"
-    )
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
 
 
 def percent(value: float | None, signed: bool = False) -> str:
@@ -184,10 +179,6 @@ def _ratio_quartiles(base: str, summary: ArmSummary) -> str:
         return ""
     ratio = summary.speedups[base].ratio
     return f"{ratio.low:.2f}..{ratio.high:.2f}"
-
-
-def _runs(repeats: int, summary: ArmSummary) -> str:
-    return f"{summary.runs} of {repeats}"
 
 
 def _category(name: str, summary: ArmSummary) -> str:

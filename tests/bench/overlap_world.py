@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from omni_async.bench.fingerprint import stamp
+from omni_async.bench.plan import stamp
 from omni_async.config import Config
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, write_profile

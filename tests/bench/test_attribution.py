@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.bench.attribution import CATEGORIES, attribute, differences, in_words
+from omni_async.bench.comparison import CATEGORIES, differences, in_words
+from omni_async.bench.measure import attribute
 from omni_async.types import Span
 from tests.bench import overlap_world as world
 

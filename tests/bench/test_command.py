@@ -6,7 +6,7 @@ import pytest
 
 from omni_async import cli
 from omni_async.bench import overlap as overlap_module
-from omni_async.bench.arms import DEFAULT_ARMS
+from omni_async.bench.plan import DEFAULT_ARMS
 from omni_async.bench.result import read_overlap
 from tests.bench import overlap_world as world
 

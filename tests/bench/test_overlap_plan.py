@@ -7,11 +7,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-import omni_async.bench.fingerprint as fingerprints
+import omni_async.bench.plan as fingerprints
 from omni_async.actors.plan import plan_updates
-from omni_async.bench.arms import BASELINES, DEFAULT_ARMS, Arm, parse_arms
 from omni_async.bench.measure import steady_part
-from omni_async.bench.plan import finished_run, make_plan
+from omni_async.bench.plan import BASELINES, DEFAULT_ARMS, Arm, finished_run, make_plan, parse_arms
 from omni_async.config import ConfigError
 from omni_async.config.algorithm import automatic_correction
 from omni_async.config.schedule import SCHEDULES

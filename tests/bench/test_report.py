@@ -11,11 +11,18 @@ from PIL import Image
 from rich.console import Console
 
 from omni_async.bench import table
-from omni_async.bench.attribution import CATEGORIES
-from omni_async.bench.comparison import compare, fastest
+from omni_async.bench.comparison import CATEGORIES, compare, fastest
 from omni_async.bench.figure import draw, figure_of
-from omni_async.bench.machine import Machine, describe_machine
-from omni_async.bench.result import ArmRecord, Measured, Overlap, Prediction, RunRecord, Stage
+from omni_async.bench.result import (
+    ArmRecord,
+    Machine,
+    Measured,
+    Overlap,
+    Prediction,
+    RunRecord,
+    Stage,
+    describe_machine,
+)
 from omni_async.performance.law import StageTimes
 
 

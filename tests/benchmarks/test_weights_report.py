@@ -15,7 +15,7 @@ from benchmarks import weights
 from benchmarks.arguments import write_json
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from benchmarks.weights_report import Results, show
-from omni_async.bench.machine import describe_machine
+from omni_async.bench.result import describe_machine
 
 
 def publish(repeat: int, blocked: float, copy: float, transport: str = "disk") -> PublishRecord:

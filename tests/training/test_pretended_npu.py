@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from omni_async.accelerator import require_accelerator
-from omni_async.bench.machine import describe_machine
+from omni_async.bench.result import describe_machine
 from omni_async.training.device import collective_backend, init_process_group, rank_device
 from omni_async.weights.transport.collective import DeviceCarrier, Group, Invitation, current_device
 from tests.pretend_npu import pretend
