@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -12,43 +13,21 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from omni_async.bench.measure import NotMeasurableError
+from omni_async.checkpoint import CheckpointError
+from omni_async.config import ConfigError
 from omni_async.performance.service import ServiceTime
 from omni_async.version_spans import VersionSpans
 
 DEEP = b"[" * 5000
 NUMBERS = (0, -1, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0)
-TEXTS = (
-    "",
-    " ",
-    "\0",
-    "../../x",
-    "/etc/passwd",
-    "a\nb",
-    "\x1b[2J",
-    "[/red]",
-    "{x}",
-    "%s",
-    "\u2028",
-    "x" * 5000,
-    "null",
-    "1e999",
-    "***",
-)
+_CONTROL = ("", " ", "\0", "a\nb", "\x1b[2J", "\u2028", "x" * 5000)
+TEXTS = (*_CONTROL, "../../x", "/etc/passwd", "[/red]", "{x}", "%s", "null", "1e999", "***")
 
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=20)
-    | st.sampled_from(NUMBERS + TEXTS)
-)
-plain = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(TEXTS), inner, max_size=3)
-    ),
-)
+keys = st.text(max_size=8) | st.sampled_from(TEXTS)
+numbers = st.integers() | st.floats(allow_nan=False)
+scalars = st.none() | st.booleans() | numbers | st.text(max_size=20) | st.sampled_from(NUMBERS + TEXTS)
+plain = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
 
 
 def few(examples: int) -> Callable[[Any], Any]:
@@ -56,18 +35,30 @@ def few(examples: int) -> Callable[[Any], Any]:
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+_SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    str: st.text(max_size=10),
+    bool: st.booleans(),
+    type(None): st.none(),
+    Any: st.none() | st.integers(0, 9) | st.text(max_size=5),
+    VersionSpans: st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(VersionSpans.of),  # neighbours differ
+    ServiceTime: st.builds(  # the mean of the quantiles is 1
+        ServiceTime,
+        st.floats(0, 1e9),
+        st.floats(0, 1e9),
+        st.floats(0, 9),
+        st.sampled_from([(), (1.0,), (0.5, 1.5)]),
+    ),
+}
+
+
 @cache
 def of(annotation: Any) -> st.SearchStrategy[Any]:
     """Generates valid values of a type of our messages."""
     origin, args = get_origin(annotation), get_args(annotation)
-    simple = {
-        int: st.integers(-(2**63), 2**63 - 1),
-        float: st.floats(allow_nan=False, allow_infinity=False),
-        str: st.text(max_size=10),
-    }
-    simple |= {bool: st.booleans(), type(None): st.none(), Any: st.none() | st.integers(0, 9) | st.text(max_size=5)}
-    if annotation in simple:
-        return simple[annotation]
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation]
     if origin is Annotated:
         return of(args[0]).map(lambda number: min(abs(number), 2**40))
     if origin is Literal:
@@ -78,21 +69,9 @@ def of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(of(args[0]), of(args[1]), max_size=3)
     if origin is tuple:
         return st.lists(of(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(of, args))
-    if annotation is VersionSpans:  # whose neighbours differ
-        return st.lists(of(int), max_size=4).map(VersionSpans.of)
-    if annotation is ServiceTime:  # whose quantiles have a mean of 1
-        return st.builds(
-            ServiceTime,
-            st.floats(0, 1e9),
-            st.floats(0, 1e9),
-            st.floats(0, 9),
-            st.sampled_from([(), (1.0,), (0.5, 1.5)]),
-        )
     assert issubclass(annotation, msgspec.Struct), annotation
     hints = get_type_hints(annotation, include_extras=True)
-    return st.fixed_dictionaries({name: of(hints[name]) for name in annotation.__struct_fields__}).map(
-        lambda fields: annotation(**fields)
-    )
+    return st.builds(annotation, **{name: of(hints[name]) for name in annotation.__struct_fields__})
 
 
 @st.composite
@@ -127,7 +106,7 @@ def altered(draw: st.DrawFn, tree: Any) -> Any:
             case 0:
                 del parent[key]
             case 1 if isinstance(parent, dict):
-                parent[draw(st.text(max_size=8) | st.sampled_from(TEXTS))] = draw(plain)
+                parent[draw(keys)] = draw(plain)
             case _:
                 parent[key] = draw(plain)
     return tree
@@ -136,3 +115,14 @@ def altered(draw: st.DrawFn, tree: Any) -> Any:
 def listing(folder: Path) -> dict[str, bytes]:
     """Lists all files and folders below a folder with their content, so that any write there shows."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
+
+
+@contextmanager
+def refusal_or_nothing(folder: Path) -> Iterator[None]:
+    """Lets the block refuse what it reads, in one line; whatever it says, it writes nothing in the folder."""
+    before = listing(folder)
+    try:
+        yield
+    except (ConfigError, CheckpointError, NotMeasurableError) as error:
+        assert 0 < len(str(error)) < 3000 and "\n" not in str(error)
+    assert listing(folder) == before

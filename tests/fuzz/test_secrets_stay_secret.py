@@ -27,23 +27,23 @@ from tests.e2e.emulation import write_recipe
 _PIECES = st.text(string.ascii_letters + string.digits + "-_.~+/=@%!", max_size=14)
 SECRETS = st.builds("{}Zq7hV{}".format, _PIECES, _PIECES).filter(lambda text: len(text) >= 12 and len({*text}) > 8)
 KEYS = (
-    "api_key",
-    "token",
-    "hf_token",
-    "password",
-    "X-Api-Key",
-    "Authorization",
-    "clientSecret",
-    "aws_secret_access_key",
+    *(
+        "api_key",
+        "token",
+        "hf_token",
+        "password",
+        "X-Api-Key",
+        "Authorization",
+        "clientSecret",
+        "aws_secret_access_key",
+    ),
+    *("api_keys", "secrets", "passwords", "auth", "basic_auth", "license_key", "Ocp-Apim-Subscription-Key", "tokens"),
 )
-KEYS += ("api_keys", "secrets", "passwords", "auth", "basic_auth", "license_key", "Ocp-Apim-Subscription-Key", "tokens")
 URLS = (
     "https://me:{}@judge.example/v1",
     "https://{}@judge.example",
     "https://judge.example/?api_key={}&n=1",
     "postgresql://u:{}@db/x",
-)
-URLS += (
     "https://judge.example/?n=1&auth={}",
     "https://judge.example/?subscription-key={}",
     "https://judge.example/?key={}",
