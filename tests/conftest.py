@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -167,3 +168,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Qwen-Image of one layer."""
+    from pipelines.qwen_image.tiny import build
+
+    return str(build(tmp_path_factory.mktemp("checkpoint") / "tiny", layers=1))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, checkpoint: str) -> Path:
+    """A recipe around that model, for a run of seconds."""
+    from tests.job_world import write_recipe
+
+    return write_recipe(tmp_path, checkpoint)

@@ -29,7 +29,7 @@ from omni_async.tracking.files import read_records
 from omni_async.tracking.mlflow_sink import MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.tracking.summary import Summary, read_summary
-from tests.e2e.emulation import PROFILE, write_recipe
+from tests.job_world import PROFILE, write_emulated
 from tests.runtime.runtime_world import HandCluster, RecordingSink, RememberingConsole, Role, fails
 from tests.runtime.runtime_world import interrupted as is_interrupted
 
@@ -54,7 +54,7 @@ class Job:
     """A recipe that is run attempt after attempt."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.recipe, self.overrides = write_recipe(folder), (*QUICK, *overrides)
+        self.recipe, self.overrides = write_emulated(folder), (*QUICK, *overrides)
         self.console = RememberingConsole()
 
     def attempt(

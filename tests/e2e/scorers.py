@@ -12,23 +12,19 @@ from omni_async.types import Prompt, Score
 
 class Constant:
     name = "constant"
+    value = 0.5
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        return [Score(0.5) for _ in images]
+        return [Score(self.value) for _ in images]
 
 
-class AlwaysRaises:
-    name = "always_raises"
+class NotANumber(Constant):
+    value = float("nan")
 
+
+class AlwaysRaises(Constant):
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         raise OSError("the judge is out for lunch")
-
-
-class NotANumber:
-    name = "not_a_number"
-
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        return [Score(float("nan")) for _ in images]
 
 
 class Talkative(Constant):

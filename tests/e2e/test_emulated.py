@@ -4,12 +4,10 @@ and leave what real runs leave."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.performance.law import async_step
@@ -21,28 +19,16 @@ from omni_async.tracking import timeline
 from omni_async.tracking.summary import read_summary
 from omni_async.tracking.timeline import WAITS, read_trace
 from omni_async.worker import Worker
-from tests.e2e.emulation import PROFILE, Emulated, emulate, write_recipe
-from tests.e2e.runs import COMMAND, ENVIRONMENT
-
-# Recipes that generate their samples.
-ONLINE = [
-    path for path in sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml")) if "offline" not in path.name
-]
+from tests.job_world import ENVIRONMENT, PROFILE, Emulated, command_line, emulate, write_emulated
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    return write_recipe(tmp_path)
+    return write_emulated(tmp_path)
 
 
 def mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
-
-
-def finished(run: Emulated) -> Emulated:
-    assert (run.ended["status"], run.ended["reason"]) == ("done", None)
-    assert [update["version"] for update in run.updates] == list(range(1, run.config.trainer.updates + 1))
-    return run
 
 
 # ---- in virtual time, against the law --------------------------------------------------------------------------------
@@ -50,14 +36,14 @@ def finished(run: Emulated) -> Emulated:
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated"])
 def test_one_stage_after_the_other_takes_the_sum_of_all(recipe: Path, schedule: str) -> None:
-    run = finished(emulate(recipe, f"schedule={schedule}", "trainer.updates=4"))
+    run = emulate(recipe, f"schedule={schedule}", "trainer.updates=4")
     expected = times_of(run.config, PROFILE).total
     assert run.steps(1, 4) == pytest.approx([expected] * 3, rel=1e-3)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4])
 def test_an_asynchronous_step_is_no_quicker_than_the_law_and_close_to_it(recipe: Path, budget: int) -> None:
-    run = finished(emulate(recipe, "schedule=async", f"staleness.max_updates={budget}", "trainer.updates=20"))
+    run = emulate(recipe, "schedule=async", f"staleness.max_updates={budget}", "trainer.updates=20")
     law = async_step(times_of(run.config, PROFILE), budget)
     assert 0.95 <= law / mean(run.steps(budget + 2, 20 - budget)) <= 1.02
     assert max(s for update in run.updates for s in update["staleness"]) <= budget
@@ -65,23 +51,21 @@ def test_an_asynchronous_step_is_no_quicker_than_the_law_and_close_to_it(recipe:
 
 @pytest.mark.parametrize("schedule", ["async_reward", "one_step_off"])
 def test_partly_overlapped_schedules_lie_between_the_law_and_the_synchronous_step(recipe: Path, schedule: str) -> None:
-    run = finished(emulate(recipe, f"schedule={schedule}"))
+    run = emulate(recipe, f"schedule={schedule}")
     times = times_of(run.config, PROFILE)
     assert async_step(times, run.config.staleness.max_updates) <= mean(run.steps(3, 11)) * 1.01 < times.total
 
 
 @pytest.mark.parametrize("slowest", ["score", "train"])
 def test_the_slowest_stage_sets_the_pace(recipe: Path, slowest: str) -> None:
-    write_recipe(recipe.parent, msgspec.structs.replace(PROFILE, **{slowest: ServiceTime(unit_s=3.0)}))
-    run = finished(emulate(recipe, "schedule=async", "staleness.max_updates=3", "trainer.updates=16"))
+    write_emulated(recipe.parent, replace(PROFILE, **{slowest: ServiceTime(unit_s=3.0)}))
+    run = emulate(recipe, "schedule=async", "staleness.max_updates=3", "trainer.updates=16")
     # 32 samples at 3 s.
     assert mean(run.steps(5, 13)) == pytest.approx(32 * 3.0, rel=0.05)
 
 
 def test_a_trainer_of_many_ranks_is_one_that_does_its_share(recipe: Path) -> None:
-    one, two = (
-        emulate(recipe, "schedule=sync", "trainer.updates=3", f"trainer.workers={workers}") for workers in (1, 2)
-    )
+    one, two = (emulate(recipe, "schedule=sync", "trainer.updates=3", f"trainer.workers={n}") for n in (1, 2))
     # Eight groups of four samples at 0.4 s each, and half of that.
     assert mean(one.steps(1, 3)) - mean(two.steps(1, 3)) == pytest.approx(8 * 4 * 0.4 / 2, rel=1e-3)
     assert {span.actor for span in two.spans if Worker.parse(span.actor).role == "trainer"} == {"trainer"}
@@ -89,56 +73,34 @@ def test_a_trainer_of_many_ranks_is_one_that_does_its_share(recipe: Path) -> Non
 
 @pytest.mark.parametrize("collected", [False, True])
 def test_log_probs_are_recomputed_where_the_algorithm_needs_it(recipe: Path, collected: bool) -> None:
-    overrides = [
-        "schedule=sync",
-        "trainer.updates=3",
-        "trainer.steps_per_update=2",
-        *(["algorithm.correction.mode=none"] if collected else []),
-    ]
-    run = finished(emulate(recipe, *overrides))
-    recomputed = sum(span.kind == "proximal" for span in run.spans)
-    assert recomputed == (3 * 8 if collected else 0)
+    uncorrected = ["algorithm.correction.mode=none"] if collected else []
+    run = emulate(recipe, "schedule=sync", "trainer.updates=3", "trainer.steps_per_update=2", *uncorrected)
+    assert sum(span.kind == "proximal" for span in run.spans) == (3 * 8 if collected else 0)
     assert run.steps(1, 3) == pytest.approx([times_of(run.config, PROFILE).total] * 2, rel=1e-3)
 
 
 def test_devices_change_hands_three_times_per_update_where_they_are_shared(recipe: Path) -> None:
     in_turns = ["reward.streaming=false", "trainer.streaming=off", "staleness.max_updates=0", "trainer.updates=3"]
-    shared, own = (
-        finished(emulate(recipe, *in_turns, f"placement.colocated={colocated}")) for colocated in ("true", "false")
-    )
+    shared, own = (emulate(recipe, *in_turns, f"placement.colocated={colocated}") for colocated in ("true", "false"))
     assert mean(shared.steps(1, 3)) - mean(own.steps(1, 3)) == pytest.approx(3 * 2.0, rel=1e-3)
 
 
 def test_rewards_differ_within_every_group_and_are_the_same_in_every_run(recipe: Path) -> None:
-    first, second = (finished(emulate(recipe, "schedule=async", "trainer.updates=3")) for _ in range(2))
+    first, second = (emulate(recipe, "schedule=async", "trainer.updates=3") for _ in range(2))
     assert first.ended["conservation"]["rejected"] == 0
     assert [update["reward"] for update in first.updates] == [update["reward"] for update in second.updates]
     assert first.steps(1, 3) == second.steps(1, 3), "and so is everything else"
 
 
 def test_steps_after_a_swap_carry_the_new_version(recipe: Path) -> None:
-    run = finished(emulate(recipe, "schedule=async", "staleness.max_updates=2"))
+    run = emulate(recipe, "schedule=async", "staleness.max_updates=2")
     mixed = [span for span in run.spans if span.kind == "generate" and ".." in span.args["versions"]]
     assert mixed and {Worker.parse(span.actor).role for span in mixed} == {"rollout"}
 
 
-@pytest.mark.parametrize("path", ONLINE, ids=lambda path: "/".join(path.parts[-2:]))
-def test_every_recipe_can_be_emulated(path: Path, recipe: Path) -> None:
-    few = [
-        "trainer.updates=2",
-        "trainer.groups_per_update=2",
-        "trainer.steps_per_update=1",
-        "emulation.payload_scale=0.001",
-    ]
-    run = finished(
-        emulate(path, *few, f"emulation.profile={recipe.parent / 'profile.json'}", folder=recipe.parent / "run")
-    )
-    assert run.ended["conservation"]["trained"] == 4
-
-
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
 def test_trainer_and_reward_workers_account_for_all_their_time(recipe: Path, schedule: str) -> None:
-    run = finished(emulate(recipe, f"schedule={schedule}"))
+    run = emulate(recipe, f"schedule={schedule}")
     start, end = run.updates[2]["finished"], run.updates[8]["finished"]
     for actor in ("trainer", "reward-0"):
         times = timeline.union((span.start, span.end) for span in run.spans if span.actor == actor)
@@ -148,57 +110,41 @@ def test_trainer_and_reward_workers_account_for_all_their_time(recipe: Path, sch
 # ---- profiles of runs ------------------------------------------------------------------------------------------------
 
 
+def profile_of(run: Emulated) -> Profile:
+    per_rank = samples_per_rank(run.config)
+    return measure(run.spans, run.config, samples_per_rank=per_rank, name="found", source="a test")
+
+
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
 def test_the_profile_of_an_emulated_run_is_the_one_it_replayed(recipe: Path, schedule: str) -> None:
-    varied = {
-        stage: msgspec.structs.replace(service, cv=0.1) if stage in ("generate", "score", "train") else service
-        for stage, service in PROFILE.stages().items()
-    }
-    profile = msgspec.structs.replace(PROFILE, **varied)
-    write_recipe(recipe.parent, profile)
-    run = finished(
-        emulate(
-            recipe,
-            f"schedule={schedule}",
-            "trainer.updates=20",
-            "algorithm.correction.mode=none",
-            "trainer.steps_per_update=2",
-        )
-    )
-    rollout, per_rank = run.config.rollout, samples_per_rank(run.config)
-    found = measure(run.spans, run.config, samples_per_rank=per_rank, name="found", source="a test")
-    for stage, units in {
-        "generate": rollout.max_batch,
-        "score": run.config.reward.batch,
-        "train": per_rank,
-        "proximal": per_rank,
-    }.items():
+    varied = {stage: replace(PROFILE.stages()[stage], cv=0.1) for stage in ("generate", "score", "train")}
+    profile = replace(PROFILE, **varied)
+    write_emulated(recipe.parent, profile)
+    recomputed = ("algorithm.correction.mode=none", "trainer.steps_per_update=2")
+    run = emulate(recipe, f"schedule={schedule}", "trainer.updates=20", *recomputed)
+    config, per_rank, found = run.config, samples_per_rank(run.config), profile_of(run)
+    at_once = {"generate": config.rollout.max_batch, "score": config.reward.batch}
+    for stage, units in (at_once | dict.fromkeys(("train", "proximal"), per_rank)).items():
         assert getattr(found, stage).mean(units) == pytest.approx(getattr(profile, stage).mean(units), rel=0.05), stage
     for stage in ("step", "export", "publish", "swap"):
         assert getattr(found, stage).mean() == pytest.approx(getattr(profile, stage).mean(), rel=0.02, abs=0.02), stage
-    expected = profile.switch if run.config.placement.colocated else NOTHING
+    expected = profile.switch if config.placement.colocated else NOTHING
     assert found.switch.mean() == pytest.approx(expected.mean(), rel=0.02)
     assert found.payload == profile.payload
 
 
 def test_a_profile_that_a_run_wrote_can_be_replayed(recipe: Path) -> None:
-    first = finished(emulate(recipe, "schedule=async", "staleness.max_updates=2", "trainer.updates=20"))
-    config = first.config
-    found = measure(first.spans, config, samples_per_rank=samples_per_rank(config), name="found", source="a test")
-    again = write_recipe(recipe.parent, found)
-    second = finished(emulate(again, "schedule=async", "staleness.max_updates=2", "trainer.updates=20"))
+    overrides = ("schedule=async", "staleness.max_updates=2", "trainer.updates=20")
+    first = emulate(recipe, *overrides)
+    second = emulate(write_emulated(recipe.parent, profile_of(first)), *overrides)
     assert mean(second.steps(4, 18)) == pytest.approx(mean(first.steps(4, 18)), rel=0.05)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def left_behind(folder: Path) -> Path:
-    (run,) = (folder / "runs").glob("emulated-*")
-    return run
-
-
-def check_files(run: Path, updates: int) -> Profile:
+def check_files(recipe: Path, updates: int) -> Profile:
+    (run,) = (recipe.parent / "runs").glob("emulated-*")
     summary = read_summary(run / "summary.json")
     assert (summary.status, summary.updates, summary.conserved) == ("done", updates, True)
     spans = read_trace(run / "trace.json")
@@ -212,45 +158,23 @@ def check_files(run: Path, updates: int) -> Profile:
     return load_profile(str(run / "profile.json"))
 
 
-def test_an_emulated_run_needs_nothing_of_the_recipe_and_never_imports_torch(recipe: Path) -> None:
-    code = (
-        "import sys; from omni_async.cli import main; code = main(sys.argv[1:]); sys.exit(code or ('torch' in"
-        " sys.modules) * 9)"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "train",
-        str(recipe),
-        "schedule=async",
-        "emulation.time_scale=0.005",
-        "trainer.updates=5",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", env=ENVIRONMENT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "emulated: every device replays profile small at 0.005 times its seconds; model, prompts, scorers and"
-        " validation are ignored" in done.stdout
-    )
-    profile = check_files(left_behind(recipe.parent), 5)
-    assert profile.payload == PROFILE.payload
-    assert profile.train.mean(4) >= 0.9 * 0.005 * PROFILE.train.mean(4)
-
-
-@pytest.mark.slow
-def test_an_emulated_run_on_ray_loads_torch_in_none_of_its_processes(recipe: Path, tmp_path: Path) -> None:
-    seen = tmp_path / "torch-was-imported"
-    spy = tmp_path / "path" / "torch"
+@pytest.mark.parametrize("runtime", ["inprocess", pytest.param("ray", marks=pytest.mark.slow)])
+def test_an_emulated_run_needs_nothing_of_the_recipe_and_loads_torch_in_none_of_its_processes(
+    recipe: Path, tmp_path: Path, runtime: str
+) -> None:
+    seen, spy = tmp_path / "torch-was-imported", tmp_path / "path" / "torch"
     spy.mkdir(parents=True)
     (spy / "__init__.py").write_text(
         f"open({str(seen)!r}, 'a').write('somebody did\\n')\nraise ImportError('no torch here')\n"
     )
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'path'}:{ENVIRONMENT['PYTHONPATH']}"}
-    overrides = ["run.runtime=ray", "schedule=async", "emulation.time_scale=0.02", "trainer.updates=5"]
-    done = subprocess.run(
-        [*COMMAND, str(recipe), *overrides], capture_output=True, text=True, timeout=240, cwd="/", env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_files(left_behind(recipe.parent), 5)
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{spy.parent}:{ENVIRONMENT['PYTHONPATH']}"}
+    scale = 0.005 if runtime == "inprocess" else 0.02
+    overrides = (f"run.runtime={runtime}", "schedule=async", f"emulation.time_scale={scale}", "trainer.updates=5")
+    answer = command_line(recipe, *overrides, timeout=240, environment=environment)
+    assert answer.code == 0, answer
+    said = f"emulated: every device replays profile small at {scale} times its seconds; model, prompts, scorers and"
+    assert f"{said} validation are ignored" in answer.stdout
+    profile = check_files(recipe, 5)
+    assert profile.payload == PROFILE.payload
+    assert profile.train.mean(4) >= 0.9 * scale * PROFILE.train.mean(4)
     assert not seen.exists()

@@ -1,32 +1,42 @@
-"""Tests whole runs in one process, each with one setting away from the defaults: they end, and every admitted group
-ends once."""
+"""Tests whole runs, each with something away from the defaults (a setting, an objective, a correction): they end, train
+the weights, keep the staleness budget, and every admitted group ends once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 from PIL import Image
 
 from omni_async.config import load
-from omni_async.driver.train import train
 from omni_async.families import MediaShape
-from omni_async.preflight.check import preflight
 from pipelines.qwen_image.sampling import QwenImageSampling
-from tests.e2e.runs import Run, check_every_group_ended_once, run
+from recipes.quickstart import build_preferences
+from tests.job_world import Run, run, trained
 
 _EMULATED = ("rollout.engine=emulated", "rollout.emulated.step_s=0.002", "trainer.optimizer.lr=1e-6")
-_ADAMW = ("trainer.optimizer.name=adamw", "trainer.optimizer.lr=1e-2")
+_ADAMW = ("trainer.optimizer={name: adamw, lr: 1e-2}",)
+_KEPT = ("trainer.optimizer={name: adamw, lr: 1e-3}", "staleness.max_updates=1", "checkpoint.every=1")
 _LORA = "model.lora={rank: 2, alpha: 4}"
 
 
-def _done(finished: Run, updates: int) -> Run:
+def _done(finished: Run, updates: int = 3) -> Run:
     assert finished.summary.status == "done", finished.summary.reason
-    check_every_group_ended_once(finished)
+    finished.check_every_group_ended_once()
     assert [line["update"] for line in finished.metrics] == list(range(1, updates + 1))
     assert finished.summary.counters.dropped == 0
     return finished
+
+
+def moved(finished: Run) -> bool:
+    first, last = finished.weights(1), finished.weights(3)
+    assert all(torch.isfinite(weight).all() for weight in last.values())
+    return any(not torch.equal(first[name], last[name]) for name in first)
+
+
+# ---- how the loop runs -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -38,121 +48,70 @@ def _done(finished: Run, updates: int) -> Run:
 )
 def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str, batching: str) -> None:
     emulated = _EMULATED if engine == "emulated" else ()
-    overrides = (
-        "staleness.max_updates=2",
-        "trainer.updates=5",
-        "rollout.max_inflight=6",
-        "rollout.max_batch=3",
-        f"weights.swap={swap}",
-        f"rollout.batching={batching}",
-    )
-    finished = _done(run(recipe, *emulated, *overrides), 5)
-    events = [event for event in finished.trace if event["ph"] == "X"]
-    swapped = [event["args"]["version"] for event in events if event["name"] == "swap"]
+    buffers = ("staleness.max_updates=2", "trainer.updates=5", "rollout.max_inflight=6", "rollout.max_batch=3")
+    finished = _done(run(recipe, *emulated, *buffers, f"weights.swap={swap}", f"rollout.batching={batching}"), 5)
+    swapped = [span["version"] for span in finished.spans("swap")]
     assert swapped == sorted(swapped) and swapped[0] == 0 and swapped[-1] == 5
-    mixed = [event for event in events if event["name"] == "generate" and ".." in event["args"]["versions"]]
+    mixed = [span for span in finished.spans("generate") if ".." in span["versions"]]
     assert swap == "step" or not mixed, "only a swap between two steps may fall inside a sample"
 
 
 def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) -> None:
     # Slow enough that the engine is busy whenever a version arrives, and hardly ever just between two samples.
-    slow = (
-        "rollout.emulated.step_s=0.02",
-        "rollout.num_inference_steps=12",
-        "rollout.sde.window={size: 4, range: [0, 11]}",
-    )
-    finished = _done(
-        run(recipe, *_EMULATED, *slow, "staleness.max_updates=2", "trainer.updates=5", "rollout.max_batch=3"), 5
-    )
-    generated = [event for event in finished.trace if event["name"] == "generate" and event["ph"] == "X"]
-    assert [event for event in generated if ".." in event["args"]["versions"]]
+    slow = ("rollout.emulated.step_s=0.02", "rollout.num_inference_steps=12", "rollout.max_batch=3")
+    window = ("rollout.sde.window={size: 4, range: [0, 11]}", "staleness.max_updates=2", "trainer.updates=5")
+    finished = _done(run(recipe, *_EMULATED, *slow, *window), 5)
+    assert any(".." in span["versions"] for span in finished.spans("generate"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "updates"),
-    [
-        pytest.param(("buffer.window=3", "staleness.max_updates=1"), 3, id="window"),
-        pytest.param(
-            ("weights.publish_every=2", "staleness.max_updates=1", "trainer.updates=5"),
-            5,
-            id="publish_every, last update odd",
-        ),
-        pytest.param(
-            ("weights.publish_every=3", "staleness.max_updates=2", "trainer.updates=3"),
-            3,
-            id="smallest S for publish_every",
-        ),
-        pytest.param(("trainer.steps_per_update=2",), 3, id="steps_per_update, global std"),
-        pytest.param(
-            ("trainer.steps_per_update=2", "algorithm.advantage.std=group"), 3, id="steps_per_update, group std"
-        ),
-        pytest.param(("buffer.trajectories=2", "buffer.groups=2", "staleness.max_updates=3"), 3, id="tight buffers"),
-        pytest.param(("buffer.trajectories=1", "buffer.groups=1", "staleness.max_updates=1"), 3, id="tightest buffers"),
-        pytest.param(
-            ("rollout.workers=3", "rollout.max_inflight=2", "staleness.max_updates=1", "reward.workers=2"),
-            3,
-            id="several workers",
-        ),
-        pytest.param(
-            ("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"),
-            1,
-            id="one update, large budget",
-        ),
-        pytest.param(
-            ("rollout.share_initial_noise=true", "rollout.sampling.true_cfg_scale=2"), 3, id="shared noise, guidance"
-        ),
-        pytest.param(("buffer.max_bytes=256KiB", "staleness.max_updates=3"), 3, id="bytes"),
-    ],
-)
-def test_loop_settings(recipe: Path, overrides: tuple[str, ...], updates: int) -> None:
-    _done(run(recipe, *overrides), updates)
+LOOPS = {
+    "window": ("buffer.window=3", "staleness.max_updates=1"),
+    "publish_every, last update odd": ("weights.publish_every=2", "staleness.max_updates=1", "trainer.updates=5"),
+    "smallest S for publish_every": ("weights.publish_every=3", "staleness.max_updates=2"),
+    "steps_per_update, global std": ("trainer.steps_per_update=2",),
+    "steps_per_update, group std": ("trainer.steps_per_update=2", "algorithm.advantage.std=group"),
+    "tight buffers": ("buffer.trajectories=2", "buffer.groups=2", "staleness.max_updates=3"),
+    "tightest buffers": ("buffer.trajectories=1", "buffer.groups=1", "staleness.max_updates=1"),
+    "several workers": (
+        *("rollout.workers=3", "rollout.max_inflight=2", "reward.workers=2"),
+        "staleness.max_updates=1",
+    ),
+    "one update, large budget": ("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"),
+    "shared noise, guidance": ("rollout.share_initial_noise=true", "rollout.sampling.true_cfg_scale=2"),
+    "bytes": ("buffer.max_bytes=256KiB", "staleness.max_updates=3"),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop_settings(recipe: Path, name: str) -> None:
+    _done(run(recipe, *LOOPS[name]), load(recipe, LOOPS[name]).trainer.updates)
+
+
+def test_exact_staleness_is_exact_and_repeatable(recipe: Path) -> None:
+    exact = ("staleness={max_updates: 2, exact: true}", "trainer.updates=5", "buffer.groups=6")
+    first, again = (run(recipe, *exact, "trainer.optimizer.lr=1.0", f"run.name={name}") for name in ("first", "again"))
+    ages = {line["group"]: line["staleness"] for line in first.ledger}
+    assert [ages[group] for group in sorted(ages)] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]
+    weights, expected = again.weights(), first.weights()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("engine", ["diffusers", "emulated"])
 def test_groups_of_several_resolutions_are_trained_in_one_update(recipe: Path, engine: str) -> None:
     buckets = "rollout.buckets=[{}, {sampling: {height: 48, true_cfg_scale: 2}, weight: 2}, {sampling: {width: 64}}]"
     overrides = (buckets, "trainer.groups_per_update=6", "staleness.max_updates=1", "validation=null")
-    finished = _done(run(recipe, *(_EMULATED if engine == "emulated" else ()), *overrides), 3)
-    rewards = [name for line in finished.metrics for name in line if name.startswith("reward/bucket")]
-    assert set(rewards) == {f"reward/bucket{number}" for number in range(3)}
-    if engine == "diffusers":
-        assert finished.metrics[0]["engine_mismatch_nats"] < 0.01, (
-            "every group was recomputed in its own shape, and with its own guidance"
-        )
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(("algorithm.kl_coef=0.1",), id="full"),
-        pytest.param(("algorithm.kl_coef=0.1", _LORA), id="lora"),
-    ],
-)
-def test_a_kl_term_needs_the_reference_policy(recipe: Path, overrides: tuple[str, ...]) -> None:
-    finished = _done(run(recipe, *overrides, *_ADAMW), 3)
-    drift = [line["kl_ref"] for line in finished.metrics]
-    assert drift[0] < 1e-9 < drift[-1], "the first update starts at the reference, later ones have moved away"
-
-
-def test_lora_gives_the_same_policy_whatever_travels(recipe: Path) -> None:
-    full, lora = (_done(run(recipe, _LORA, *_ADAMW, f"weights.payload={payload}"), 3) for payload in ("full", "lora"))
-    names = full.weights().keys()
-    assert names and all(".lora_" in name for name in names)
-    # The same merged weights in the engine, so the same samples and rewards.
-    assert [line["reward"] for line in full.metrics] == [line["reward"] for line in lora.metrics]
-    # They do depend on the adapters:
-    untrained = _done(run(recipe, _LORA, "trainer.optimizer.lr=1e-30"), 3)
-    assert [line["reward"] for line in untrained.metrics] != [line["reward"] for line in full.metrics]
+    finished = _done(run(recipe, *(_EMULATED if engine == "emulated" else ()), *overrides))
+    rewards = {name for line in finished.metrics for name in line if name.startswith("reward/bucket")}
+    assert rewards == {f"reward/bucket{number}" for number in range(3)}
+    if engine == "diffusers":  # every group was recomputed in its own shape, and with its own guidance
+        assert finished.metrics[0]["engine_mismatch_nats"] < 0.01
 
 
 def test_validation_curve_and_images(recipe: Path) -> None:
-    (recipe.parent / "held_out.txt").write_text("a blue digit\nthe digit 9\n")
-    validation = "validation={every: 2, prompts: %s, samples_per_prompt: 2, num_inference_steps: 5}" % (
-        recipe.parent / "held_out.txt"
-    )
-    finished = _done(
-        run(recipe, validation, "trainer.updates=3", "staleness.max_updates=1", "tracking.images_every=2"), 3
-    )
+    held_out = recipe.with_name("held_out.txt")
+    held_out.write_text("a blue digit\nthe digit 9\n")
+    rounds = f"validation={{every: 2, prompts: {held_out}, samples_per_prompt: 2, num_inference_steps: 5}}"
+    finished = _done(run(recipe, rounds, "staleness.max_updates=1", "tracking.images_every=2"))
     assert [point.version for point in finished.summary.validation] == [0, 2, 3]
     assert [line["update"] for line in finished.validation] == [0, 2, 3]
     first, *_, last = finished.summary.validation
@@ -174,10 +133,105 @@ class FilmSampling(QwenImageSampling, frozen=True, kw_only=True):
 def test_videos_with_sound_are_scored_and_written(recipe: Path) -> None:
     scorers = 'reward.scorers=[{name: "tests.e2e.scorers:Redness"}]'
     config = load(recipe, [*_EMULATED, "trainer.updates=2", scorers])
-    size = config.rollout.sampling
-    film = FilmSampling(height=size.height, width=size.width)
-    config = replace(config, rollout=replace(config.rollout, sampling=film))
-    summary = train(preflight(config))
-    finished = _done(Run(config, Path(config.run.dir) / summary.run, summary), 2)
+    film = FilmSampling(height=config.rollout.sampling.height, width=config.rollout.sampling.width)
+    finished = _done(run(replace(config, rollout=replace(config.rollout, sampling=film))), 2)
     files = {path.name for path in (finished.path / "samples").iterdir()}
     assert {"train-000001.png", "train-000001-00.mp4", "train-000001-00.wav", "train-000002-00.mp4"} <= files
+
+
+# ---- what is trained -------------------------------------------------------------------------------------------------
+
+_FORWARD = ("rollout.sde=null", "algorithm.clip_range_nats=null", "algorithm.forward.draws=2")
+_PROGRESSIVE = "rollout.sde.window={size: 2, range: [0, 3], schedule: progressive, updates_per_position: 1}"
+OBJECTIVES = {
+    "flow_grpo": (),
+    "dance_grpo": ("rollout.sde.kind=dance",),
+    "mix_grpo": (_PROGRESSIVE, "algorithm.mix.log_ratio_coef=0.1"),
+    "grpo_guard": ("algorithm.kl_coef=0.01", "algorithm.clip_range_nats=null"),
+    "flow_dppo": ("algorithm.clip_range_nats=null",),
+    "gspo": ("rollout.sde.kind=cps",),
+    "diffusion_nft": (*_FORWARD, "algorithm.kl_coef=1e-4"),
+    "awm": (*_FORWARD, "algorithm.awm={ema_coef: 0.1, ratio: sum_first}", "trainer.ema={every: 1}"),
+    "diffusion_dpo": _FORWARD,
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_trains(recipe: Path, name: str) -> None:
+    finished = _done(run(recipe, f"algorithm.name={name}", *_KEPT, *OBJECTIVES[name]))
+    assert moved(finished)
+    assert all(line["grad_norm"] > 0 for line in finished.metrics)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_forward_process_objective_on_ray_and_vllm_omni(recipe: Path) -> None:
+    real = ("run.runtime=ray", "rollout.engine=vllm_omni")
+    assert moved(_done(trained(recipe, "algorithm.name=diffusion_nft", *_FORWARD, *_KEPT, *real)))
+
+
+CORRECTIONS = {
+    "none": "{mode: none}",
+    "decoupled": "{mode: decoupled, weights: importance, kappa_nats: 5.0}",
+    "tempered": "{mode: decoupled, weights: tempered, kappa_nats: 5.0}",
+    "m2po": "{mode: decoupled, m2: 0.5}",
+    "interpolated": "{mode: interpolated, weights: importance, band: [0.2, 5.0]}",
+    "trajectory": "{mode: decoupled, weights: importance, level: trajectory, k1: [0.1, 10.0], reject_level: sum}",
+    "rejection": "{mode: bypass, k3: 1.0}",
+}
+DRIFT = {"log_ratio_nats/variance", "ess", "engine_mismatch_nats", "fresh_fraction", "row_staleness/mean"}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction_trains_and_logs_the_drift(recipe: Path, correction: str, steps: int) -> None:
+    overrides = (f"algorithm.correction={CORRECTIONS[correction]}", f"trainer.steps_per_update={steps}")
+    finished = run(recipe, *_KEPT, *overrides)
+    assert finished.summary.status == "done", finished.summary.reason
+    assert moved(finished)
+    for line in finished.metrics:
+        assert line.keys() >= DRIFT
+        assert 0 < line["ess"] <= 1
+        assert ("weight/mean" in line) == ("masked" in line) == (correction != "none")
+    fresh = finished.metrics[0]
+    assert fresh["fresh_fraction"] == 1 and fresh["engine_mismatch_nats"] < 1e-2
+    assert finished.metrics[-1]["row_staleness/max"] == 1
+
+
+@pytest.mark.parametrize("lora", [(), (_LORA,)], ids=["full", "lora"])
+def test_a_kl_term_needs_the_reference_policy(recipe: Path, lora: tuple[str, ...]) -> None:
+    finished = _done(run(recipe, "algorithm.kl_coef=0.1", *lora, *_ADAMW))
+    drift = [line["kl_ref"] for line in finished.metrics]
+    assert drift[0] < 1e-9 < drift[-1], "the first update starts at the reference, later ones have moved away"
+
+
+def test_lora_gives_the_same_policy_whatever_travels(recipe: Path) -> None:
+    full, lora = (_done(run(recipe, _LORA, *_ADAMW, f"weights.payload={payload}")) for payload in ("full", "lora"))
+    names = full.weights().keys()
+    assert names and all(".lora_" in name for name in names)
+    # The same merged weights in the engine, so the same samples and rewards.
+    assert [line["reward"] for line in full.metrics] == [line["reward"] for line in lora.metrics]
+    # They do depend on the adapters:
+    untrained = _done(run(recipe, _LORA, "trainer.optimizer.lr=1e-30"))
+    assert [line["reward"] for line in untrained.metrics] != [line["reward"] for line in full.metrics]
+
+
+# ---- preference files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["inprocess", pytest.param("ray", marks=[pytest.mark.thorough, pytest.mark.slow])])
+def test_offline_dpo_trains_on_pairs_without_engines_or_scorers(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    pairs = tmp_path / "pairs.parquet"
+    monkeypatch.setattr("sys.argv", ["build_preferences", "--out", str(pairs), "--pairs", "8"])
+    build_preferences.main()
+    offline = ("rollout.group_size=2", "data.prompts=null", "reward.scorers=[]", f"data.preferences={pairs}")
+    objective = ("algorithm.name=diffusion_dpo", *_FORWARD, "algorithm.dpo.beta=100", f"run.runtime={runtime}")
+    finished = (run if runtime == "inprocess" else trained)(recipe, *objective, *offline, *_KEPT)
+    assert finished.summary.status == "done", finished.summary.reason
+    assert moved(finished)
+    ledger = finished.ledger
+    assert [line["event"] for line in ledger] == ["trained"] * 6
+    assert all(line["reward"] == 0.5 and line["staleness"] <= 1 and line["step_versions"] is None for line in ledger)
+    assert finished.actors == {"reader", "trainer"}, "no engine, no reward worker, nothing published"

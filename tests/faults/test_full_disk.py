@@ -7,66 +7,76 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from omni_async import cli
+from omni_async.actors import checkpointer
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.folders import newest_first, require_whole
-from omni_async.config import load
-from omni_async.config.schema import Config
+from omni_async.config import Config, load
 from omni_async.driver import results, session
 from omni_async.driver import train as runtime
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
 from omni_async.runtime.cluster import PeerLost
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import read_summary
-from tests.e2e.emulation import write_recipe
-from tests.e2e.runs import ENVIRONMENT
-from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, write_world
-
-QUICK = ["emulation.time_scale=0.001", "trainer.updates=400", "checkpoint.every=2", "run.restarts=2"]
-
-
-def fill(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Puts these files of the run folder on a device that is full."""
-    create = RunDirectory.create.__func__  # type: ignore[attr-defined]
-
-    def on_a_full_disk(cls: type[RunDirectory], config: Config, clock: Clock) -> RunDirectory:
-        run: RunDirectory = create(cls, config, clock)
-        for name in names:
-            (run.path / name).symlink_to("/dev/full")
-        return run
-
-    monkeypatch.setattr(RunDirectory, "create", classmethod(on_a_full_disk))
-
-
-def obstruct(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Makes it impossible to rename these files of the run folder to their final path."""
-    create = RunDirectory.create.__func__  # type: ignore[attr-defined]
-
-    def obstructed(cls: type[RunDirectory], config: Config, clock: Clock) -> RunDirectory:
-        run: RunDirectory = create(cls, config, clock)
-        for name in names:
-            (run.path / name / "in the way").mkdir(parents=True)
-        return run
-
-    monkeypatch.setattr(RunDirectory, "create", classmethod(obstructed))
-
+from omni_async.tracking.summary import Summary, read_summary
+from tests.job_world import ENVIRONMENT, write_emulated
+from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, until_the_end, write_world
 
 SHORT = ["emulation.time_scale=0.001", "trainer.updates=4"]
+LONG = ["emulation.time_scale=0.001", "trainer.updates=400", "checkpoint.every=2", "run.restarts=2"]
 RESULTS = {"summary.json", "profile.json", "trace.json", "attempts.jsonl"}
+
+
+def no_space(path: Path) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def full(path: Path) -> None:
+    """Puts a file on a device that is full."""
+    path.symlink_to("/dev/full")
+
+
+def obstructed(path: Path) -> None:
+    """Makes it impossible to rename a file to this, its final path."""
+    (path / "in the way").mkdir(parents=True)
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None], str], None]:
+    create = RunDirectory.create.__func__  # type: ignore[attr-defined]
+
+    def spoil_in_the_run_folder(how: Callable[[Path], None], name: str) -> None:
+        def created(cls: type[RunDirectory], config: Config, clock: Clock) -> RunDirectory:
+            run: RunDirectory = create(cls, config, clock)
+            how(run.path / name)
+            return run
+
+        monkeypatch.setattr(RunDirectory, "create", classmethod(created))
+
+    return spoil_in_the_run_folder
+
+
+def emulated(folder: Path, overrides: list[str], console: RememberingConsole | None = None) -> tuple[Summary, Path]:
+    """Returns the summary of a run in the folder, and its own folder."""
+    summary = train(preflight(load(write_emulated(folder), overrides)), console or RememberingConsole())
+    return summary, folder / "runs" / summary.run
+
+
+# ---- what is written at the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", sorted(RESULTS))
 def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
+    tmp_path: Path, spoil: Any, capsys: pytest.CaptureFixture[str], lost: str
 ) -> None:
-    obstruct(monkeypatch, lost)
-    assert cli.main(["train", str(write_recipe(tmp_path)), *SHORT]) == 1
+    spoil(obstructed, lost)
+    assert cli.main(["train", str(write_emulated(tmp_path)), *SHORT]) == 1
     said = capsys.readouterr()
     assert said.err == f"omni-async: not everything could be written: {lost} (Is a directory)\n"
     assert f"not written: {lost} (Is a directory)" in said.out
@@ -81,15 +91,15 @@ def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(
 def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = results.write_summary
 
-    def full(path: Path, summary: Any) -> None:
+    def while_spans_are_there(path: Path, summary: Any) -> None:
         if path.with_name("spans.jsonl").exists():
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            no_space(path)
         real(path, summary)
 
-    monkeypatch.setattr(results, "write_summary", full)
-    summary = train(preflight(load(write_recipe(tmp_path), SHORT)), RememberingConsole())
+    monkeypatch.setattr(results, "write_summary", while_spans_are_there)
+    summary, run = emulated(tmp_path, SHORT)
     assert (summary.status, summary.unwritten) == ("done", {})
-    assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
+    assert read_summary(run / "summary.json") == summary
 
 
 def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(
@@ -102,33 +112,27 @@ def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     def becomes_read_only(*_: Any) -> None:
-        for owner, name in (
-            (results, "write_atomic"),
-            (results, "write_trace"),
-            (results, "append_jsonl"),
-            (Path, "unlink"),
-        ):
-            monkeypatch.setattr(owner, name, refused)
+        for name in ("write_atomic", "write_trace", "append_jsonl"):
+            monkeypatch.setattr(results, name, refused)
+        monkeypatch.setattr(Path, "unlink", refused)
         refused(Path("summary.json"))
 
     monkeypatch.setattr(results, "write_summary", becomes_read_only)
-    console = RememberingConsole()
-    summary = train(preflight(load(write_recipe(tmp_path), SHORT)), console)
+    summary, run = emulated(tmp_path, SHORT)
     monkeypatch.undo()
     assert (summary.status, summary.unwritten) == ("done", dict.fromkeys(RESULTS, "Read-only file system"))
-    assert (tmp_path / "runs" / summary.run / "spans.jsonl").is_file()
+    assert (run / "spans.jsonl").is_file()
+
+
+# ---- what is written all the time ------------------------------------------------------------------------------------
 
 
 def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> None:
     """Covers the limit of the operating system on a file's size, which any of the files that grow may meet."""
-    limit = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async.cli import"
-        " main; sys.exit(main())"
-    )
-    arguments = ["train", str(write_recipe(tmp_path)), *QUICK, "checkpoint.every=1000"]
-    ended = subprocess.run(
-        [sys.executable, "-c", limit, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
-    )
+    code = "import resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async import cli"
+    command = [sys.executable, "-c", f"{code}; sys.exit(cli.main())", "train", str(write_emulated(tmp_path)), *LONG]
+    command += ["checkpoint.every=1000"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stdout + ended.stderr
     first = ended.stderr.splitlines()[0]
@@ -139,9 +143,9 @@ def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> 
 
 
 def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any
 ) -> None:
-    fill(monkeypatch, "faults.jsonl")
+    spoil(full, "faults.jsonl")
     monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
     lost = 0
 
@@ -152,70 +156,49 @@ def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(
             raise PeerLost("rollout-0 is gone: killed")
         await control.over.wait()
 
-    async def trainer(control: Control) -> None:
-        await control.over.wait()
-
-    monkeypatch.setattr(
-        runtime, "build_cluster", lambda *_: HandCluster({"trainer": trainer}, workers={"rollout-0": engine})
-    )
+    cluster = HandCluster({"trainer": until_the_end}, workers={"rollout-0": engine})
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
     summary = train(preflight(write_world(tmp_path)), RememberingConsole())
-    assert summary.status == "failed"
     path = tmp_path / "runs" / summary.run / "faults.jsonl"
-    assert summary.reason == f"cannot append to {path}: No space left on device"
+    assert (summary.status, summary.reason) == ("failed", f"cannot append to {path}: No space left on device")
     assert read_summary(path.with_name("summary.json")) == summary
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason_and_a_true_count(
+    tmp_path: Path, spoil: Any, name: str
 ) -> None:
-    fill(monkeypatch, name)
-    summary = train(preflight(load(write_recipe(tmp_path), QUICK)), RememberingConsole())
+    spoil(full, name)
+    summary, run = emulated(tmp_path, LONG)
     assert summary.status == "failed" and summary.reason is not None
-    assert "No space left on device" in summary.reason and "\n" not in summary.reason
-
-
-def test_a_summary_counts_what_the_ledger_has_though_another_file_cannot_grow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(monkeypatch, "metrics.jsonl")
-    summary = train(preflight(load(write_recipe(tmp_path), QUICK)), RememberingConsole())
-    assert summary.status == "failed" and "metrics.jsonl" in (summary.reason or "")
-    ledger = (tmp_path / "runs" / summary.run / "ledger.jsonl").read_bytes().splitlines()
-    events = Counter(json.loads(line)["event"] for line in ledger)
-    counters = summary.counters
-    assert (counters.admitted, counters.trained, counters.dropped, counters.live) == (
-        len(ledger),
-        events["trained"],
-        events["dropped"],
-        0,
-    )
-    assert counters.trained == sum(summary.staleness.values()) == 8 * summary.updates
+    assert name.removesuffix(".jsonl") in summary.reason and "No space left on device" in summary.reason
+    assert "\n" not in summary.reason
+    if name == "metrics.jsonl":
+        events = Counter(json.loads(line)["event"] for line in (run / "ledger.jsonl").read_bytes().splitlines())
+        counters = summary.counters
+        assert (counters.admitted, counters.live) == (events.total(), 0)
+        assert (counters.trained, counters.dropped) == (events["trained"], events["dropped"])
+        assert counters.trained == sum(summary.staleness.values()) == 8 * summary.updates
 
 
 def test_checkpoints_that_cannot_be_written_are_reported_and_the_last_one_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends the run only at the last one, because space may come back while the run goes on."""
-    from omni_async.actors import checkpointer
-
-    written = 0
+    written, real = 0, checkpointer.write_state
 
     def sometimes(folder: Path, state: Any) -> None:
         nonlocal written
         written += 1
         if written > 3:
-            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+            no_space(folder)
         real(folder, state)
 
-    real = checkpointer.write_state
     monkeypatch.setattr(checkpointer, "write_state", sometimes)
     console = RememberingConsole()
-    summary = train(preflight(load(write_recipe(tmp_path), [*QUICK, "trainer.updates=12"])), console)
-    assert summary.status == "failed" and "No space left on device" in (summary.reason or "")
-    assert summary.updates == 12
+    summary, run = emulated(tmp_path, [*LONG, "trainer.updates=12"], console)
+    assert (summary.status, summary.updates) == ("failed", 12) and "No space left on device" in (summary.reason or "")
     assert any("update-000008 could not be written" in phase and "No space" in phase for phase in console.phases)
-    (run,) = (tmp_path / "runs").iterdir()
     newest = next(newest_first(run / "checkpoints"))
     require_whole(newest)
     assert newest.name == "update-000006"

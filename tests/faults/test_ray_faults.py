@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from omni_async.performance.profile import Payload
+from omni_async.performance.profile import Payload, Profile
 from omni_async.runtime.on_ray.connection import connect
-from tests.faults.disturbed import Disturbed, profile
+from omni_async.tracking.summary import Summary
+from tests.job_world import Disturbed, slow_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=4)]
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+Blows = Iterable[tuple[str, int]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,69 +32,76 @@ def local_ray() -> Iterator[None]:
     connection.close()
 
 
-def strike(run: Disturbed, blows: Iterable[tuple[str, int]]) -> None:
-    """Strikes one after the other, each when the one before is mended and the run has moved on."""
-    for mended, (slot, number) in enumerate(blows, start=1):
-        part = max((name for name in run.parts() if name.partition(".")[0] == slot), default=slot)
-        pid = run.parts()[part]["pid"]
-        os.kill(pid, number)
-        run.wait_for(lambda mended=mended: len(run.faults) == mended)  # type: ignore[misc]
-        assert run.faults[-1].part == part
-        assert not Path(f"/proc/{pid}").exists(), "a stopped process would keep its memory and its accelerator"
-        updates = len(run.console.updates)
-        run.wait_for(lambda updates=updates: len(run.console.updates) > updates)  # type: ignore[misc]
-    run.stop()
+def strike(run: Disturbed, blows: Blows, after: int = 2) -> Summary:
+    """Strikes one after the other, the first after some updates, each when the one before is mended and the run has
+    moved on. The run must lose nothing."""
+
+    def disturb(run: Disturbed) -> None:
+        run.updated(after)
+        for mended, (slot, number) in enumerate(blows, start=1):
+            parts = run.parts()
+            part = max((name for name in parts if name.partition(".")[0] == slot), default=slot)
+            os.kill(pid := parts[part]["pid"], number)
+            run.wait_for(lambda mended=mended: len(run.faults) == mended)  # type: ignore[misc]
+            assert run.faults[-1].part == part
+            assert not Path(f"/proc/{pid}").exists(), "a stopped process would keep its memory and its accelerator"
+            updates = len(run.console.updates)
+            run.wait_for(lambda updates=updates: len(run.console.updates) > updates)  # type: ignore[misc]
+        run.stop()
+
+    summary = run.run(disturb)
+    run.require_whole(summary)
+    return summary
+
+
+BROADCAST = slow_at("swap", 0.05, Payload(trajectory=20_000, media=3_000, weights=60_000_000))
 
 
 @pytest.mark.parametrize(
-    ("slow", "blows"),
+    ("made", "transport", "blows"),
     [
-        ("generate", [("rollout-0", KILL), ("rollout-1", STOP), ("rollout-1", KILL)]),
-        ("score", [("reward-0", KILL), ("reward-1", STOP), ("rollout-0", KILL)]),
+        pytest.param(
+            slow_at("generate", 0.05),
+            "object_store",
+            [("rollout-0", KILL), ("rollout-1", STOP), ("rollout-1", KILL)],
+            id="at work: engines",
+        ),
+        pytest.param(
+            slow_at("score", 0.05),
+            "object_store",
+            [("reward-0", KILL), ("reward-1", STOP), ("rollout-0", KILL)],
+            id="at work: reward workers",
+        ),
+        # Transfers weights that take longer than everything else together.
+        pytest.param(BROADCAST, "object_store", [("rollout-0", KILL), ("rollout-1", STOP)], id="in a publish"),
+        pytest.param(BROADCAST, "collective", [("rollout-0", KILL), ("rollout-1", STOP)], id="in a broadcast"),
     ],
 )
-def test_workers_that_die_or_hang_at_work_are_replaced_and_nothing_is_lost(
-    tmp_path: Path, slow: str, blows: list[tuple[str, int]]
+def test_workers_that_die_or_hang_are_replaced_and_nothing_is_lost(
+    tmp_path: Path, made: Profile, transport: str, blows: Blows
 ) -> None:
-    def disturb(run: Disturbed) -> None:
-        run.updated(2)
-        strike(run, blows)
-
-    run = Disturbed(tmp_path, profile(slow, 0.05))
-    summary = run.run(disturb)
-    run.require_whole(summary)
-    assert summary.faults == len(blows)
-
-
-@pytest.mark.parametrize("transport", ["object_store", "collective"])
-def test_engines_that_die_in_the_middle_of_a_broadcast_are_replaced(tmp_path: Path, transport: str) -> None:
-    """Transfers weights that take longer than everything else together."""
-
-    def disturb(run: Disturbed) -> None:
-        run.updated(2)
-        strike(run, [("rollout-0", KILL), ("rollout-1", STOP)])
-
-    made = profile("swap", 0.05, Payload(trajectory=20_000, media=3_000, weights=60_000_000))
-    run = Disturbed(tmp_path, made, weights={"transport": transport})
-    run.require_whole(run.run(disturb))
+    run = Disturbed.emulated(tmp_path, made, weights={"transport": transport})
+    assert strike(run, blows).faults == len([*blows])
 
 
 def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_stored_is_generated_again(
     tmp_path: Path,
 ) -> None:
-    def blows(run: Disturbed) -> Iterator[tuple[str, int]]:
+    run = Disturbed.emulated(
+        tmp_path, slow_at("none", 0.0, Payload(trajectory=6_000_000, media=6_000_000, weights=100_000))
+    )
+
+    def generated_again() -> bool:
+        return any(line["attempts"] > 1 for line in run.ledger())
+
+    def blows() -> Iterator[tuple[str, int]]:
         yield from (("rollout-0", KILL), ("reward-0", KILL), ("rollout-1", KILL))
         for _ in range(10):  # an engine may have died with nothing stored that was still wanted
-            if not any(line["attempts"] > 1 for line in run.ledger()):
+            if not generated_again():
                 yield "rollout-0", KILL
 
-    def disturb(run: Disturbed) -> None:
-        run.updated(2)
-        strike(run, blows(run))
-
-    run = Disturbed(tmp_path, profile("none", 0.0, Payload(trajectory=6_000_000, media=6_000_000, weights=100_000)))
-    run.require_whole(run.run(disturb))
-    assert any(line["attempts"] > 1 for line in run.ledger()), "samples were lost with their engine"
+    strike(run, blows())
+    assert generated_again(), "samples were lost with their engine"
 
 
 def test_all_engines_at_once(tmp_path: Path) -> None:
@@ -104,19 +113,14 @@ def test_all_engines_at_once(tmp_path: Path) -> None:
         run.wait_for(lambda: len(run.faults) == 2)
         run.stop()
 
-    run = Disturbed(tmp_path, profile("generate", 0.1))
+    run = Disturbed.emulated(tmp_path, slow_at("generate", 0.1))
     run.require_whole(run.run(disturb))
 
 
 def test_a_run_that_loses_its_trainer_or_coordinator_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     """Kills the trainer (rank 0 and the publisher run in its process) and the coordinator."""
-
-    def disturb(run: Disturbed) -> None:
-        run.updated(8)
-        strike(run, [("trainer", KILL), ("coordinator", KILL), ("trainer", STOP)])
-
-    run = Disturbed(tmp_path, profile("train", 0.05))
-    run.require_whole(run.run(disturb))
+    run = Disturbed.emulated(tmp_path, slow_at("train", 0.05))
+    strike(run, [("trainer", KILL), ("coordinator", KILL), ("trainer", STOP)], after=8)
     assert all("again from update" in fault.replacement for fault in run.faults)
     assert (run.job.run / "ledger.jsonl.void").exists()
 
@@ -132,11 +136,8 @@ def test_a_trainer_that_dies_while_it_writes_a_checkpoint_goes_on_from_the_one_b
         run.wait_for(lambda: bool(run.faults))
         run.stop()
 
-    run = Disturbed(
-        tmp_path,
-        profile("none", 0.0, Payload(trajectory=2_000_000, media=1_000, weights=1_000)),
-        checkpoint={"every": 1},
-    )
+    made = slow_at("none", 0.0, Payload(trajectory=2_000_000, media=1_000, weights=1_000))
+    run = Disturbed.emulated(tmp_path, made, checkpoint={"every": 1})
     run.require_whole(run.run(disturb))
 
 
@@ -149,14 +150,11 @@ def test_a_part_that_cannot_be_brought_back_ends_the_run_soon_with_a_checkpoint_
         run.signal("rollout-0", KILL)
         killed = time.monotonic()
 
-    run = Disturbed(tmp_path, profile("generate", 0.05), run={"restarts": 0})
+    run = Disturbed.emulated(tmp_path, slow_at("generate", 0.05), run={"restarts": 0})
     summary = run.run(disturb)
     assert time.monotonic() - killed < 20
-    assert (
-        summary.status == "failed"
-        and "rollout-0 was lost" in (summary.reason or "")
-        and "run.restarts is 0" in (summary.reason or "")
-    )
+    reason = summary.reason or ""
+    assert summary.status == "failed" and "rollout-0 was lost" in reason and "run.restarts is 0" in reason
     newest = sorted((run.job.run / "checkpoints").glob("update-*"))[-1].name
     assert int(newest.removeprefix("update-")) == summary.updates
 
@@ -164,16 +162,15 @@ def test_a_part_that_cannot_be_brought_back_ends_the_run_soon_with_a_checkpoint_
 def test_workers_are_added_and_removed_while_the_job_runs(tmp_path: Path) -> None:
     def disturb(run: Disturbed) -> None:
         run.updated(2)
-        parts = run.scale(rollout=3, reward=1)["parts"]
-        assert "rollout-2" in parts
+        assert "rollout-2" in run.scale(rollout=3, reward=1)["parts"]
         run.wait_for(lambda: "reward-1" not in run.parts())
-        run.updated(run.console.updates[-1]["update"] + 3)
+        run.updated(run.last_update + 3)
         run.scale(rollout=1)
         run.wait_for(lambda: [name for name in run.parts() if name.startswith("rollout")] == ["rollout-0"])
         run.stop()
 
     # Nobody is lost here, also on a machine so busy that a worker stands still for seconds.
-    run = Disturbed(tmp_path, profile("generate", 0.05), run={"health_timeout_s": 60.0})
+    run = Disturbed.emulated(tmp_path, slow_at("generate", 0.05), run={"health_timeout_s": 60.0})
     summary = run.run(disturb)
     run.require_whole(summary)
     assert summary.faults == 0

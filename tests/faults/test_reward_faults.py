@@ -1,16 +1,18 @@
-"""Tests scorers that fail under a whole control plane: every group ends trained or rejected with its reason, and the
-run ends."""
+"""Tests scorers that fail under a whole control plane with real reward workers: every group ends trained or rejected
+with its reason, and the run ends. Engines, trainer and publisher are those of the control plane's tests."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,51 +22,112 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from omni_async.aio.clock import WallClock
-from omni_async.config import Config
+from omni_async.actors.rewarder import Rewarder
+from omni_async.aio.clock import Clock, WallClock
+from omni_async.config import Config, with_spec
+from omni_async.media import Media
+from omni_async.rewards.base import Scorer
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.probe import Probe
 from omni_async.simulation.virtual_time import VirtualClock, run
+from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score
-from tests.control.control_world import make_config
-from tests.faults.scored_run import ScoredRun, sample_of
+from tests.control.control_world import Run, make_config
+from tests.images import as_media
 
 
 def with_reward(config: Config, **reward: Any) -> Config:
     return replace(config, reward=replace(config.reward, **reward))
 
 
-def events(played: ScoredRun) -> dict[str, set[int]]:
-    """Returns the groups by how they ended, and requires that each ended once."""
-    assert len({entry.group for entry in played.entries}) == len(played.entries)
-    ended: dict[str, set[int]] = {"trained": set(), "rejected": set(), "dropped": set()}
-    for entry in played.entries:
-        ended[entry.event].add(entry.group)
-        assert (entry.reason is None) == (entry.event == "trained")
-    return ended
+def job(updates: int = 6, **reward: Any) -> Config:
+    """Configures updates of two groups, S = 1, and scorers that are asked again after a second."""
+    return with_reward(make_config(S=1, P=2, updates=updates), **{"backoff_s": 1.0, "retries": 1, **reward})
+
+
+def sample_of(image: np.ndarray) -> tuple[int, int]:
+    """Returns the group and the number of the sample that an image is of."""
+    high, low, sample = (int(value) for value in image[0, 0])
+    return 256 * high + low, sample
+
+
+class Images(LocalStore):
+    """A store that draws the image of `media g3.s1` when it is asked for."""
+
+    async def get(self, reference: str) -> Media:
+        group, _, sample = reference.removeprefix("media g").partition(".s")
+        return as_media(np.full((2, 2, 3), (*divmod(int(group), 256), int(sample)), np.uint8))
+
+
+class ScoredRun(Run):
+    """A run with real reward workers. `scorers()` are a reward worker's, built for each by itself; `tried`: they score
+    a synthetic sample first."""
+
+    def __init__(
+        self, config: Config, scorers: Callable[[], Scorer], clock: Clock, tried: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(config, **kwargs)
+        self._tried, self._scorers, self._clock = tried, scorers, clock
+
+    async def rewarder(self, worker: str) -> None:
+        reward = WeightedScorer.alone(self._scorers())
+        probe = Probe.of(with_spec(self.config), [Prompt(0, "a synthetic cat")]) if self._tried else None
+        rewarder = Rewarder(worker, self.config, reward, self.coordinator, Images(), self._clock, probe)
+        await rewarder.start()
+        await rewarder.run()
+
+    @property
+    def logged(self) -> list[str]:
+        return [data["text"] for data in self.of_kind("phase")]
+
+    @property
+    def ended(self) -> dict[str, set[int]]:
+        """Returns the groups by how they ended, and requires that each ended once."""
+        assert len({entry.group for entry in self.entries}) == len(self.entries)
+        groups: dict[str, set[int]] = {"trained": set(), "rejected": set(), "dropped": set()}
+        for entry in self.entries:
+            groups[entry.event].add(entry.group)
+            assert (entry.reason is None) == (entry.event == "trained")
+        return groups
+
+    @property
+    def reasons(self) -> list[str]:
+        return [entry.reason or "" for entry in self.entries if entry.event == "rejected"]
 
 
 # ---- virtual time ----------------------------------------------------------------------------------------------------
 
 
 class Judge:
-    """A scorer whose reward is the sample's number. It is down at some times, and cannot score some samples; `asked`
-    counts."""
+    """A scorer whose reward is the sample's number, or what `drawn` says; a whole batch is not a number if one of it is
+    not. It is down unless `up`. It distinguishes drawn images, of size 2, from the synthetic one, which is larger."""
 
     name = "judge"
 
     def __init__(
-        self, up: Callable[[float], bool], bad: Callable[[int, int], bool] = lambda group, sample: False
+        self,
+        drawn: Callable[[int, int], float] = lambda group, sample: float(sample),
+        synthetic: Callable[[], float] = lambda: 0.0,
+        up: Callable[[float], bool] = lambda now: True,
     ) -> None:
-        self._up, self._bad = up, bad
+        self._drawn, self._synthetic, self._up = drawn, synthetic, up
         self.asked = 0
+        self.drawn: Counter[tuple[int, int]] = Counter()
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         self.asked += 1
         if not self._up(asyncio.get_running_loop().time()):
             raise ConnectionRefusedError("nobody listens")
+        if images[0].shape != (2, 2, 3):
+            return [Score(self._synthetic()) for _ in images]
         samples = [sample_of(image) for image in images]
-        if any(self._bad(*sample) for sample in samples):
-            return [Score(float("nan")) for _ in samples]
-        return [Score(float(number)) for _, number in samples]
+        self.drawn.update(samples)
+        values = [self._drawn(*sample) for sample in samples]
+        return [Score(math.nan if any(map(math.isnan, values)) else value) for value in values]
+
+
+def misspelt(*_: int) -> float:
+    raise AttributeError("'Judge' object has no attribute '_tresh'")
 
 
 class Paced(ScoredRun):
@@ -74,19 +137,22 @@ class Paced(ScoredRun):
         await asyncio.sleep(0.1 * self._random.randint(0, self._pause[kind]))
 
 
-def play(config: Config, judge: Judge, **kwargs: Any) -> tuple[ScoredRun, float]:
+def play(config: Config, judge: Judge, stop_s: float | None = None, **kwargs: Any) -> tuple[ScoredRun, float]:
+    """Plays a run to its end, or stops it. Returns it with the virtual seconds that it took."""
+
+    async def stop(played: ScoredRun, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await played.coordinator.stop("enough")
+
     async def main() -> tuple[ScoredRun, float]:
         played = Paced(config, lambda: judge, VirtualClock(), **kwargs)
         publisher = asyncio.create_task(played.publisher())
-        roles = [
-            played.driver(),
-            played.trainer(),
-            *(played.producer(engine) for engine in played.engines),
-            *(played.rewarder(f"reward-{i}") for i in range(played._reward_workers)),
-        ]
+        roles: list[Coroutine[Any, Any, None]] = [played.driver(), played.trainer()]
+        roles += [played.producer(engine) for engine in played.engines]
+        roles += [played.rewarder(f"reward-{i}") for i in range(played._reward_workers)]
         try:
             async with asyncio.timeout(1e5):
-                await asyncio.gather(*roles)
+                await asyncio.gather(*roles, *([] if stop_s is None else [stop(played, stop_s)]))
         finally:
             publisher.cancel()
         return played, asyncio.get_running_loop().time()
@@ -97,13 +163,10 @@ def play(config: Config, judge: Judge, **kwargs: Any) -> tuple[ScoredRun, float]
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_outage_of_a_minute_costs_no_group(streaming: bool, workers: int) -> None:
-    config = with_reward(
-        make_config(S=1, P=2, updates=6, score_retries=3, backoff_s=1.0, score_at_once=streaming), batch=2
-    )
-    judge = Judge(up=lambda t: not 4 <= t < 64)
-    played, seconds = play(config, judge, reward_workers=workers)
+    judge = Judge(up=lambda now: not 4 <= now < 64)
+    played, seconds = play(job(retries=3, streaming=streaming, batch=2), judge, reward_workers=workers)
     assert played.outcome == ("done", None)
-    assert events(played) == {"trained": set(range(12)), "rejected": set(), "dropped": set()}
+    assert played.ended == {"trained": set(range(12)), "rejected": set(), "dropped": set()}
     assert 64 <= seconds < 120
     assert judge.asked < 300, "it was not asked all the time"
     assert len([text for text in played.logged if text.startswith("warning: scorer 'judge' fails (")]) <= workers
@@ -113,118 +176,63 @@ def test_an_outage_of_a_minute_costs_no_group(streaming: bool, workers: int) -> 
 
 
 def test_a_scorer_that_never_comes_back_ends_the_run_with_its_reason() -> None:
-    config = with_reward(make_config(S=1, P=2, updates=400, score_retries=1, backoff_s=1.0), outage_s=60.0)
-    played, seconds = play(config, Judge(up=lambda t: t < 10))
+    played, seconds = play(job(400, outage_s=60.0), Judge(up=lambda now: now < 10))
     status, reason = played.outcome
     assert status == "failed" and reason is not None
     assert "groups in a row ended without being trained" in reason
     assert "scorer 'judge' has been failing for" in reason and "ConnectionRefusedError: nobody listens" in reason
-    ended = events(played)
-    assert len(ended["rejected"]) >= 32
-    assert all(
-        "ConnectionRefusedError" in (entry.reason or "") for entry in played.entries if entry.event == "rejected"
-    )
+    assert len(played.ended["rejected"]) >= 32
+    assert all("ConnectionRefusedError" in why for why in played.reasons)
     assert 70 <= seconds < 1000
 
 
-class Whimsical(Judge):
-    """A scorer that distinguishes images of size 2 from the synthetic one, which is larger; what it says of those is up
-    to `drawn`, and of the other to `synthetic`."""
-
-    def __init__(self, drawn: Callable[[int, int], float], synthetic: Callable[[], float] = lambda: 0.0) -> None:
-        super().__init__(up=lambda t: True)
-        self._drawn, self._synthetic = drawn, synthetic
-        self.drawn: Counter[tuple[int, int]] = Counter()
-
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        self.asked += 1
-        if images[0].shape != (2, 2, 3):
-            return [Score(self._synthetic()) for _ in images]
-        self.drawn.update(sample_of(image) for image in images)
-        return [Score(self._drawn(*sample_of(image))) for image in images]
+def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
+    played, seconds = play(job(400, outage_s=1e6), Judge(up=lambda now: now < 0), stop_s=1000)
+    assert seconds <= 1001
+    assert played.outcome == ("interrupted", "enough") and not played.ended["rejected"]
 
 
-def misspelt(*_: int) -> float:
-    raise AttributeError("'Judge' object has no attribute '_tresh'")
-
-
-def test_a_scorer_that_fails_every_drawn_sample_in_the_same_way_ends_the_run_within_seconds_in_its_own_words() -> None:
-    config = with_reward(make_config(S=1, P=2, updates=400, score_retries=3, backoff_s=1.0))
-    played, seconds = play(config, Whimsical(misspelt), tried=True)
-    words = (
-        "nothing could be scored so far, and the error stays the same: scorer 'judge': AttributeError: 'Judge' object"
-        " has no attribute '_tresh'"
-    )
-    assert played.outcome == ("failed", words)
+@pytest.mark.parametrize(
+    ("drawn", "words"),
+    [
+        pytest.param(
+            misspelt,
+            "nothing could be scored so far, and the error stays the same: scorer 'judge': AttributeError: 'Judge'"
+            " object has no attribute '_tresh'",
+            id="the same error for every sample",
+        ),
+        pytest.param(lambda group, sample: 1e30, "beyond reward.max_abs", id="every score is absurd"),
+    ],
+)
+def test_a_scorer_that_is_wrong_ends_the_run_within_seconds_in_its_own_words(drawn: Any, words: str) -> None:
+    played, seconds = play(job(400, retries=3), Judge(drawn), tried=True)
+    status, reason = played.outcome
+    assert status == "failed" and words in (reason or "") and (drawn is not misspelt or reason == words)
     assert seconds < 10, "not the 600 s of an outage"
 
 
 def test_one_prompt_that_cannot_be_scored_is_not_taken_for_a_scorer_that_is_wrong() -> None:
-    config = with_reward(make_config(S=1, P=2, updates=6, score_retries=1, backoff_s=1.0))
-    played, _ = play(
-        config, Whimsical(lambda group, sample: misspelt() if group in (0, 1) else float(sample)), tried=True
-    )
+    judge = Judge(lambda group, sample: misspelt() if group in (0, 1) else float(sample))
+    played, _ = play(job(), judge, tried=True)
     assert played.outcome == ("done", None)
-    assert events(played)["rejected"] == {0, 1}
+    assert played.ended["rejected"] == {0, 1}
 
 
 def test_a_judge_that_is_away_at_the_start_is_waited_for_whatever_it_says_the_same_way_each_time() -> None:
-    def away(group: int = 0, sample: int = 0) -> float:
-        if asyncio.get_running_loop().time() < 300:
-            raise ConnectionRefusedError("nobody listens")
-        return float(sample)
-
-    config = with_reward(make_config(S=1, P=2, updates=6, score_retries=1, backoff_s=1.0))
-    played, seconds = play(config, Whimsical(away, away), tried=True)
-    assert played.outcome == ("done", None) and not events(played)["rejected"]
+    played, seconds = play(job(), Judge(up=lambda now: now >= 300), tried=True)
+    assert played.outcome == ("done", None) and not played.ended["rejected"]
     assert 300 <= seconds < 400
 
 
 def test_an_absurd_score_rejects_its_group_with_the_reason_and_is_not_asked_for_again() -> None:
-    config = with_reward(make_config(S=1, P=2, updates=6, score_retries=3, backoff_s=1.0))
-    judge = Whimsical(lambda group, sample: 1e30 if (group, sample) == (3, 1) else float(sample))
-    played, _ = play(config, judge, tried=True)
+    judge = Judge(lambda group, sample: 1e30 if (group, sample) == (3, 1) else float(sample))
+    played, _ = play(job(retries=3), judge, tried=True)
     assert played.outcome == ("done", None)
-    (rejected,) = [entry for entry in played.entries if entry.event == "rejected"]
-    assert rejected.group == 3 and rejected.reason is not None
-    assert "scorer 'judge'" in rejected.reason and rejected.reason.endswith(
-        "a reward of 1e+30, beyond reward.max_abs = 1e+06"
-    )
+    assert played.ended["rejected"] == {3}
+    (reason,) = played.reasons
+    assert "scorer 'judge'" in reason and reason.endswith("a reward of 1e+30, beyond reward.max_abs = 1e+06")
     assert judge.drawn[3, 1] == 1
     assert max(abs(value) for _, group in played.taken for value in group.rewards) <= 1e6
-
-
-def test_a_scorer_whose_every_score_is_absurd_ends_the_run_and_says_why() -> None:
-    played, seconds = play(make_config(S=1, P=2, updates=400), Whimsical(lambda group, sample: 1e30), tried=True)
-    status, reason = played.outcome
-    assert status == "failed" and reason is not None and "beyond reward.max_abs" in reason and seconds < 10
-
-
-def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
-    async def main() -> None:
-        config = with_reward(make_config(S=1, P=2, updates=400), outage_s=1e6, backoff_s=1.0)
-        played = ScoredRun(config, lambda: Judge(up=lambda t: t < 0), VirtualClock())
-
-        async def stop() -> None:
-            await asyncio.sleep(1000)
-            await played.coordinator.stop("enough")
-
-        publisher = asyncio.create_task(played.publisher())
-        async with asyncio.timeout(1e5):
-            await asyncio.gather(
-                stop(),
-                played.driver(),
-                played.trainer(),
-                played.producer("rollout-0"),
-                played.rewarder("reward-0"),
-                played.rewarder("reward-1"),
-            )
-        publisher.cancel()
-        assert asyncio.get_running_loop().time() <= 1001
-        assert played.outcome == ("interrupted", "enough")
-        assert not events(played)["rejected"]
-
-    run(main())
 
 
 @settings(max_examples=40, deadline=None)
@@ -239,7 +247,8 @@ def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
         down.append((t, t := t + dice.uniform(1, 300)))
         t += dice.uniform(1, 100)
     judge = Judge(
-        lambda now: not any(a <= now < b for a, b in down), lambda group, sample: group in bad and sample == 1
+        lambda group, sample: math.nan if group in bad and sample == 1 else float(sample),
+        up=lambda now: not any(a <= now < b for a, b in down),
     )
     config = make_config(
         S=dice.randint(0, 2),
@@ -254,13 +263,9 @@ def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
     config = with_reward(config, batch=dice.choice([1, 2, 8]), outage_s=1000.0)
     played, _ = play(config, judge, reward_workers=dice.choice([1, 2, 3, 12]), seed=seed, tried=dice.random() < 0.5)
     assert played.outcome == ("done", None)
-    ended = events(played)
-    assert ended["rejected"] <= bad and not ended["trained"] & bad
-    reasons = {entry.reason for entry in played.entries if entry.event == "rejected"}
-    assert all(
-        reason and "reward failed 4 times: scorer 'judge', sample 0" in reason and "value is nan" in reason
-        for reason in reasons
-    )
+    assert played.ended["rejected"] <= bad and not played.ended["trained"] & bad
+    for reason in played.reasons:
+        assert "reward failed 4 times: scorer 'judge', sample 0" in reason and "value is nan" in reason
 
 
 # ---- a real server ---------------------------------------------------------------------------------------------------
@@ -274,7 +279,6 @@ class Server:
         self.mood = "well"
         self.moods: Counter[str] = Counter()
         self.port = 0
-        self._http: ThreadingHTTPServer | None = None
         self.start()
 
     def start(self) -> None:
@@ -303,26 +307,30 @@ class Server:
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
-        if self._http is not None:
-            self._http.shutdown()
-            self._http.server_close()
-            self._http = None
+        self._http.shutdown()
+        self._http.server_close()
 
     def answer(self, samples: list[int]) -> tuple[int, bytes]:
         match self.mood:
             case "slow":
                 time.sleep(0.3)
+            case "late":  # every tenth call
+                time.sleep(1.0 if self.moods["late"] % 10 == 0 else 0.0)
             case "error":
                 return 500, b"CUDA out of memory"
             case "garbage":
                 return 200, b"<html>502</html>"
-            case "short":
-                samples = samples[1:]
-            case "nan":
-                return 200, json.dumps([float("nan")] * len(samples)).encode()
-            case "null":
-                return 200, json.dumps([None] * len(samples)).encode()
-        return 200, json.dumps(samples).encode()
+        wrong = {"short": samples[1:], "nan": [math.nan] * len(samples), "null": [None] * len(samples)}
+        return 200, json.dumps(wrong.get(self.mood, samples)).encode()
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    there = Server()
+    try:
+        yield there
+    finally:
+        there.stop()
 
 
 class HttpJudge:
@@ -340,74 +348,53 @@ class HttpJudge:
             return [Score(value) for value in json.load(answer)]
 
 
+WRONG = ("slow", "error", "garbage", "short", "nan", "null")
+
+
 def test_a_run_outlives_everything_its_judge_server_does() -> None:
-    server = Server()
+    config = make_config(S=2, P=2, group_size=4, updates=60, score_retries=2, backoff_s=0.01)
+    config = with_reward(config, batch=4, backoff_max_s=0.05, timeout_s=0.2, hedge_s=0.1)
 
-    async def main() -> ScoredRun:
-        config = with_reward(
-            make_config(S=2, P=2, group_size=4, updates=60, score_retries=2, backoff_s=0.01),
-            batch=4,
-            backoff_max_s=0.05,
-            timeout_s=0.2,
-            hedge_s=0.1,
-        )
-        played = ScoredRun(config, lambda: HttpJudge(server.port), WallClock(), reward_workers=2)
-
-        async def trained(count: int) -> None:
-            while len(played.taken) < count:  # noqa: ASYNC110 (the run does not report when its trainer takes a group)
-                await asyncio.sleep(0.005)
+    async def main(judge: Server) -> ScoredRun:
+        played = ScoredRun(config, lambda: HttpJudge(judge.port), WallClock(), reward_workers=2)
 
         async def trouble() -> None:
-            for mood in ("slow", "error", "garbage", "short", "nan", "null", "away"):
+            for mood in (*WRONG, "away"):
                 before = len(played.taken)
-                await trained(before + 6)
-                server.mood = mood
+                while len(played.taken) < before + 6:  # noqa: ASYNC110 (the run does not report what its trainer takes)
+                    await asyncio.sleep(0.005)
+                judge.mood = mood
                 if mood == "away":
-                    await asyncio.to_thread(server.stop)
+                    await asyncio.to_thread(judge.stop)
                 await asyncio.sleep(0.25)
                 if mood == "away":
-                    server.start()
-                server.mood = "well"
+                    judge.start()
+                judge.mood = "well"
 
-        _, played = await asyncio.gather(trouble(), played.play())
+        await asyncio.gather(trouble(), played.play())
         return played
 
-    try:
-        played = asyncio.run(main())
-    finally:
-        server.stop()
+    with server() as judge:
+        played = asyncio.run(main(judge))
     assert played.outcome == ("done", None)
-    assert set(server.moods) - {"away"} == {"well", "slow", "error", "garbage", "short", "nan", "null"}, "each was met"
-    ended = events(played)
-    assert len(ended["trained"]) == 120 and not ended["dropped"]
-    assert not ended["rejected"], "no sample was to blame"
+    assert set(judge.moods) - {"away"} == {"well", *WRONG}, "each was met"
+    assert len(played.ended["trained"]) == 120 and not played.ended["dropped"]
+    assert not played.ended["rejected"], "no sample was to blame"
     logged = [text.split(" (")[0].split(" after")[0] for text in played.logged]
     assert logged.count("warning: scorer 'http_judge' fails") == logged.count("scorer 'http_judge' answers again") >= 6
 
 
 def test_a_server_that_answers_every_tenth_call_late_is_hedged() -> None:
-    server = Server()
-    calls = Counter[str]()
+    config = with_reward(make_config(S=1, P=2, updates=20), batch=1, hedge_s=0.05, timeout_s=2.0)
 
-    def answer(samples: list[int]) -> tuple[int, bytes]:
-        calls["all"] += 1
-        if calls["all"] % 10 == 0:
-            time.sleep(1.0)
-        return 200, json.dumps(samples).encode()
-
-    server.answer = answer  # type: ignore[method-assign]
-
-    async def main() -> ScoredRun:
-        config = with_reward(make_config(S=1, P=2, updates=20), batch=1, hedge_s=0.05, timeout_s=2.0)
-        return await ScoredRun(config, lambda: HttpJudge(server.port), WallClock(), reward_workers=1).play()
+    async def main(judge: Server) -> ScoredRun:
+        return await ScoredRun(config, lambda: HttpJudge(judge.port), WallClock(), reward_workers=1).play()
 
     began = time.monotonic()
-    try:
-        played = asyncio.run(main())
-    finally:
-        server.stop()
-    assert played.outcome == ("done", None) and len(events(played)["trained"]) == 40
-    assert calls["all"] > 80 and time.monotonic() - began < 4.0, (
-        "eight late answers of a second each were not waited for"
-    )
+    with server() as judge:
+        judge.mood = "late"
+        played = asyncio.run(main(judge))
+    assert played.outcome == ("done", None) and len(played.ended["trained"]) == 40
+    # Eight late answers of a second each were not waited for.
+    assert judge.moods["late"] > 80 and time.monotonic() - began < 4.0
     assert played.logged == []

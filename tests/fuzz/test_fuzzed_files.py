@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from omni_async.bench.measure import measure
 from omni_async.bench.result import Overlap
 from omni_async.checkpoint import State, folder_name, require_whole
-from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import read_state, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.cli import main
@@ -39,7 +39,7 @@ from omni_async.preflight.resume import find_resume_point
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 from omni_async.version_spans import VersionSpans
-from tests.e2e.emulation import PROFILE, write_recipe
+from tests.job_world import PROFILE, write_emulated
 from tests.runtime.runtime_world import write_ledger
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ from tests.runtime.runtime_world import write_ledger
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recipe(tmp_path_factory.mktemp("fuzz"))
+    return write_emulated(tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_profiles(tmp_path: Path, data: st.DataObject) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, dict[str, bytes]]:
     """Makes a whole emulated run: its configuration, folder and files."""
-    recipe = write_recipe(tmp_path_factory.mktemp("finished"))
+    recipe = write_emulated(tmp_path_factory.mktemp("finished"))
     overrides = ["emulation.time_scale=0.002", "trainer.updates=9", "staleness.max_updates=1"]
     assert main(["train", str(recipe), *overrides]) == 0
     (run,) = (recipe.parent / "runs").iterdir()
@@ -248,7 +248,7 @@ def make_checkpoint(folder: Path, version: int, pipeline: str, ledger: LedgerSta
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
     """Makes a run that was killed, with a checkpoint that stays intact and one that is changed."""
-    recipe = write_recipe(tmp_path_factory.mktemp("fuzz"))
+    recipe = write_emulated(tmp_path_factory.mktemp("fuzz"))
     run = recipe.parent / "runs" / "emulated-20270101-000000"
     config = load(recipe, [f"checkpoint.resume={run}"])
     run.mkdir(parents=True)

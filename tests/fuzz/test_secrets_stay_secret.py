@@ -20,7 +20,7 @@ from omni_async.config import load
 from omni_async.config.redact import redact_text, secrets_in
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.tracking.rundir import RunDirectory
-from tests.e2e.emulation import write_recipe
+from tests.job_world import write_emulated
 
 # Something in them that no other text holds: hypothesis also draws the constants of our own files, such as
 # "profile.json".
@@ -52,7 +52,7 @@ URLS = (
 
 def recipe_with(folder: Path, secret: str) -> Path:
     """Writes a recipe with one scorer that gets the secret in every way."""
-    recipe = write_recipe(folder)
+    recipe = write_emulated(folder)
     tree = yaml.safe_load(recipe.read_text())
     params: dict[str, Any] = dict.fromkeys(KEYS, secret)
     params |= {f"url{n}": url.format(quote(secret, safe="")) for n, url in enumerate(URLS)}

@@ -26,7 +26,7 @@ from omni_async.driver.control_socket import Request, ask
 from omni_async.driver.operate import running_lines
 from omni_async.role_table import roles_of, scalable_roles
 from omni_async.runtime.placement import plan_placements
-from tests.faults.disturbed import Disturbed, profile
+from tests.job_world import Disturbed, slow_at
 
 COUNTER = {"name": "counter", "workers": 2, "resources": {"cpus": 0.1}, "settings": {"first": 7}}
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def test_a_service_in_the_process_is_reached_and_replaced_when_it_fails(tmp_path
         assert asked(addresses["counter-1.2"])[::2] == ("counter-1.2", 7)
         run.stop()
 
-    run = Disturbed(tmp_path, profile("train", 0.02), run={"runtime": "inprocess"}, roles=[COUNTER])
+    run = Disturbed.emulated(tmp_path, slow_at("train", 0.02), run={"runtime": "inprocess"}, roles=[COUNTER])
     run.require_whole(run.run(disturb))
     assert [(fault.part, fault.reason) for fault in run.faults] == [("counter-1", "OSError: told to break")]
 
@@ -149,7 +149,7 @@ def test_a_service_that_does_not_start_ends_the_run_and_is_named(
     tmp_path: Path, role: dict[str, Any], said: str
 ) -> None:
     settings = {"runtime": "inprocess", "startup_timeout_s": 1}
-    run = Disturbed(tmp_path, profile("train", 0.02), run=settings, roles=[role])
+    run = Disturbed.emulated(tmp_path, slow_at("train", 0.02), run=settings, roles=[role])
     summary = run.run(lambda _: None, 30)
     assert summary.status == "failed" and said in (summary.reason or "")
 
@@ -179,7 +179,7 @@ def test_a_service_on_ray_is_replaced_when_it_is_killed_or_stopped_and_is_scaled
         assert set(status(run)["addresses"]) == {"counter-0.2"}
         run.stop()
 
-    run = Disturbed(tmp_path, profile("train", 0.05), roles=[COUNTER])
+    run = Disturbed.emulated(tmp_path, slow_at("train", 0.05), roles=[COUNTER])
     run.require_whole(run.run(disturb))
     assert [fault.part for fault in run.faults] == ["counter-0", "counter-1"]
     told = "\n".join(run.console.phases + run.console.notes)

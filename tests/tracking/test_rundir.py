@@ -16,7 +16,7 @@ from omni_async.config import schema
 from omni_async.tracking.attempts import Attempt
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, SpanLog, append_jsonl
 from omni_async.types import LedgerEntry, Span
-from tests.e2e.runs import ENVIRONMENT
+from tests.job_world import ENVIRONMENT
 
 
 def config(folder: Path | str) -> schema.Config:

@@ -10,13 +10,7 @@ from safetensors.torch import load_file
 
 from omni_async.weights.digest import Bucket
 from omni_async.weights.transport.disk import VersionFile
-from pipelines.qwen_image.tiny import build
-from tests.e2e.runs import Run, run, write_recipe
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build(tmp_path_factory.mktemp("transport") / "tiny", layers=1))
+from tests.job_world import Run, run, write_recipe
 
 
 def assert_file_is_what_was_trained(finished: Run) -> None:

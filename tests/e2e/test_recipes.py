@@ -1,0 +1,122 @@
+"""Runs every recipe that is published, at the size of a test: emulated, with its model family on a random checkpoint in
+one process, or as its own header says on Ray and vLLM-Omni."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from omni_async.config import ConfigError, load
+from omni_async.families import family_names
+from omni_async.preflight.check import preflight
+from tests.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ONLINE = [path for path in sorted(RECIPES.rglob("*.yaml")) if "offline" not in path.name]  # they generate their samples
+PUBLISHED = [
+    path
+    for folder in ("qwen_image_ocr", "sd35_ocr", "wan22_dance")
+    for path in sorted((RECIPES / folder).glob("*.yaml"))
+    if load(path).model.pipeline in family_names()
+]
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "quickstart/algorithms").glob("*.yaml")), ids=lambda path: path.stem)
+def test_quickstart_recipes_are_accepted(path: Path) -> None:
+    config = load(path)
+    try:
+        preflight(config)
+    except ConfigError as error:  # the preference file is written by a script
+        assert path.stem == "diffusion_dpo_offline" and "no such file" in str(error)
+    assert config.algorithm.name == path.stem.removesuffix("_offline")
+
+
+@pytest.mark.parametrize("path", ONLINE, ids=lambda path: "/".join(path.parts[-2:]))
+def test_every_recipe_can_be_emulated(path: Path, tmp_path: Path) -> None:
+    write_emulated(tmp_path)
+    few = ("trainer.updates=2", "trainer.groups_per_update=2", "trainer.steps_per_update=1")
+    profile = ("emulation.payload_scale=0.001", f"emulation.profile={tmp_path / 'profile.json'}")
+    made = emulate(path, *few, *profile, folder=tmp_path / "run")
+    assert made.ended["conservation"]["trained"] == 4
+
+
+# Fewer, smaller samples and no accelerators, everything else as the recipe says.
+_SMALL = (
+    *("run.runtime=inprocess", "rollout.engine=diffusers", "rollout.group_size=4", "trainer.updates=1"),
+    *(f"{role}.workers=1" for role in ("rollout", "reward", "trainer")),
+    *(f"placement.{role}.gpus=0" for role in ("rollout", "reward", "trainer")),
+    *("rollout.sampling.height=32", "rollout.sampling.width=32", "validation.num_inference_steps=4"),
+    "trainer.groups_per_update=4",  # a multiple of every recipe's steps_per_update
+    "tracking.mlflow.enabled=false",
+)
+# Nothing can be read in noise, and groups of equal rewards are not trained.
+_REWARD = {"image": "jpeg_size", "video": "motion_smoothness"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def build(family: str) -> Path:
+        options = {"ti2v": True} if family == "wan2_2" else {}  # what the published recipe trains
+        folder = tmp_path_factory.mktemp(family) / "tiny"
+        path: Path = import_module(f"pipelines.{family}.tiny").build(folder, **options)
+        return path
+
+    return build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_published_recipe_trains_at_test_size(
+    path: Path, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    prompts, asked = tmp_path / "prompts.txt", load(path)
+    prompts.write_text('a sign that says "open"\na shop called "7 cats"\n')
+    made = run(
+        path,
+        *_SMALL,
+        f"run.dir={tmp_path / 'runs'}",
+        f"model.path={checkpoint_of(asked.model.pipeline)}",
+        *(f"{section}.prompts={prompts}" for section in ("data", "validation")),
+        f"reward.scorers=[{{name: {_REWARD[asked.rollout.sampling.media()[0].part]}}}]",
+    ).check_every_group_ended_once()
+    [update] = made.metrics
+    assert made.summary.status == "done" and update["grad_norm"] > 0
+    assert [point.version for point in made.summary.validation] == [0, 1]
+    assert all("lora" in name for name in made.weights()) == (asked.model.lora is not None)
+
+
+_PROGRAMS = {"python": [sys.executable], "omni-async": [sys.executable, "-m", "omni_async.cli"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", sorted((RECIPES / "tiny").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_commands_in_the_header_train_every_group_once_within_the_budget(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(RECIPES / "tiny", tmp_path / "recipes" / "tiny")
+    monkeypatch.chdir(tmp_path)  # where run.dir is
+    for command in re.findall(r"^#   (.+)$", recipe.read_text(encoding="utf-8"), flags=re.M):
+        program, *arguments = shlex.split(command)
+        command = [*_PROGRAMS[program], *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=ENVIRONMENT)
+        assert (done.returncode, done.stderr) == (0, ""), done
+
+    made = left_behind(tmp_path / "recipes" / "tiny" / recipe.name).check_every_group_ended_once()
+    assert made.config.staleness.max_updates == 2 and made.config.trainer.updates == 5
+    assert made.summary.updates == 5 and 0 < made.summary.staleness_max <= 2
+    assert made.summary.counters.rejected == 0, "the reward has a signal"
+    assert made.summary.overlap_fraction > 0
+    assert all(line["grad_norm"] > 0 for line in made.metrics)
+    # A sample's log-prob is recomputed by the policy that drew it in the first update, so only rounding is between.
+    assert made.metrics[0]["log_ratio_nats/absmax"] < 1e-2

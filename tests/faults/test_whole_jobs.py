@@ -1,0 +1,113 @@
+"""Tests signals to a whole job, at random moments and at chosen ones.
+
+After kill -9, what goes on from the checkpoint is the same job, with nothing lost or done twice. After SIGTERM, as a
+cluster sends it before it takes a machine away, there is a checkpoint within 30 seconds, whatever was under way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.kill_everything import RECIPE, Job, main, problems
+from tests.job_world import left_behind, signal_group, slow_at, started, trained, write_emulated, write_recipe
+
+UPDATES = 60
+QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint.every=7"]
+
+
+@pytest.mark.sliced(floor=1)
+@pytest.mark.parametrize(("seed", "settings"), [(0, ["buffer.window=2"]), (1, ["staleness.max_updates=0"])])
+def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
+    tmp_path: Path, seed: int, settings: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*QUICK, *settings, "run.runtime=inprocess"]
+    arguments = ["--kills", "4", "--within", "1.5", "--seed", str(seed), "--out", str(tmp_path / "runs")]
+    assert main([*arguments, "--recipe", str(RECIPE), *overrides]) == 0, capfd.readouterr()
+    assert "4 kills, 60 updates" in capfd.readouterr().out
+    job = Job(RECIPE, [*overrides, f"run.dir={tmp_path / 'runs'}"])
+    assert (job.run / "ledger.jsonl.void").read_bytes(), "updates after a checkpoint were done again"
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert (summary["updates"], summary["conserved"], summary["status"]) == (UPDATES, True, "done")
+    assert sum(summary["staleness"].values()) == summary["counters"]["trained"] == UPDATES * 32
+
+    # And it would have been noticed.
+    ledger = job.run / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    for tampered, said in (
+        (lines[:-1], "were not made of 32 groups"),
+        (lines[:-1], "the ledger has 1919 lines, the checkpoint counts 1920"),
+        ([*lines, lines[5]], "1921 lines for groups 0 to 1919, 1920 of them different"),
+        ([*lines[:5], lines[6], lines[5], *lines[7:]], "are not those that the checkpoint counts"),
+        ([*lines[:5], b"\n", *lines[5:]], "ledger.jsonl, line 6: "),
+    ):
+        ledger.write_bytes(b"".join(tampered))
+        assert any(said in problem for problem in problems(job))
+
+
+@pytest.mark.slow
+def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint: str, tmp_path: Path) -> None:
+    """Compares to the bit, with AdamW and an average."""
+    optimizer = ("trainer.updates=6", "trainer.optimizer={name: adamw, lr: 0.001}", "trainer.ema.every=1")
+    settings = (*optimizer, "checkpoint.every=1", "checkpoint.keep=10")
+    whole = trained(write_recipe(tmp_path / "whole", checkpoint), *settings)
+
+    recipe, resumed = write_recipe(tmp_path / "killed", checkpoint), (*settings, "checkpoint.resume=auto")
+    for update in (2, 4):
+        with started(tuple(f"update {number}/" for number in range(update, 100)), recipe, *resumed) as job:
+            # Without a checkpoint there would be nothing to go on from.
+            while not any((recipe.parent / "runs").glob("*/checkpoints/update-*")):
+                assert job.stdout is not None and job.stdout.readline(), "the job ended before its first checkpoint"
+            os.killpg(job.pid, signal.SIGKILL)
+            job.communicate(timeout=30)
+    killed = trained(recipe, *resumed).check_every_group_ended_once()  # the only run: it went on with the one before
+    expected, found = whole.weights(), killed.weights()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert [line["reward"] for line in killed.metrics] == [line["reward"] for line in whole.metrics]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["ray", "inprocess"])
+def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path: Path, runtime: str) -> None:
+    """Stops the run in the middle of an update of 8 groups that takes 80 s to compute."""
+    settings = (f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50")
+    recipe = write_emulated(tmp_path, slow_at("train", 10.0))
+    # All groups are there by then, and the update is being made.
+    signal_group(signal.SIGTERM, "groups are trained on when", recipe, *settings, after_s=8)
+    run = left_behind(recipe)
+    assert (run.summary.status, run.summary.updates, run.summary.conserved) == ("interrupted", 0, True)
+    control = json.loads((run.path / "checkpoints" / "update-000000" / "state.json").read_text())["control"]
+    assert control["version"] == 0 and len(control["ready"]) >= 8, "what the trainer had taken is kept"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe: Path) -> None:
+    """Stops the run once Ray has started, which would take the signal for itself, and whose processes would die of
+    it."""
+    signal_group(signal.SIGTERM, "loading engines", recipe, "run.runtime=ray", after_s=1)
+    run = left_behind(recipe)
+    assert (run.summary.status, run.summary.reason) == ("interrupted", "before the first update")
+    assert not (run.path / "control.sock").exists()
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_while_ray_starts_ends_in_order(
+    tmp_path: Path,
+) -> None:
+    recipe = write_emulated(tmp_path, slow_at("train", 0.05))
+    settings = ("run.runtime=ray", "trainer.updates=100000", "checkpoint.every=1", "checkpoint.resume=auto")
+    gone, alive = psutil.wait_procs(signal_group(signal.SIGKILL, "update 2/", recipe, *settings), timeout=30)
+    assert len(gone) > 5 and not alive, [process.name() for process in alive]
+
+    _, alive = psutil.wait_procs(signal_group(signal.SIGTERM, "starting Ray", recipe, *settings), timeout=30)
+    assert not alive, [process.name() for process in alive]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "control.sock").exists()
+    assert (run / "checkpoints").exists()
