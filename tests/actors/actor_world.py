@@ -55,6 +55,13 @@ from tests.images import as_media
 from tests.loops import play, settle  # noqa: F401 (for tests that find them here)
 
 STEPS = 5
+PREFERENCES = {
+    "data": {"preferences": "pairs.parquet", "shuffle": False},
+    "reward": {"batch": 4},
+    "rollout.group_size": 2,
+    "rollout.sde": None,
+    "algorithm": {"name": "diffusion_dpo"},
+}
 
 
 def make_config(**changes: Any) -> Config:
@@ -227,6 +234,7 @@ class Desk:
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         self.failed.append((sample_id, error))
+        self._event.notify()
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         return await self._take(self.jobs, limit)

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from actor_world import Desk as QuietDesk
-from actor_world import failure_of, make_config, make_request
+from actor_world import PREFERENCES, Desk, failure_of, make_config, make_request
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
@@ -42,14 +41,6 @@ from tests.loops import settle
 BLOCKED_AT_MOST_S = 5.0
 
 
-class Desk(QuietDesk):
-    """A desk that also wakes its scene when a sample failed."""
-
-    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
-        await super().sample_failed(engine, sample_id, error)
-        self._event.notify()
-
-
 class PlainPairs:
     """A dataset in which pair i is two plain images, of brightness 10 i and 10 i + 1. `unreadable` pairs raise."""
 
@@ -61,9 +52,8 @@ class PlainPairs:
         self.read.append(pair)
         if pair in self.unreadable:
             raise ConfigError(f"row {pair}, column chosen: not a PNG, JPEG or WebP image")
-        return tuple(
-            as_media(np.full(size, 10 * pair + i, np.uint8)) for i, size in enumerate(((64, 48, 3), (32, 96, 3)))
-        )
+        sizes = (64, 48, 3), (32, 96, 3)
+        return tuple(as_media(np.full(size, 10 * pair + i, np.uint8)) for i, size in enumerate(sizes))
 
 
 SPEC = QwenImageSampling(height=32, width=48)
@@ -89,9 +79,6 @@ class FlatCodec:
     def encode(self, prompt: Prompt, spec: QwenImageSampling) -> TensorDict:
         self.prompts.append((prompt.text, spec.negative_prompt if spec.guided else None))
         return TensorDict({"length": torch.tensor(len(prompt.text))}, batch_size=[])
-
-    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> list[Media]:
-        raise NotImplementedError
 
     def encode_media(self, media: list[Media], spec: QwenImageSampling) -> torch.Tensor:
         pixels = torch.stack([torch.as_tensor(one.image) for one in media])
@@ -125,9 +112,19 @@ def sample_of_pair(pair: int, sample: int, **changes: Any) -> SampleRequest:
         "group": pair,
         "sample": sample,
         "prompt": Prompt(pair, f"prompt {pair}"),
-        "kind": "train",
     }
-    return msgspec.structs.replace(make_request(0, window=None), **(fields | changes))
+    return msgspec.structs.replace(make_request(0, window=None, kind="train"), **(fields | changes))
+
+
+def both(*pairs: int, **changes: Any) -> list[SampleRequest]:
+    return [sample_of_pair(pair, sample, **changes) for pair in pairs for sample in (0, 1)]
+
+
+def blocked() -> FlatPolicy:
+    """Makes a policy whose codec waits for its `go`."""
+    policy = FlatPolicy()
+    policy.codec.go = threading.Event()
+    return policy
 
 
 def make_reader(
@@ -148,17 +145,16 @@ async def on_stage(pairs: Any = None, policy: Any = None, **changes: Any) -> Asy
     await run
 
 
-async def read(*requests: SampleRequest, done: int, **stage: Any) -> Desk:
-    """Returns the desk once so many of the requests are done."""
+async def read(*requests: SampleRequest, **stage: Any) -> Desk:
+    """Returns the desk once all requests are done or have failed."""
     async with on_stage(**stage) as desk:
         desk.offer(*requests)
-        await desk.until(lambda: len(desk.done) == done)
-        await settle()
+        await desk.until(lambda: len(desk.done) + len(desk.failed) == len(requests))
     return desk
 
 
 async def test_a_pair_becomes_two_trajectories_without_steps():
-    desk = await read(sample_of_pair(3, 0), sample_of_pair(3, 1), done=2)
+    desk = await read(*both(3))
     for sample, result in enumerate(desk.done):
         assert (result.sample_id, result.engine) == (f"g3.s{sample}", "rollout-0")
         assert (result.version, result.step_versions.spans) == (0, ())
@@ -173,76 +169,47 @@ async def test_a_pair_becomes_two_trajectories_without_steps():
 
 
 async def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
+    names = ["g7.s1", "g7.s0", "g12.s1", "g12.s0"]
     async with on_stage() as desk:
-        desk.offer(
-            *(ScoreJob(f"g{group}.s{sample}", "train", Prompt(5, "x"), None) for group in (7, 12) for sample in (1, 0))
-        )
+        desk.offer(*(ScoreJob(name, "train", Prompt(5, "x"), None) for name in names))
         await desk.until(lambda: len(desk.scores) == 4)
-
-    scores = desk.scores
-    assert {name: result.score for name, result in scores.items()} == {
-        "g7.s0": Score(1.0),
-        "g7.s1": Score(0.0),
-        "g12.s0": Score(1.0),
-        "g12.s1": Score(0.0),
-    }
+    assert [desk.scores[name].score for name in names] == [Score(0.0), Score(1.0)] * 2
 
 
-async def test_a_pair_that_cannot_be_decoded_is_reported_and_the_others_go_on():
-    requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
-    desk = await read(*requests, done=4, pairs=PlainPairs(1))
-    assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
-    why = "ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
-    assert desk.failed == [("g1.s0", why), ("g1.s1", why)]
-    assert desk.scored_batches == []
-
-
-async def test_a_pair_that_failed_once_is_read_again():
-    pairs = PlainPairs(0)
-
+async def test_a_pair_that_cannot_be_decoded_is_reported_read_again_and_the_others_go_on():
+    pairs, why = PlainPairs(1), "ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
     async with on_stage(pairs) as desk:
-        desk.offer(sample_of_pair(0, 0))
-        await desk.until(lambda: bool(desk.failed))
+        desk.offer(*both(0, 1, 2))
+        await desk.until(lambda: len(desk.done) == 4)
+        assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
+        assert desk.failed == [("g1.s0", why), ("g1.s1", why)]
         pairs.unreadable.clear()
-        desk.offer(sample_of_pair(0, 0, attempt=2))
-        await desk.until(lambda: len(desk.done) == 1)
-    assert pairs.read == [0, 0]
+        desk.offer(sample_of_pair(1, 0, attempt=2))
+        await desk.until(lambda: len(desk.done) == 5)
+    assert pairs.read == [0, 1, 1, 2, 1]
+    assert desk.scored_batches == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 async def test_latents_that_are_not_numbers_are_a_failure(value):
     policy = FlatPolicy()
     policy.codec.value = value
-
-    async with on_stage(policy=policy) as desk:
-        desk.offer(sample_of_pair(4, 0))
-        await desk.until(lambda: bool(desk.failed))
-
-    desk = desk
+    desk = await read(sample_of_pair(4, 0), policy=policy)
     assert desk.failed == [("g4.s0", "ValueError: pair 4: the VAE's latents are not finite")]
-    assert not desk.done
 
 
 @pytest.mark.parametrize(
     "request_", [sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")]
 )
 async def test_what_a_dataset_does_not_hold_is_a_failure(request_):
-    desk = await read(request_, sample_of_pair(1, 0), done=1)
-    assert desk.failed == [
-        (
-            request_.sample_id,
-            (
-                f"ValueError: a preference dataset has two training samples per prompt; sample {request_.sample_id} is"
-                " none of them"
-            ),
-        )
-    ]
+    desk = await read(request_, sample_of_pair(1, 0))
+    named = f"a preference dataset has two training samples per prompt; sample {request_.sample_id} is none of them"
+    assert desk.failed == [(request_.sample_id, f"ValueError: {named}")]
 
 
 async def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
     pairs, policy = PlainPairs(), FlatPolicy()
-    requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
-    await read(*requests, sample_of_pair(9, 1), done=7, pairs=pairs, policy=policy)
+    await read(*both(0, 1, 2), sample_of_pair(9, 1), pairs=pairs, policy=policy)
     assert pairs.read == [0, 1, 2, 9]
     assert policy.codec.batches == [(2, 3, 32, 48)] * 4
 
@@ -251,30 +218,27 @@ async def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole
 async def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negative):
     policy = FlatPolicy()
     spec = QwenImageSampling(height=32, width=48, true_cfg_scale=scale, negative_prompt="ugly")
-    requests = [sample_of_pair(pair, sample, spec=spec) for pair in (1, 2, 1) for sample in (0, 1)]
-    await read(*requests, done=6, policy=policy)
+    await read(*both(1, 2, 1, spec=spec), policy=policy)
     assert policy.codec.prompts == [("prompt 1", negative), ("prompt 2", negative)]
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 async def test_the_codec_has_the_models_dtype_and_without_an_accelerator_lives_on_the_cpu(dtype, expected):
     policy = FlatPolicy()
-    await read(sample_of_pair(0, 0), done=1, policy=policy, **{"model.dtype": dtype, "placement.rollout": {"gpus": 0}})
+    await read(sample_of_pair(0, 0), policy=policy, **{"model.dtype": dtype, "placement.rollout": {"gpus": 0}})
     assert policy.dtype == expected
     assert policy.codec.device == torch.device("cpu")
-    await read(sample_of_pair(0, 0), done=1, policy=policy, device="meta", **{"placement.rollout": {"gpus": 1}})
+    await read(sample_of_pair(0, 0), policy=policy, device="meta", **{"placement.rollout": {"gpus": 1}})
     assert policy.codec.device == "meta"
 
 
 async def test_it_leases_what_the_configuration_allows():
-    desk = await read(sample_of_pair(0, 0), done=1, **{"rollout.max_inflight": 3})
+    desk = await read(sample_of_pair(0, 0), **{"rollout.max_inflight": 3})
     assert set(desk.asked) == {(3, 3)}
 
 
 async def test_the_event_loop_turns_while_it_encodes():
-    policy = FlatPolicy()
-    policy.codec.go = threading.Event()
-
+    policy = blocked()
     async with on_stage(policy=policy) as desk:
         desk.offer(sample_of_pair(0, 0), ScoreJob("g8.s0", "train", Prompt(8, "x"), None))
         await desk.until(lambda: len(desk.scores) == 1)  # scored while the thread is busy
@@ -284,14 +248,10 @@ async def test_the_event_loop_turns_while_it_encodes():
 
 
 async def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
-    pairs, policy = PlainPairs(), FlatPolicy()
-    policy.codec.go = threading.Event()
-
+    pairs, policy = PlainPairs(), blocked()
     async with on_stage(pairs, policy) as desk:
         desk.offer(*(sample_of_pair(pair, 0) for pair in range(4)))
         await asyncio.to_thread(policy.codec.entered.wait, BLOCKED_AT_MOST_S)
-
-    desk = desk
     assert not policy.codec.let_go  # the run is over, and the thread still blocked
     policy.codec.go.set()
     assert pairs.read == [0]
@@ -299,9 +259,7 @@ async def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
 
 
 async def test_a_sample_that_takes_too_long_ends_the_reader():
-    policy, desk = FlatPolicy(), Desk()
-    policy.codec.go = threading.Event()
-
+    policy, desk = blocked(), Desk()
     reader = make_reader(desk, PlainPairs(), policy, **{"rollout.timeout_s": 0.02})
     await reader.start()
     desk.offer(sample_of_pair(0, 0))
@@ -314,7 +272,6 @@ async def test_a_sample_that_takes_too_long_ends_the_reader():
 async def test_a_coordinator_that_refuses_ends_the_reader_with_its_error():
     desk = Desk()
     desk.refuses = ValueError("2 step versions expected")
-
     reader = make_reader(desk, PlainPairs(), FlatPolicy())
     await reader.start()
     desk.offer(sample_of_pair(0, 0))
@@ -330,7 +287,6 @@ async def test_its_times_are_told():
         return encode(media, spec)
 
     policy.codec.encode_media = slow  # type: ignore[method-assign]
-
     reader = make_reader(desk, PlainPairs(), policy, clock)
     await reader.start()
     run = asyncio.create_task(reader.run())
@@ -355,38 +311,22 @@ async def test_its_times_are_told():
 
 async def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     ledger: list[LedgerEntry] = []
-    config = make_config(
-        **{
-            "rollout.group_size": 2,
-            "rollout.sde": None,
-            "rollout.retries": 1,
-            "rollout.max_inflight": 3,
-            "data": {"preferences": "pairs.parquet", "shuffle": False},
-            "algorithm": {"name": "diffusion_dpo"},
-            "reward": {"batch": 4},
-        }
-    )
+    config = make_config(**PREFERENCES, **{"rollout.retries": 1, "rollout.max_inflight": 3})
     coordinator = Coordinator(config, "run", [Prompt(i, f"prompt {i}") for i in range(4)], [], ledger.append)
-    groups = []
-
     reader = PreferenceReader("reader", config, PlainPairs(1), FlatPolicy(), coordinator, LocalStore(), ManualClock())
     await reader.start()
     run = asyncio.create_task(reader.run())
     await coordinator.announce(0, "digest")
     await coordinator.engine_holds(WeightReport("reader", 0, "digest"))
-    groups.extend([(await coordinator.next_groups(0, 1))[0] for _ in range(3)])
+    groups = [(await coordinator.next_groups(0, 1))[0] for _ in range(3)]
     await coordinator.stop("enough")
     await run
     assert [group.prompt.index for group in groups] == [0, 2, 3]
     for group in groups:
         assert group.rewards == [1.0, 0.0]
-        assert [s.trajectory["final"].mean() for s in group.samples] == [
-            10 * group.prompt.index,
-            10 * group.prompt.index + 1,
-        ]
+        assert [s.trajectory["final"].mean() - 10 * group.prompt.index for s in group.samples] == [0, 1]
     [bad] = [entry for entry in ledger if entry.group == 1]
-    assert bad.event == "dropped"
-    assert bad.attempts == 2
+    assert (bad.event, bad.attempts) == ("dropped", 2)
     assert bad.reason == "generation failed 2 times: ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
 
 
@@ -394,22 +334,16 @@ async def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
     from pipelines.qwen_image.tiny import build
 
     images = [np.random.default_rng(i).integers(0, 256, (40, 50, 3), np.uint8) for i in range(2)]
-    files = []
-    for image in images:
-        files.append(io.BytesIO())
-        Image.fromarray(image).save(files[-1], "PNG")
-    columns = {
-        "prompt": ["the digit 7"],
-        **{name: [file.getvalue()] for name, file in zip(("chosen", "rejected"), files, strict=True)},
-    }
+    columns: dict[str, Any] = {"prompt": ["the digit 7"]}
+    for name, image in zip(("chosen", "rejected"), images, strict=True):
+        Image.fromarray(image).save(file := io.BytesIO(), "PNG")
+        columns[name] = [file.getvalue()]
     pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
     policy = QwenImagePolicy(str(build(tmp_path / "model", layers=1)))
     pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
     [prompt] = pairs.prompts()
 
-    desk = await read(
-        *(sample_of_pair(0, sample, prompt=prompt) for sample in (0, 1)), done=2, pairs=pairs, policy=policy
-    )
+    desk = await read(*both(0, prompt=prompt), pairs=pairs, policy=policy)
     codec = policy.load_codec(torch.float32)
     for image, result in zip(images, desk.done, strict=True):
         assert_array_equal(result.media.pixels, fitted(image, 32, 48))
@@ -431,11 +365,8 @@ def noise(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def test_an_image_of_the_right_size_stays_as_it_is():
+def test_an_image_of_the_right_size_stays_as_it_is_and_what_sticks_out_is_cut_off_evenly():
     assert_array_equal(fitted(noise(32, 48), 32, 48), noise(32, 48))
-
-
-def test_what_sticks_out_is_cut_off_evenly():
     assert_array_equal(fitted(noise(32, 60), 32, 48), noise(32, 60)[:, 6:54])
     assert_array_equal(fitted(noise(40, 48), 32, 48), noise(40, 48)[4:36])
 

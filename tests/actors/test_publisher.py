@@ -1,5 +1,5 @@
 """Tests the weight publisher: newest first, announced before delivered, memory kept while it is read; engines that fail
-are lost, and others join."""
+are lost, and others join. Over weights by broadcast one that is gone fails all: the rest connect again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from omni_async.actors.publisher import WeightPublisher
 from omni_async.aio.clock import ManualClock
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest, WeightReport
-from omni_async.weights.digest import Bucket
+from omni_async.weights.digest import Bucket, verify
 from omni_async.weights.snapshot import Snapshot
-from omni_async.weights.transport.base import Join, Parcel, TransportError
+from omni_async.weights.transport.base import Join, Parcel, TransportError, receive
+from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender
 from tests.loops import settle
 
 
@@ -78,14 +79,12 @@ class Post:
 
 
 class Stage:
-    """A publisher at work, with as many receivers."""
+    """A publisher at work, with its receivers."""
 
-    def __init__(self, engines: int, changes: dict[str, Any]) -> None:
-        self.desk = Desk()
-        self.receivers = [Receiver(f"rollout-{i}", self.desk) for i in range(engines)]
-        self.post = Post(self.desk.log)
+    def __init__(self, desk: Desk, receivers: list[Any], sender: Any, changes: dict[str, Any]) -> None:
+        self.desk, self.receivers, self.post = desk, receivers, sender
         producers = {r.name: r for r in self.receivers}
-        self.publisher = WeightPublisher(make_config(**changes), producers, self.desk, self.post, ManualClock())
+        self.publisher = WeightPublisher(make_config(**changes), producers, self.desk, sender, ManualClock())
         self.released: list[int] = []
         self.run = asyncio.create_task(self.publisher.run())
 
@@ -99,6 +98,15 @@ class Stage:
         while not condition():  # noqa: ASYNC110 (conditions of many kinds, none of which rings)
             await asyncio.sleep(0)
 
+    async def held(self, version: int, *names: str) -> None:
+        """Returns when the engines of these names, or all, hold a version that is published now."""
+        self.publish(version)
+        await self.arrived(version, *names)
+
+    async def arrived(self, version: int, *names: str) -> None:
+        wanted = {*names} or {receiver.name for receiver in self.receivers}
+        await self.until(lambda: {report.engine for report in self.desk.held if report.version == version} == wanted)
+
     def received(self, engine: int) -> list[int]:
         return [version for version, _ in self.receivers[engine].received]
 
@@ -106,16 +114,18 @@ class Stage:
         self.receivers.append(Receiver(name, self.desk))
         return self.receivers[-1]
 
-    async def admit(self, receiver: Receiver) -> None:
+    async def admit(self, receiver: Any) -> None:
         await self.publisher.admit(receiver.name, receiver)
 
-    def holds(self, version: int) -> Callable[[], bool]:
-        return lambda: [report.version for report in self.desk.held].count(version) == len(self.receivers)
+    @property
+    def announced(self) -> list[int]:
+        return [version for version, _ in self.desk.announced]
 
 
 @asynccontextmanager
 async def on_stage(engines: int = 2, **changes: Any) -> AsyncIterator[Stage]:
-    stage = Stage(engines, changes)
+    desk = Desk()
+    stage = Stage(desk, [Receiver(f"rollout-{i}", desk) for i in range(engines)], Post(desk.log), changes)
     yield stage
     stage.run.cancel()
     await asyncio.gather(stage.run, return_exceptions=True)
@@ -140,9 +150,8 @@ async def test_every_engine_joins_once_before_the_first_version():
     async with on_stage() as stage:
         await settle()
         assert [r.invitations for r in stage.receivers] == [["invitation 0"], ["invitation 1"]]
-        for version in (1, 2):
-            stage.publish(version)
-            await stage.until(stage.holds(version))
+        await stage.held(1)
+        await stage.held(2)
         assert [len(r.invitations) for r in stage.receivers] == [1, 1]
 
 
@@ -156,10 +165,10 @@ async def test_the_newest_version_replaces_a_waiting_one_and_gives_its_memory_ba
             await settle()
         assert stage.released == [1, 2]
         stage.receivers[1].gate.set()
-        await stage.until(stage.holds(3))
+        await stage.arrived(3)
         assert [[version for version, _ in r.received] for r in stage.receivers] == [[0, 3]] * 2
 
-    assert [version for version, _ in stage.desk.announced] == [0, 3]
+    assert stage.announced == [0, 3]
 
 
 async def test_a_version_that_has_left_cannot_be_withdrawn_and_one_that_waits_can():
@@ -174,16 +183,15 @@ async def test_a_version_that_has_left_cannot_be_withdrawn_and_one_that_waits_ca
         stage.publisher.withdraw()
         assert stage.released == [1]
         stage.receivers[0].gate.set()
-        await stage.until(stage.holds(0))
+        await stage.arrived(0)
         await settle()
 
-    assert [version for version, _ in stage.desk.announced] == [0]
+    assert stage.announced == [0]
 
 
 async def test_memory_is_given_back_only_when_the_last_engine_has_a_newer_version():
     async with on_stage() as stage:
-        stage.publish(0)
-        await stage.until(stage.holds(0))
+        await stage.held(0)
         stage.receivers[1].gate.clear()
         stage.publish(1)
         await stage.until(lambda: len(stage.desk.held) == 3)
@@ -193,24 +201,13 @@ async def test_memory_is_given_back_only_when_the_last_engine_has_a_newer_versio
         await stage.until(lambda: stage.released == [0])
 
 
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (
-            EngineError("version 1 arrived with digest x, published was y"),
-            "version 1 arrived with digest x, published was y",
-        ),
-        (ConnectionError("the actor died"), "the actor died"),
-        (TimeoutError("the child's socket"), "the child's socket"),
-        (TimeoutError(), "TimeoutError"),
-    ],
-)
-async def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_the_version(error: Exception, why: str):
+@pytest.mark.parametrize("error", [EngineError("wrong digest"), TimeoutError("the child's socket"), TimeoutError()])
+async def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_the_version(error: Exception):
     async with on_stage() as stage:
         stage.receivers[0].fails = error
         stage.publish(1)
         await stage.until(lambda: bool(stage.desk.lost) and bool(stage.desk.held))
-        assert stage.desk.lost == [("rollout-0", f"it did not take version 1: {why}")]
+        assert stage.desk.lost == [("rollout-0", f"it did not take version 1: {str(error) or 'TimeoutError'}")]
         stage.publish(2)
         await stage.until(lambda: len(stage.desk.held) == 2)
         assert (stage.received(0), stage.received(1)) == ([1], [1, 2]), "nothing more is sent to it"
@@ -266,23 +263,20 @@ async def test_an_engine_that_is_dismissed_gets_nothing_more():
 async def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow():
     async with on_stage() as stage:
         for version in (1, 2):
-            stage.publish(version)
-            await stage.until(stage.holds(version))
+            await stage.held(version)
         await stage.admit(stage.joiner())
         assert stage.received(2) == [2]
         assert [(report.engine, report.version) for report in stage.desk.held[4:]] == [("rollout-9", 2)]
-        stage.publish(3)
-        await stage.until(stage.holds(3))
+        await stage.held(3)
         assert stage.received(2) == [2, 3]
         assert stage.received(0) == [1, 2, 3], "nobody else is sent it again"
 
-    assert [version for version, _ in stage.desk.announced] == [1, 2, 3]
+    assert stage.announced == [1, 2, 3]
 
 
 async def test_an_engine_that_joins_while_a_version_is_on_its_way_gets_that_one():
     async with on_stage() as stage:
-        stage.publish(1)
-        await stage.until(stage.holds(1))
+        await stage.held(1)
         stage.receivers[0].gate.clear()
         stage.publish(2)
         await stage.until(lambda: stage.received(0) == [1, 2])
@@ -298,15 +292,13 @@ async def test_an_engine_that_joins_before_anything_went_out_gets_the_first_vers
     async with on_stage() as stage:
         await stage.admit(stage.joiner())
         assert stage.received(2) == []
-        stage.publish(0)
-        await stage.until(stage.holds(0))
+        await stage.held(0)
         assert stage.received(2) == [0]
 
 
 async def test_a_joiner_that_refuses_is_an_error_of_its_own_and_is_lost():
     async with on_stage() as stage:
-        stage.publish(1)
-        await stage.until(stage.holds(1))
+        await stage.held(1)
         joiner = stage.joiner()
         joiner.fails = EngineError("no memory")
         error = await failure_of(stage.admit(joiner))
@@ -319,8 +311,7 @@ async def test_a_joiner_that_refuses_is_an_error_of_its_own_and_is_lost():
 
 async def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
     async with on_stage() as stage:
-        stage.publish(1)
-        await stage.until(stage.holds(1))
+        await stage.held(1)
         stage.post.fails = TransportError("no space left")
         assert await failure_of(stage.admit(stage.joiner())) is stage.post.fails
         stage.post.fails = None
@@ -374,8 +365,7 @@ async def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
 
 async def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_needs_no_third_set():
     async with on_stage() as stage:
-        stage.publish(1)
-        await stage.until(stage.holds(1))
+        await stage.held(1)
         joiner = stage.joiner()
         joiner.gate.clear()
         joining = asyncio.create_task(stage.admit(joiner))
@@ -387,7 +377,7 @@ async def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_nee
             await settle()
         joiner.gate.set()
         await joining
-        await stage.until(stage.holds(3))
+        await stage.arrived(3)
         assert stage.received(2) == [1, 3]
 
 
@@ -414,3 +404,111 @@ async def test_a_version_that_cannot_be_sent_ends_the_run_with_the_reason(error:
         stage.publish(1)
         assert await failure_of(stage.run) is error
         assert not stage.receivers[0].received
+
+
+# ---- by broadcast -----------------------------------------------------------------------------------------------------
+
+# Nothing here waits for it: whoever dies closes its connections, and that ends the others' waits. A machine that stands
+# still for a while must not make the living look dead.
+TIMEOUT_S = 60.0
+
+
+class Participant:
+    """A producer with a real receiver. `dies_at` is the moment of its death: "join", or a version it is sent."""
+
+    def __init__(self, name: str, dies_at: str | int | None = None) -> None:
+        self.name = name
+        self.dies_at = dies_at
+        self.joined = 0
+        self.received: list[int] = []
+        self._receiver = CollectiveReceiver(name, TIMEOUT_S)
+
+    async def join_weights(self, invitation: Any) -> None:
+        self._die_at("join")
+        await self._receiver.init(invitation)
+        self.joined += 1
+
+    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
+        self._die_at(manifest.version)
+        manifest, buckets = await receive(self._receiver, manifest, parcel)
+        verify(manifest, buckets)
+        self.received.append(manifest.version)
+        return WeightReport(self.name, manifest.version, manifest.digest)
+
+    def _die_at(self, moment: str | int) -> None:
+        if moment == self.dies_at:
+            # Its process is gone, and with it the connections.
+            self._receiver = CollectiveReceiver(self.name, TIMEOUT_S)
+            raise ConnectionError("the actor died")
+
+
+@asynccontextmanager
+async def by_broadcast(*participants: Participant) -> AsyncIterator[Stage]:
+    sender = CollectiveSender("127.0.0.1", "cpu", TIMEOUT_S)
+    stage = Stage(Desk(), [*participants], sender, {"weights.timeout_s": TIMEOUT_S})
+    yield stage
+    assert not stage.run.done()
+    stage.run.cancel()
+    await asyncio.gather(stage.run, return_exceptions=True)
+
+
+@pytest.mark.parametrize("others", [1, 2])
+@pytest.mark.parametrize("position", [0, 1])
+async def test_when_one_dies_the_rest_connect_again_and_get_the_version(position: int, others: int) -> None:
+    rest = [Participant(f"rollout-{i}") for i in range(others)]
+    dead = Participant("dead", dies_at=1)
+    names = [one.name for one in rest]
+
+    async with by_broadcast(*rest[:position], dead, *rest[position:]) as stage:
+        await stage.held(0, "dead", *names)
+        await stage.held(1, *names)
+        await stage.held(2, *names)
+    assert stage.desk.lost == [("dead", "it did not take version 1: the actor died")]
+    assert dead.received == [0]
+    assert [one.received[-1] for one in rest] == [2] * others
+
+
+async def test_one_that_dies_before_it_has_joined_is_lost_and_the_rest_form_the_group() -> None:
+    rest = Participant("rollout-0")
+
+    async with by_broadcast(Participant("dead", dies_at="join"), rest) as stage:
+        await stage.held(0, "rollout-0")
+    assert stage.desk.lost == [("dead", "it did not join the weight transport: the actor died")]
+    assert rest.received == [0]
+
+
+async def test_one_that_joins_forms_the_group_anew_with_all_the_others() -> None:
+    first, joiner = Participant("rollout-0"), Participant("rollout-1")
+
+    async with by_broadcast(first) as stage:
+        await stage.held(0, "rollout-0")
+        await stage.admit(joiner)
+        await stage.arrived(0, "rollout-0", "rollout-1")
+        await stage.held(1, "rollout-0", "rollout-1")
+    assert stage.desk.lost == []
+    assert (first.joined, joiner.joined) == (2, 1)
+    assert joiner.received == [0, 1]
+
+
+async def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() -> None:
+    joiner = Participant("rollout-1")
+
+    async with by_broadcast(Participant("dead", dies_at=1)) as stage:
+        await stage.held(0, "dead")
+        stage.publish(1)
+        await stage.until(lambda: bool(stage.desk.lost))
+        stage.publish(2)
+        await stage.admit(joiner)
+        await stage.arrived(2, "rollout-1")
+    assert stage.announced == [0, 1, 2]
+
+
+async def test_one_that_is_dismissed_is_not_waited_for_by_the_next_version() -> None:
+    rest, gone = Participant("rollout-0"), Participant("gone")
+
+    async with by_broadcast(rest, gone) as stage:
+        await stage.held(0, "rollout-0", "gone")
+        stage.publisher.remove_engine("gone")
+        await stage.held(1, "rollout-0")
+    assert stage.desk.lost == []
+    assert gone.received == [0]
