@@ -198,6 +198,7 @@ class Desk:
         self.spans: list[Span] = []
         self.phases: list[str] = []
         self.log: list[str] = []
+        self.addresses: dict[str, str] = {}  # of services
         self.refuses: Exception | None = None  # what `samples_done` and `report_spans` raise
         self._event = Event()
 
@@ -293,6 +294,12 @@ class Desk:
     async def group_gone(self, group: int, reason: str) -> None:
         self.gone.append((group, reason))
         self._event.notify()
+
+    async def service_ready(self, worker: str, address: str) -> None:
+        self.addresses[worker] = address
+
+    async def service_lost(self, worker: str) -> None:
+        self.addresses.pop(worker, None)
 
     async def engine_lost(self, engine: str, reason: str) -> None:
         self.lost.append((engine, reason))

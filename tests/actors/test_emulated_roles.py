@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from actor_world import make_config, make_group
+from actor_world import Desk, make_config, make_group
 
 from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
 from omni_async.actors.plan import plan_updates
@@ -20,7 +20,8 @@ from omni_async.performance.emulation import SEED_BYTES, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import ServiceTime
 from omni_async.simulation.virtual_time import VirtualClock, run
-from omni_async.types import Prompt, ReadyGroup, ScoreJob, ScoreResult, Span, TrainGroup
+from omni_async.store import LocalStore
+from omni_async.types import Prompt, ReadyGroup, ScoreJob, ScoreResult, TrainGroup
 from omni_async.weights.digest import verify
 
 PROFILE = Profile(
@@ -37,15 +38,12 @@ PROFILE = Profile(
 )
 
 
-class Store:
+class Store(LocalStore):
     """A store that takes its own time to fetch, and records what was fetched."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self.fetched: list[Any] = []
-
-    async def put(self, value: Any) -> Any:
-        return value
 
     async def get(self, reference: Any) -> Any:
         await asyncio.sleep(self.seconds)
@@ -53,31 +51,8 @@ class Store:
         return reference
 
 
-class Desk:
-    """A coordinator that hands batches of jobs out and takes scores and spans in."""
-
-    def __init__(self, *batches: list[ScoreJob]) -> None:
-        self._batches = list(batches)
-        self.results: list[ScoreResult] = []
-        self.spans: list[Span] = []
-
-    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        return self._batches.pop(0) if self._batches else []
-
-    async def scored(self, worker: str, results: list[ScoreResult]) -> None:
-        self.results += results
-
-    async def closing(self) -> None:
-        await asyncio.Event().wait()  # the batches end it
-
-    async def phase(self, text: str) -> None:
-        raise AssertionError(text)
-
-    async def report_spans(self, spans: list[Span]) -> None:
-        self.spans += spans
-
-    def times(self, kind: str) -> list[tuple[float, float]]:
-        return [(span.start, span.end) for span in self.spans if span.kind == kind]
+def times(desk: Desk, kind: str) -> list[tuple[float, float]]:
+    return [(span.start, span.end) for span in desk.spans if span.kind == kind]
 
 
 def jobs(group: int, count: int, first: int = 0) -> list[ScoreJob]:
@@ -89,27 +64,36 @@ def jobs(group: int, count: int, first: int = 0) -> list[ScoreJob]:
 
 
 def score(*batches: list[ScoreJob], store: Store | None = None, **changes: Any) -> Desk:
-    desk: Any = Desk(*batches)
+    desk = Desk()
 
     async def main() -> None:
-        await EmulatedRewarder(
-            "reward-0", make_config(**changes), PROFILE, desk, store or Store(), VirtualClock()
-        ).run()
+        clock = VirtualClock()
+        rewarder = EmulatedRewarder("reward-0", make_config(**changes), PROFILE, desk, store or Store(), clock)
+        scoring = asyncio.ensure_future(rewarder.run())
+        for count, batch in enumerate(batches, start=1):
+            desk.offer(*batch)
+            await desk.until(lambda wanted=count: len(desk.scored_batches) == wanted)
+        desk.close()
+        await scoring
 
     run(main())
     return desk
 
 
+def results(desk: Desk) -> list[ScoreResult]:
+    return [result for batch in desk.scored_batches for result in batch]
+
+
 def test_scoring_fetches_its_media_and_takes_the_profiles_time_in_all() -> None:
     batches = jobs(0, 4), jobs(0, 1, 4)
     desk = score(*batches, store=(store := Store(seconds=0.4)))
-    assert desk.times("score") == [(0.0, 3.0), (3.0, 4.5)]
+    assert times(desk, "score") == [(0.0, 3.0), (3.0, 4.5)]
     assert len(store.fetched) == 5
-    assert [result.sample_id for result in desk.results] == [f"g0.s{i}" for i in range(5)]
+    assert [result.sample_id for result in results(desk)] == [f"g0.s{i}" for i in range(5)]
 
 
 def test_rewards_are_functions_of_the_seed_on_the_media() -> None:
-    rewards = [result.score.value for result in score(jobs(0, 4), jobs(1, 4), jobs(0, 4)).results if result.score]
+    rewards = [result.score.value for result in results(score(jobs(0, 4), jobs(1, 4), jobs(0, 4))) if result.score]
     assert rewards[:4] == rewards[8:]
     assert len(set(rewards[:8])) == 8
     assert all(0 <= reward < 1 for reward in rewards)
@@ -117,7 +101,7 @@ def test_rewards_are_functions_of_the_seed_on_the_media() -> None:
 
 def test_media_without_a_seed_cannot_be_scored() -> None:
     short = msgspec.structs.replace(jobs(0, 1)[0], media=np.zeros(SEED_BYTES - 1, np.uint8))
-    (result,) = score([short]).results
+    (result,) = results(score([short]))
     assert result.score is None
     assert result.error == "ValueError: emulated media has at least 8 bytes, got 7"
 
@@ -125,9 +109,9 @@ def test_media_without_a_seed_cannot_be_scored() -> None:
 def test_a_shared_device_is_handed_over_before_the_first_batch_of_an_update() -> None:
     batches = jobs(0, 2), jobs(1, 2), jobs(2, 2)  # two groups per update
     desk = score(*batches, **{"placement.colocated": True, "staleness.max_updates": 0})
-    assert desk.times("switch") == [(0.0, 10.0), (14.0, 24.0)]
-    assert desk.times("score") == [(10.0, 12.0), (12.0, 14.0), (24.0, 26.0)]
-    assert score(*batches).times("switch") == []
+    assert times(desk, "switch") == [(0.0, 10.0), (14.0, 24.0)]
+    assert times(desk, "score") == [(10.0, 12.0), (12.0, 14.0), (24.0, 26.0)]
+    assert times(score(*batches), "switch") == []
 
 
 # ---- the trainer's side ----------------------------------------------------------------------------------------------
@@ -202,7 +186,7 @@ def test_a_version_is_the_payload_in_buckets_and_no_two_are_the_same_bytes() -> 
 def update(config: Config, groups: int) -> tuple[list[tuple[float, float]], Desk]:
     """Gives one update its groups, one every ten seconds from 10 on; returns (ready, taken over) of each, and the
     spans."""
-    desk: Any = Desk()
+    desk = Desk()
 
     async def main() -> list[tuple[float, float]]:
         loop, tracer = asyncio.get_running_loop(), Tracer("trainer", desk, VirtualClock())
@@ -229,22 +213,19 @@ def _group(number: int) -> ReadyGroup:
 
 
 def test_a_plan_that_streams_trains_every_group_when_it_comes() -> None:
-    times, desk = update(make_config(), 2)
-    assert times == [(10.0, 14.0), (20.0, 24.0)]
-    assert desk.times("train") == [(10.0, 14.0), (20.0, 24.0), (24.0, 26.0)]
-    assert [span.args for span in desk.spans] == [
-        {"version": 5, "group": 0},
-        {"version": 5, "group": 1},
-        {"version": 5, "step": 0},
-    ]
+    passed, desk = update(make_config(), 2)
+    assert passed == [(10.0, 14.0), (20.0, 24.0)]
+    assert times(desk, "train") == [(10.0, 14.0), (20.0, 24.0), (24.0, 26.0)]
+    of = ({"group": 0}, {"group": 1}, {"step": 0})
+    assert [span.args for span in desk.spans] == [{"version": 5, **what} for what in of]
 
 
 def test_a_plan_that_collects_does_everything_at_the_end() -> None:
     changes = {"trainer.steps_per_update": 2, "algorithm.correction.mode": "none"}
-    times, desk = update(make_config(**changes), 2)
-    assert times == [(10.0, 10.0), (20.0, 20.0)]
-    assert desk.times("proximal") == [(20.0, 21.0), (21.0, 22.0)]
-    assert desk.times("train") == [(22.0, 26.0), (26.0, 28.0), (28.0, 32.0), (32.0, 34.0)]
+    passed, desk = update(make_config(**changes), 2)
+    assert passed == [(10.0, 10.0), (20.0, 20.0)]
+    assert times(desk, "proximal") == [(20.0, 21.0), (21.0, 22.0)]
+    assert times(desk, "train") == [(22.0, 26.0), (26.0, 28.0), (28.0, 32.0), (32.0, 34.0)]
 
 
 @pytest.mark.parametrize("streaming", ["on", "off"])
@@ -252,4 +233,4 @@ def test_a_shared_device_is_handed_over_once_per_update(streaming: str) -> None:
     changes = {"placement.colocated": True, "staleness.max_updates": 0, "trainer.streaming": streaming}
     _, desk = update(make_config(**changes), 2)
     began = 10.0 if streaming == "on" else 20.0
-    assert desk.times("switch") == [(began, began + 10.0)]
+    assert times(desk, "switch") == [(began, began + 10.0)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from actor_world import STEPS, make_config
+from actor_world import FINAL_LATENTS, GROUP_STD, STEPS, make_config
 
 from omni_async.actors.plan import Plan, plan_updates
 from omni_async.training.transition_rows import num_trained
 
-GROUP_STD = {"algorithm.advantage": {"std": "group"}}
+MIX = {"algorithm.name": "mix_grpo"}
 KL = {"algorithm.kl_coef": 0.1}
 TEMPERED = {"algorithm.correction": {"mode": "decoupled", "weights": "tempered"}}
 
@@ -20,11 +20,15 @@ def plan(**changes: Any) -> Plan:
 
 
 def forward(name: str, **changes: Any) -> Plan:
-    return plan(**{"algorithm.name": name, "rollout.sde": None, "algorithm.clip_range": None, **changes})
+    return plan(**{**FINAL_LATENTS, "algorithm.name": name, **changes})
 
 
 def correction(**settings: Any) -> dict[str, Any]:
     return {"algorithm.correction": {"mode": "decoupled", **settings}}
+
+
+def advantage(**settings: Any) -> dict[str, Any]:
+    return {"algorithm.advantage": settings}
 
 
 # ---- how far it may stream -------------------------------------------------------------------------------------------
@@ -37,7 +41,7 @@ def correction(**settings: Any) -> dict[str, Any]:
         ({"trainer.streaming": "on"}, "unscaled", "applied to the gradient at the end"),
         ({"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
         (GROUP_STD, "as_ready", "advantage.std: group needs the group alone"),
-        ({"algorithm.advantage": {"std": "none"}}, "as_ready", "advantage.std: none needs the group alone"),
+        (advantage(std="none"), "as_ready", "advantage.std: none needs the group alone"),
         (GROUP_STD | KL, "as_ready", "needs the group alone"),
         (GROUP_STD | {"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
         (KL, "collect", "a loss that does not scale with the advantage"),
@@ -47,31 +51,17 @@ def correction(**settings: Any) -> dict[str, Any]:
         (correction(m2=0.04) | GROUP_STD, "collect", "off-policy correction looks at the whole update"),
         (correction(kappa_nats=0.5), "unscaled", "applied to the gradient"),
         (correction(kappa_nats=0.5) | GROUP_STD, "as_ready", "needs the group alone"),
-        (
-            {"algorithm.advantage": {"std": "group", "track_prompts": True}},
-            "collect",
-            "prompts are tracked across groups",
-        ),
-        (
-            {"algorithm.advantage": {"std": "none", "track_prompts": True}},
-            "collect",
-            "prompts are tracked across groups",
-        ),
-        ({"algorithm.advantage": {"aggregate": "gdpo"}}, "collect", "GDPO whitens"),
-        ({"algorithm.advantage": {"aggregate": "gdpo", "std": "group"}}, "collect", "GDPO whitens"),
-        ({"algorithm.advantage": {"aggregate": "advantages"}}, "collect", "a global std of every scorer"),
-        ({"algorithm.advantage": {"aggregate": "advantages", "std": "group"}}, "as_ready", "needs the group alone"),
-        ({"algorithm.name": "mix_grpo"}, "unscaled", "applied to the gradient at the end"),
-        (
-            {"algorithm.name": "mix_grpo", "algorithm.mix": {"log_ratio_coef": 0.1}},
-            "collect",
-            "does not scale with the advantage",
-        ),
+        (advantage(std="group", track_prompts=True), "collect", "prompts are tracked across groups"),
+        (advantage(std="none", track_prompts=True), "collect", "prompts are tracked across groups"),
+        (advantage(aggregate="gdpo"), "collect", "GDPO whitens"),
+        (advantage(aggregate="gdpo", std="group"), "collect", "GDPO whitens"),
+        (advantage(aggregate="advantages"), "collect", "a global std of every scorer"),
+        (advantage(aggregate="advantages", std="group"), "as_ready", "needs the group alone"),
+        (MIX, "unscaled", "applied to the gradient at the end"),
+        (MIX | {"algorithm.mix": {"log_ratio_coef": 0.1}}, "collect", "does not scale with the advantage"),
     ],
 )
-def test_the_configuration_decides_how_far_an_update_streams_and_says_why(
-    changes: dict[str, Any], mode: str, reason: str
-) -> None:
+def test_the_configuration_decides_how_far_an_update_streams_and_says_why(changes, mode, reason) -> None:
     chosen = plan(**changes)
     assert chosen.mode == mode
     assert reason in chosen.why
@@ -84,20 +74,13 @@ def test_the_configuration_decides_how_far_an_update_streams_and_says_why(
         ("diffusion_nft", GROUP_STD, "as_ready", "needs the group alone"),
         ("awm", KL | TEMPERED, "collect", "does not scale with the advantage"),
         ("diffusion_dpo", TEMPERED, "as_ready", "a preference needs its pair alone"),
-        (
-            "diffusion_dpo",
-            {"algorithm.advantage": {"aggregate": "gdpo", "track_prompts": True}},
-            "as_ready",
-            "its pair alone",
-        ),
+        ("diffusion_dpo", advantage(aggregate="gdpo", track_prompts=True), "as_ready", "its pair alone"),
         ("diffusion_dpo", {"trainer.steps_per_update": 2}, "collect", "applied whole"),
         ("diffusion_nft", {"trainer.steps_per_update": 2, **TEMPERED, **KL}, "collect", "applied whole"),
         ("diffusion_dpo", {"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
     ],
 )
-def test_objectives_on_final_latents_stream_as_far_and_have_nothing_to_recompute_or_to_weigh(
-    name: str, changes: dict[str, Any], mode: str, reason: str
-) -> None:
+def test_objectives_on_final_latents_stream_as_far_and_recompute_and_weigh_nothing(name, changes, mode, reason) -> None:
     chosen = forward(name, **changes)
     assert (chosen.mode, chosen.proximal, chosen.weigh) == (mode, False, False)
     assert reason in chosen.why
@@ -124,54 +107,35 @@ def test_objectives_on_final_latents_stream_as_far_and_have_nothing_to_recompute
         (correction(mode="bypass", k1=[0.5, 2.0], denominator="all") | KL, False),
     ],
 )
-def test_weights_come_first_where_they_look_at_all_rows_or_would_scale_a_penalty(
-    changes: dict[str, Any], weigh: bool
-) -> None:
+def test_weights_come_first_where_they_look_at_all_rows_or_would_scale_a_penalty(changes, weigh) -> None:
     chosen = plan(**changes)
     assert chosen.weigh is weigh
     assert chosen.proximal is weigh, "with one step per update the proximal policy is the one in training"
     assert weigh <= (chosen.mode == "collect")
 
 
-@pytest.mark.parametrize(
-    ("mode", "steps", "proximal"),
-    [
-        ("decoupled", 1, False),
-        ("decoupled", 2, True),
-        ("none", 1, False),
-        ("none", 2, True),
-        ("bypass", 2, False),
-        ("interpolated", 2, False),
-    ],
-)
-def test_groups_get_a_proximal_pass_where_the_proximal_policy_is_gone_before_the_last_step(
-    mode: str, steps: int, proximal: bool
-) -> None:
-    chosen = plan(**correction(mode=mode), **{"trainer.steps_per_update": steps})
-    assert chosen.proximal is proximal
-    assert not chosen.weigh
+@pytest.mark.parametrize("mode", ["decoupled", "none", "bypass", "interpolated"])
+def test_groups_get_a_proximal_pass_where_the_proximal_policy_is_gone_before_the_last_step(mode) -> None:
+    one, two = (plan(**correction(mode=mode), **{"trainer.steps_per_update": steps}) for steps in (1, 2))
+    assert (one.proximal, two.proximal) == (False, mode in ("decoupled", "none"))
+    assert not (one.weigh or two.weigh)
 
 
 # ---- what is trained of a group --------------------------------------------------------------------------------------
 
 
 def test_a_preference_takes_two_samples_of_a_group_and_everything_else_all() -> None:
-    assert [(p.paired, p.samples_per_group) for p in (plan(), forward("awm"), forward("diffusion_dpo"))] == [
-        (False, 4),
-        (False, 4),
-        (True, 2),
-    ]
+    plans = plan(), forward("awm"), forward("diffusion_dpo")
+    assert [(p.paired, p.samples_per_group) for p in plans] == [(False, 4), (False, 4), (True, 2)]
 
 
 @pytest.mark.parametrize(
     ("size", "fraction", "rows"), [(2, 1.0, 2), (4, 1.0, 4), (4, 0.5, 2), (4, 0.3, 1), (4, 0.01, 1), (3, 0.67, 2)]
 )
-def test_rows_of_a_window(size: int, fraction: float, rows: int) -> None:
-    changes = {
-        "rollout.sde": {"window": {"size": size, "range": [0, STEPS - 1]}},
-        "algorithm.timestep_fraction": fraction,
-    }
-    assert plan(**changes).rows_per_sample == rows == num_trained(size, fraction)
+def test_rows_of_a_window(size, fraction, rows) -> None:
+    sde = {"window": {"size": size, "range": [0, STEPS - 1]}}
+    found = plan(**{"rollout.sde": sde, "algorithm.timestep_fraction": fraction})
+    assert found.rows_per_sample == rows == num_trained(size, fraction)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +148,7 @@ def test_rows_of_a_window(size: int, fraction: float, rows: int) -> None:
         ({"draws": 3}, 0.1, 3),
     ],
 )
-def test_rows_of_final_latents_are_noise_draws(settings: dict[str, Any], fraction: float, rows: int) -> None:
-    for name in ("diffusion_nft", "diffusion_dpo"):
-        assert (
-            forward(name, **{"algorithm.forward": settings, "algorithm.timestep_fraction": fraction}).rows_per_sample
-            == rows
-        )
+@pytest.mark.parametrize("name", ["diffusion_nft", "diffusion_dpo"])
+def test_rows_of_final_latents_are_noise_draws(name, settings, fraction, rows) -> None:
+    found = forward(name, **{"algorithm.forward": settings, "algorithm.timestep_fraction": fraction})
+    assert found.rows_per_sample == rows

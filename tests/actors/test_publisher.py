@@ -406,7 +406,7 @@ async def test_a_version_that_cannot_be_sent_ends_the_run_with_the_reason(error:
         assert not stage.receivers[0].received
 
 
-# ---- by broadcast -----------------------------------------------------------------------------------------------------
+# ---- by broadcast ----------------------------------------------------------------------------------------------------
 
 # Nothing here waits for it: whoever dies closes its connections, and that ends the others' waits. A machine that stands
 # still for a while must not make the living look dead.

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from actor_world import Desk
 
 from omni_async.actors.service import ServiceEnded, ServiceHost, ServiceNotStarted
 from omni_async.services import Service
-
-
-class Desk:
-    """The part of a coordinator that a service's host calls."""
-
-    def __init__(self) -> None:
-        self.addresses: dict[str, str] = {}
-        self.over = asyncio.Event()
-
-    async def service_ready(self, worker: str, address: str) -> None:
-        self.addresses[worker] = address
-
-    async def service_lost(self, worker: str) -> None:
-        self.addresses.pop(worker, None)
-
-    async def closing(self) -> None:
-        await self.over.wait()
 
 
 class Told(Service):
@@ -55,31 +41,27 @@ class Told(Service):
         raise RuntimeError("and closing fails, too")
 
 
-async def test_it_serves_until_the_run_is_over() -> None:
-    desk, service = Desk(), Told()
-    host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
+@asynccontextmanager
+async def serving(desk: Desk, service: Service) -> AsyncIterator[tuple[ServiceHost, asyncio.Future[None]]]:
+    host = ServiceHost("judge-0", service, desk)
     await host.start()
     assert desk.addresses == {"judge-0": "here:1"}
     running = asyncio.ensure_future(host.run())
     await asyncio.sleep(0)
-    desk.over.set()
+    yield host, running
     await running
+
+
+async def test_it_serves_until_the_run_is_over() -> None:
+    desk, service = Desk(), Told()
+    async with serving(desk, service) as (host, _):
+        desk.close()
     await host.close()
     assert service.told == ["close"], "once"
 
 
-async def test_one_that_ends_before_the_run_counts_as_lost() -> None:
-    service = Told()
-    host = ServiceHost("judge-0", service, Desk())  # type: ignore[arg-type]
-    await host.start()
-    service.ends.set()
-    with pytest.raises(ServiceEnded, match="judge-0: its service ended before the run"):
-        await host.run()
-    assert service.told == ["close"]
-
-
 @pytest.mark.virtual_time
-async def test_one_that_is_lost_is_given_a_time_to_close_and_its_address_goes_first() -> None:
+async def test_one_that_ends_before_the_run_is_lost_has_a_time_to_close_and_its_address_goes_first() -> None:
     desk = Desk()
 
     class Stuck(Told):
@@ -87,28 +69,21 @@ async def test_one_that_is_lost_is_given_a_time_to_close_and_its_address_goes_fi
             self.told.append(f"close, {len(desk.addresses)} known")
             await asyncio.Event().wait()
 
-    service = Stuck()
-    host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
-    await host.start()
-    service.ends.set()
-    before = asyncio.get_running_loop().time()
-    with pytest.raises(ServiceEnded):
-        await host.run()
+    service, before = Stuck(), asyncio.get_running_loop().time()
+    with pytest.raises(ServiceEnded, match="judge-0: its service ended before the run"):
+        async with serving(desk, service):
+            service.ends.set()
     assert service.told == ["close, 0 known"] and asyncio.get_running_loop().time() - before == 10.0
 
 
 async def test_one_that_leaves_finishes_what_it_has_while_its_address_is_told_to_nobody() -> None:
     desk, service = Desk(), Told()
-    host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
-    await host.start()
-    running = asyncio.ensure_future(host.run())
-    await asyncio.sleep(0)
-    await host.leave()
-    assert desk.addresses == {}
-    await service.draining.wait()
-    assert service.told == ["drain"] and not running.done()
-    service.drained.set()
-    await running
+    async with serving(desk, service) as (host, running):
+        await host.leave()
+        assert desk.addresses == {}
+        await service.draining.wait()
+        assert service.told == ["drain"] and not running.done()
+        service.drained.set()
     assert service.told == ["drain", "close"]
 
 
@@ -118,5 +93,5 @@ async def test_one_that_leaves_finishes_what_it_has_while_its_address_is_told_to
 async def test_one_that_does_not_start_is_closed_and_has_no_address(address: Any, said: str) -> None:
     desk, service = Desk(), Told(address)
     with pytest.raises((ServiceNotStarted, TypeError), match=said):
-        await ServiceHost("judge-0", service, desk).start()  # type: ignore[arg-type]
+        await ServiceHost("judge-0", service, desk).start()
     assert service.told == ["close"] and desk.addresses == {}

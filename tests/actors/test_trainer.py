@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from actor_world import AccountingRank, Desk, LossyStore, failure_of, make_config, make_group
+from actor_world import (
+    FINAL_LATENTS,
+    PREFERENCES,
+    AccountingRank,
+    Desk,
+    LossyStore,
+    failure_of,
+    make_config,
+    make_group,
+)
 from tensordict import TensorDict
 
 from omni_async.actors.plan import plan_updates
@@ -70,10 +79,8 @@ class Stage:
     ) -> None:
         self.desk, self.folder = Desk(), folder
         self.publications = Publications(self.desk.log)
-        self.ranks = [
-            AccountingRank(self.desk.log if i == 0 else None, rank=i, world=ranks, metrics=metrics)
-            for i in range(ranks)
-        ]
+        logs = [self.desk.log, *([] for _ in range(ranks - 1))]
+        self.ranks = [AccountingRank(log, rank=i, world=ranks, metrics=metrics) for i, log in enumerate(logs)]
         config = make_config(**changes, **{"trainer.workers": ranks})
         rule = PolicyGradient(config, plan_updates(config), self.ranks)
         self.trainer = Trainer(
@@ -150,13 +157,22 @@ def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_aga
     assert stage.ranks[0].step_weights == pytest.approx([1.0, 1.0])
 
 
-def test_a_group_that_does_not_come_again_before_the_run_ends_is_not_trained(tmp_path):
-    stage = Stage(tmp_path, 4)
-    stage.ranks[0].lost = {"trajectory 2.0"}
+@pytest.mark.parametrize(
+    ("groups", "lost", "trained"),
+    [
+        pytest.param(5, [], [(0, 1), (2, 3)], id="the third update gets one group of two"),
+        pytest.param(4, [2], [(0, 1)], id="a group cannot be read and does not come again"),
+    ],
+)
+def test_an_early_end_stops_it_and_leaves_a_checkpoint_of_the_last_whole_update(tmp_path, groups, lost, trained):
+    stage = Stage(tmp_path, groups)
+    stage.ranks[0].lost = {f"trajectory {group}.0" for group in lost}
     stage.play()
-    assert stage.desk.gone == [(2, "trajectory 2.0 is gone")]
-    assert [report.groups for report in stage.desk.updates] == [(0, 1)]
-    assert stage.kept == ["update-000001"]
+    assert stage.desk.gone == [(group, f"trajectory {group}.0 is gone") for group in lost]
+    assert [report.groups for report in stage.desk.updates] == trained
+    assert stage.publications.versions == [*range(len(trained) + 1)]
+    assert stage.kept == [f"update-{len(trained):06d}"]
+    assert stage.ranks[0].step_weights == pytest.approx([1.0] * len(trained))
 
 
 @pytest.mark.parametrize(("updates", "saves"), [(7, [2, 4, 6, 7]), (4, [2, 4])])
@@ -168,14 +184,6 @@ def test_it_saves_every_k_updates_and_the_last_once_and_keeps_the_newest(tmp_pat
     assert stage.kept == [f"update-{version:06d}" for version in saves[-2:]]
     state = stage.state(stage.kept[-1])
     assert (state.version, state.control.next_group, state.engine) == (updates, 77, {"theta": stage.ranks[0].theta})
-
-
-def test_an_early_end_stops_it_and_leaves_a_checkpoint_of_the_last_whole_update(tmp_path):
-    stage = Stage(tmp_path, 5).play()  # the third update gets one group of two
-    assert [report.version for report in stage.desk.updates] == [1, 2]
-    assert stage.publications.versions == [0, 1, 2]
-    assert stage.kept == ["update-000002"]
-    assert stage.ranks[0].step_weights == pytest.approx([1.0, 1.0])
 
 
 def test_a_resumed_trainer_continues_with_the_checkpoints_version(tmp_path):
@@ -190,38 +198,24 @@ def test_a_resumed_trainer_continues_with_the_checkpoints_version(tmp_path):
     assert [report.version for report in stage.desk.updates] == [3, 4]
 
 
-def test_it_says_what_it_needs_of_a_sample_and_how_it_streams(tmp_path):
+def test_it_says_how_it_streams_and_what_it_needs_of_a_sample(tmp_path):
     stage = Stage(tmp_path, 0).play()
     assert sorted(stage.desk.fields) == ["conditioning", "latents", "log_probs"]
-    assert stage.desk.phases[0].startswith(
-        "each group is trained on as soon as it is scored (the objective scales with the advantage"
-    )
+    said = "each group is trained on as soon as it is scored (the objective scales with the advantage"
+    assert stage.desk.phases[0].startswith(said)
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm", "diffusion_dpo"])
 def test_an_objective_on_final_latents_needs_nothing_of_the_steps(tmp_path, name):
-    changes = {"algorithm.name": name, "algorithm.clip_range": None, "rollout.sde": None}
-    assert set(Stage(tmp_path, 0, **changes).play().desk.fields) == {"final", "conditioning"}
-
-
-# ---- a dataset -------------------------------------------------------------------------------------------------------
+    stage = Stage(tmp_path, 0, **FINAL_LATENTS, **{"algorithm.name": name}).play()
+    assert set(stage.desk.fields) == {"final", "conditioning"}
 
 
 def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
-    changes = {
-        "data": {"preferences": "pairs.parquet"},
-        "reward": {},
-        "rollout.sde": None,
-        "rollout.group_size": 2,
-        "algorithm.name": "diffusion_dpo",
-        "algorithm.clip_range": None,
-    }
-    stage = Stage(tmp_path, 8, **changes).play()
+    stage = Stage(tmp_path, 8, **PREFERENCES).play()
     assert stage.publications.versions == []
-    assert [version for version, _ in stage.desk.announced] == [0, 1, 2, 3, 4]
-    assert [(report.engine, report.version) for report in stage.desk.held] == [
-        ("reader", version) for version in range(5)
-    ]
+    assert [version for version, _ in stage.desk.announced] == [*range(5)]
+    assert [(report.engine, report.version) for report in stage.desk.held] == [("reader", v) for v in range(5)]
     assert not [line for line in stage.desk.log if line.startswith("export")]
 
 
@@ -232,9 +226,8 @@ TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none"}}
 
 def test_a_checkpoint_holds_every_prompts_rewards_and_a_resumed_trainer_goes_on_with_them(tmp_path):
     before = Stage(tmp_path / "before", 4, prompts=1, **TRACKED, **{"trainer.updates": 2}).play()
-    assert before.state("update-000002").rule["reward_history"] == {
-        "0": pytest.approx([16, 1.5, 20.0])
-    }  # count, mean, sum of squared deviations
+    count_mean_and_squares = pytest.approx([16, 1.5, 20.0])
+    assert before.state("update-000002").rule["reward_history"] == {"0": count_mean_and_squares}
     assert before.ranks[0].groups[-1] == pytest.approx([-1.5, -0.5, 0.5, 1.5])
 
     resume = str(tmp_path / "before" / "update-000002")
@@ -253,11 +246,9 @@ def test_the_rewards_of_an_update_that_was_cut_off_are_not_remembered(tmp_path):
 
 
 async def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
-    write_state(
-        tmp_path, State(ControlState(version=1), "qwen_image", "flow_grpo", rule={"reward_history": {"3": [0, 1.0]}})
-    )
+    wrong = {"reward_history": {"3": [0, 1.0]}}
+    write_state(tmp_path, State(ControlState(version=1), "qwen_image", "flow_grpo", rule=wrong))
     stage = Stage(tmp_path / "new", 0, **TRACKED, **{"checkpoint.resume": str(tmp_path)})
-
     assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
 
 
@@ -273,22 +264,14 @@ def test_an_engine_that_computes_something_else_is_told_of_update_by_update(tmp_
     assert "reward_history" not in stage.state("update-000005").rule, "that was not asked for"
 
 
-def test_several_ranks_meet_at_one_address(tmp_path):
+def test_several_ranks_meet_at_one_address_and_another_shares_its_rows_once_per_export(tmp_path):
     stage = Stage(tmp_path, 2, ranks=2, **{"trainer.updates": 1}).play()
     [(_, first)], [(_, second)] = (rank.setup_calls for rank in stage.ranks)
     assert first == second
     assert first.startswith("tcp://127.0.0.1:")
     assert stage.ranks[0].step_weights == stage.ranks[1].step_weights == pytest.approx([0.5])
-
-
-def test_rows_of_another_rank_are_asked_for_once_per_export_and_found_by_the_publisher(tmp_path):
-    stage = Stage(tmp_path, 2, ranks=2, **{"trainer.updates": 1}).play()
-    assert [line for line in stage.ranks[1].log if line.startswith(("export", "share"))] == [
-        "export 0",
-        "share 0",
-        "export 1",
-        "share 1",
-    ]
+    exported = [line for line in stage.ranks[1].log if line.startswith(("export", "share"))]
+    assert exported == ["export 0", "share 0", "export 1", "share 1"]
     assert [snapshot.result().manifest().nbytes for snapshot in stage.publications.whole] == [1, 1]
 
 
@@ -311,17 +294,15 @@ def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_pa
     (kept,) = stage.state("update-000001").control.ready
     assert kept.group == 9 and kept.rewards == [0.0, 1.0, 2.0, 3.0] and {s.trajectory for s in kept.samples} == {None}
 
-    again = Stage(
-        tmp_path / "second", 0, **{"checkpoint.resume": str(tmp_path / "first" / "update-000001"), "trainer.updates": 2}
-    )
+    resume = str(tmp_path / "first" / "update-000001")
+    again = Stage(tmp_path / "second", 0, **{"checkpoint.resume": resume, "trainer.updates": 2})
     again.desk.version = 1
     again.play()
     (taken,) = again.desk.taken_up
     assert taken.group == 9 and taken.rewards == kept.rewards
     for sample, before in zip(taken.samples, trajectories, strict=True):
-        assert torch.equal(sample.trajectory["latents"], before["latents"]) and torch.equal(
-            sample.trajectory["steps", "means"], before["steps", "means"]
-        )
+        for name in ("latents", ("steps", "means")):
+            assert torch.equal(sample.trajectory[name], before[name])
 
 
 def test_a_ready_group_whose_trajectories_are_gone_is_kept_as_unfinished(tmp_path):
@@ -351,9 +332,8 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_tha
     await settle()
     await writing.wait()
     await settle()
-    assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log, (
-        "one at a time, beside the next update"
-    )
+    # One at a time, beside the next update.
+    assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log
     written.set()
     await run
     assert stage.kept == ["update-000001", "update-000002", "update-000003"]

@@ -12,6 +12,7 @@ import torch
 from actor_world import (
     FINAL_LATENTS,
     GROUP_STD,
+    PREFERENCES,
     REWARDS,
     STEPS,
     AccountingRank,
@@ -67,14 +68,11 @@ class Trained:
                     p.add_(0.02 * torch.randn(p.shape, generator=generator))
         alone = ParallelLayout()
         rank = Rank(alone, lambda: TrainEngine(config, policy, alone, torch.device("cpu")), LocalStore(), plan.paired)
-        groups = [
-            make_group(
-                number,
-                values,
-                [tiny_trajectory(policy, config, 10 * number + i, range(1, 3), behaviour) for i in range(len(values))],
-            )
-            for number, values in enumerate(rewards)
-        ]
+
+        def drawn(number: int, count: int) -> list[Any]:
+            return [tiny_trajectory(policy, config, 10 * number + i, range(1, 3), behaviour) for i in range(count)]
+
+        groups = [make_group(number, values, drawn(number, len(values))) for number, values in enumerate(rewards)]
         asyncio.run(rank.setup(None, None))
         self.before = self._weights(rank)
         self.metrics = run_update(config, [rank], groups, plan=plan)
@@ -145,12 +143,8 @@ DPO = {**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.dpo": {"be
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param({}, id="a global std"),
-        pytest.param(GROUP_STD, id="a group std"),
-        pytest.param({**GROUP_STD, "trainer.steps_per_update": 2}, id="several steps"),
-        pytest.param(DPO, id="preferences"),
-    ],
+    [{}, GROUP_STD, {**GROUP_STD, "trainer.steps_per_update": 2}, DPO],
+    ids=["a global std", "a group std", "several steps", "preferences"],
 )
 def test_streaming_makes_the_same_step_as_collecting(changes):
     streamed, collected = Trained(**changes), Trained(**changes, **{"trainer.streaming": "off"})
@@ -200,9 +194,8 @@ def test_corrections_make_the_same_step_row_by_row_or_from_the_whole_update(sett
     streamed, collected = Trained(stale=True, **changes), Trained(stale=True, first_look_at_all=True, **changes)
     assert collected.moved > 1e-3
     assert streamed.same_step_as(collected)
-    assert not streamed.same_step_as(
-        Trained(stale=True, **GROUP_STD, **{"algorithm.correction": {"mode": "decoupled"}})
-    )
+    uncorrected = {"algorithm.correction": {"mode": "decoupled"}}
+    assert not streamed.same_step_as(Trained(stale=True, **GROUP_STD, **uncorrected))
     for name in (f"masked/{rule}" for rule in ("kappa_nats", "k2") if rule in settings):
         assert streamed.metrics[name] == pytest.approx(collected.metrics[name])
         assert 0 < collected.metrics[name] < 1
@@ -220,8 +213,7 @@ def test_a_real_rank_takes_the_ratio_to_the_policy_of_the_updates_start():
 
 
 def test_an_update_of_equal_rewards_leaves_the_weights_alone():
-    trained = Trained([[1.0] * 4] * 2)
-    assert trained.moved == 0.0
+    assert Trained([[1.0] * 4] * 2).moved == 0.0
 
 
 # ---- steps and weights -----------------------------------------------------------------------------------------------
@@ -231,9 +223,8 @@ def test_an_update_of_equal_rewards_leaves_the_weights_alone():
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_every_optimizer_step_takes_the_mean_over_its_rows(std, streaming, steps):
-    rank = account(
-        **{"algorithm.advantage": {"std": std}, "trainer.streaming": streaming, "trainer.steps_per_update": steps}
-    )
+    changes = {"trainer.streaming": streaming, "trainer.steps_per_update": steps}
+    rank = account(**{"algorithm.advantage": {"std": std}, **changes})
     assert rank.step_weights == pytest.approx([1.0] * steps)
 
 
@@ -276,10 +267,8 @@ def test_a_batch_carries_the_versions_of_each_samples_steps():
     groups = [make_group(3, REWARDS[0], versions=(4, 6)), make_group(5, REWARDS[1], versions=(7, 7))]
     run_update(make_config(), [rank], groups, version=7)
     assert [batch.group for batch in rank.batches] == [3, 5]
-    assert [[tuple(versions) for versions in batch.step_versions] for batch in rank.batches] == [
-        [(4, 6)] * 4,
-        [(7, 7)] * 4,
-    ]
+    versions = [[tuple(of_sample) for of_sample in batch.step_versions] for batch in rank.batches]
+    assert versions == [[(4, 6)] * 4, [(7, 7)] * 4]
     assert [batch.version for batch in rank.batches] == [7, 7]
     assert rank.fetched[3] == tuple(f"trajectory 3.{i}" for i in range(4))
     assert all(batch.weights is None for batch in rank.batches)
@@ -305,10 +294,7 @@ def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share
     config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "trainer.streaming": streaming})
     run_update(config, [rank], [make_group(0, [0.4, 0.1, 0.9, 0.3]), make_group(1, [2.0, 3.0, 1.0, 1.0])])
     first, second = rank.batches
-    assert (rank.fetched[0], rank.fetched[1]) == (
-        ("trajectory 0.2", "trajectory 0.1"),
-        ("trajectory 1.1", "trajectory 1.2"),
-    )
+    assert rank.fetched == {0: ("trajectory 0.2", "trajectory 0.1"), 1: ("trajectory 1.1", "trajectory 1.2")}
     assert rank.groups == [[1.0, -1.0]] * 2
     for batch in (first, second):
         assert len(batch.seeds) == 2 and batch.seeds[0] == batch.seeds[1]
@@ -318,9 +304,7 @@ def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share
 
 def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
     rank = AccountingRank(rows=STEPS)
-    config = make_config(
-        **{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "rollout.group_size": 2, "trainer.groups_per_update": 1}
-    )
+    config = make_config(**PREFERENCES, **{"trainer.groups_per_update": 1})
     run_update(config, [rank], [make_group(0, [1.0, 0.0], versions=())], version=4)
     [batch] = rank.batches
     assert rank.fetched == {0: ("trajectory 0.0", "trajectory 0.1")}
