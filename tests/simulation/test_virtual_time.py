@@ -13,6 +13,8 @@ import pytest
 from omni_async.aio.waiting import Event
 from omni_async.simulation.virtual_time import DeadlockError, VirtualClock, VirtualTimeLoop, run
 
+pytestmark = pytest.mark.virtual_time
+
 
 def loop_of_this() -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
@@ -23,97 +25,67 @@ def loop_of_this() -> VirtualTimeLoop:
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_year_of_sleep_is_a_jump() -> None:
-    async def main() -> float:
-        await asyncio.sleep(365 * 86_400)
-        return asyncio.get_running_loop().time()
-
-    assert run(main()) == 365 * 86_400
-
-
-def test_time_starts_where_it_is_set_and_the_clock_shows_it() -> None:
-    async def main() -> tuple[float, float]:
+def test_time_starts_where_it_is_set_and_a_year_of_sleep_is_a_jump_that_the_clock_shows() -> None:
+    async def main() -> tuple[float, float, float]:
         clock = VirtualClock()
         before = clock.now()
-        await asyncio.sleep(2.5)
-        return before, clock.now()
+        await asyncio.sleep(365 * 86_400)
+        return before, clock.now(), asyncio.get_running_loop().time()
 
-    assert run(main(), start=1e9) == (1e9, 1e9 + 2.5)
-
-
-def test_sleepers_wake_in_the_order_of_their_times_and_those_of_one_time_in_the_order_they_slept() -> None:
-    async def main() -> list[str]:
-        woken = []
-
-        async def sleeper(name: str, seconds: float) -> None:
-            await asyncio.sleep(seconds)
-            woken.append(name)
-
-        await asyncio.gather(sleeper("c", 2), sleeper("a", 1), sleeper("b", 1), sleeper("d", 2))
-        return woken
-
-    assert run(main()) == ["a", "b", "c", "d"]
+    assert run(main(), start=1e9) == (1e9, 1e9 + 365 * 86_400, 1e9 + 365 * 86_400)
+    assert run(main())[0] == 0
 
 
-def test_times_that_differ_by_rounding_are_one_instant() -> None:
-    async def main() -> int:
-        loop, fired = loop_of_this(), []
-        loop.call_when(0.3, fired.append, 1)
-        loop.call_when(0.1 + 0.2, fired.append, 2)
-        assert 0.1 + 0.2 != 0.3
-        await loop.sleep_until(0.3 - 1e-12)
-        return len(fired)
+async def test_sleepers_wake_in_the_order_of_their_times_and_those_of_one_time_in_the_order_they_slept() -> None:
+    woken = []
 
-    assert run(main()) == 2
+    async def sleeper(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        woken.append(name)
 
-
-def test_a_timer_that_is_due_is_not_kept_waiting_by_a_task_that_only_yields() -> None:
-    async def main() -> bool:
-        done: list[bool] = []
-        asyncio.get_running_loop().call_later(0, done.append, True)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return bool(done)
-
-    assert run(main())
+    await asyncio.gather(sleeper("c", 2), sleeper("a", 1), sleeper("b", 1), sleeper("d", 2))
+    assert woken == ["a", "b", "c", "d"]
 
 
-def test_a_timeout_counts_virtual_seconds() -> None:
-    async def main() -> float:
-        loop = asyncio.get_running_loop()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30):
-                await asyncio.sleep(60)
+async def test_times_that_differ_by_rounding_are_one_instant() -> None:
+    loop, fired = loop_of_this(), []
+    loop.call_when(0.3, fired.append, 1)
+    loop.call_when(0.1 + 0.2, fired.append, 2)
+    assert 0.1 + 0.2 != 0.3
+    await loop.sleep_until(0.3 - 1e-12)
+    assert len(fired) == 2
+
+
+async def test_a_timer_that_is_due_is_not_kept_waiting_by_a_task_that_only_yields() -> None:
+    done: list[bool] = []
+    asyncio.get_running_loop().call_later(0, done.append, True)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert done
+
+
+async def test_a_timeout_counts_virtual_seconds() -> None:
+    with pytest.raises(TimeoutError):
         async with asyncio.timeout(30):
-            await asyncio.sleep(29)
-        return loop.time()
-
-    assert run(main()) == 59
-
-
-def test_a_cancelled_timer_neither_fires_nor_moves_time() -> None:
-    async def main() -> tuple[float, list[int]]:
-        loop, fired = asyncio.get_running_loop(), []
-        loop.call_later(5, fired.append, 1).cancel()
-        loop.call_later(7, fired.append, 2)
-        timer = loop.call_later(9, fired.append, 3)
-        await asyncio.sleep(8)
-        timer.cancel()
-        await asyncio.sleep(0.5)
-        return loop.time(), fired
-
-    assert run(main()) == (8.5, [2])
+            await asyncio.sleep(60)
+    async with asyncio.timeout(30):
+        await asyncio.sleep(29)
+    assert loop_of_this().time() == 59
 
 
-def test_timeouts_that_were_not_needed_do_not_pile_up() -> None:
-    async def main() -> int:
-        loop = loop_of_this()
-        for _ in range(5000):
-            async with asyncio.timeout(1e6):
-                await asyncio.sleep(1)
-        return len(loop._timers)
-
-    assert run(main()) < 300
+async def test_a_cancelled_timer_neither_fires_nor_moves_time_nor_is_kept() -> None:
+    loop, fired = loop_of_this(), []
+    loop.call_later(5, fired.append, 1).cancel()
+    loop.call_later(7, fired.append, 2)
+    timer = loop.call_later(9, fired.append, 3)
+    await asyncio.sleep(8)
+    timer.cancel()
+    await asyncio.sleep(0.5)
+    assert (loop.time(), fired) == (8.5, [2])
+    for _ in range(5000):
+        async with asyncio.timeout(1e6):
+            await asyncio.sleep(1)
+    assert len(loop._timers) < 300
 
 
 def test_the_same_program_runs_the_same_way_twice() -> None:
@@ -136,8 +108,8 @@ def test_the_same_program_runs_the_same_way_twice() -> None:
 # ---- asyncio itself --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_at_the_end_is_cancelled_and_cleans_up() -> None:
-    log = []
+def test_what_is_left_at_the_end_is_cancelled_or_closed_and_cleans_up() -> None:
+    log: list[Any] = []
 
     async def forever() -> None:
         try:
@@ -146,122 +118,86 @@ def test_what_is_left_at_the_end_is_cancelled_and_cleans_up() -> None:
             await asyncio.sleep(3)
             log.append(asyncio.get_running_loop().time())
 
-    async def main() -> None:
-        task = asyncio.create_task(forever())
-        await asyncio.sleep(1)
-        assert not task.done()
-
-    run(main())
-    assert log == [4]
-
-
-def test_an_abandoned_generator_is_closed_at_the_end() -> None:
-    closed = []
-
     async def numbers() -> AsyncIterator[int]:
         try:
             yield 1
             yield 2
         finally:
-            closed.append(True)
+            log.append("closed")
 
     async def main() -> None:
         global _kept
-        _kept = numbers()
-        assert await anext(_kept) == 1
+        task, _kept = asyncio.create_task(forever()), numbers()
+        await asyncio.sleep(1)
+        assert not task.done() and await anext(_kept) == 1
 
     run(main())
-    assert closed == [True]
+    assert log == [4, "closed"]
 
 
-def test_functions_for_threads_are_called_at_once_and_their_errors_are_raised() -> None:
-    def here() -> str:
-        return threading.current_thread().name
-
+async def test_functions_for_threads_are_called_at_once_and_their_errors_are_raised() -> None:
     def fails() -> None:
         raise OSError("disk")
 
-    async def main() -> str:
-        with pytest.raises(OSError, match="disk"):
-            await asyncio.to_thread(fails)
-        return await asyncio.to_thread(here)
-
-    assert run(main()) == threading.current_thread().name
+    with pytest.raises(OSError, match="disk"):
+        await asyncio.to_thread(fails)
+    assert await asyncio.to_thread(threading.current_thread) is threading.current_thread()
 
 
-def test_a_thread_of_its_own_can_still_hand_something_in() -> None:
-    async def main() -> str:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        thread = threading.Thread(target=lambda: loop.call_soon_threadsafe(arrived.set))
-        thread.start()
-        thread.join()
-        await arrived.wait()
-        return "arrived"
-
-    assert run(main()) == "arrived"
+async def test_a_thread_of_its_own_can_still_hand_something_in() -> None:
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.call_soon_threadsafe(arrived.set))
+    thread.start()
+    thread.join()
+    await arrived.wait()
 
 
-def test_it_does_not_run_inside_another_loop() -> None:
-    async def inner() -> None:
-        await asyncio.sleep(0)
-
-    async def main() -> None:
-        work = inner()
-        with pytest.raises(RuntimeError, match="running event loop"):
-            run(work)
-        work.close()
-
-    asyncio.run(main())
+async def test_it_does_not_run_inside_another_loop() -> None:
+    work = asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="running event loop"):
+        run(work)
+    work.close()
 
 
 def test_a_closed_loop_takes_nothing_more() -> None:
     loop = VirtualTimeLoop()
     loop.close()
-    for schedule in (lambda: loop.call_soon(print), lambda: loop.call_at(1, print), lambda: loop.call_later(1, print)):
+    work = asyncio.sleep(0)
+    schedules = (loop.call_soon, lambda what: loop.call_at(1, what), lambda what: loop.call_later(1, what))
+    for schedule in (*schedules, lambda _: loop.create_task(work)):
         with pytest.raises(RuntimeError, match="closed"):
-            schedule()
+            schedule(print)
+    work.close()
 
 
 # ---- what only this loop has -----------------------------------------------------------------------------------------
 
 
-def test_sleep_until_the_past_returns_without_moving_time() -> None:
-    async def main() -> float:
-        await asyncio.sleep(5)
-        await loop_of_this().sleep_until(2)
-        return asyncio.get_running_loop().time()
-
-    assert run(main()) == 5
-
-
-def test_a_cancelled_sleep_until_is_forgotten() -> None:
-    async def main() -> float:
-        loop = loop_of_this()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1):
-                await loop.sleep_until(10)
-        await asyncio.sleep(20)
-        return loop.time()
-
-    assert run(main()) == 21
+async def test_sleep_until_the_past_returns_without_moving_time_and_a_cancelled_one_is_forgotten() -> None:
+    loop = loop_of_this()
+    await asyncio.sleep(5)
+    await loop.sleep_until(2)
+    assert loop.time() == 5
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await loop.sleep_until(10)
+    await asyncio.sleep(20)
+    assert loop.time() == 26
 
 
-def test_what_settles_comes_after_everything_else_of_the_instant_and_before_the_next() -> None:
-    async def main() -> list[str]:
-        loop, log = loop_of_this(), []
+async def test_what_settles_comes_after_everything_else_of_the_instant_and_before_the_next() -> None:
+    loop, log = loop_of_this(), []
 
-        async def chain() -> None:
-            for link in range(3):
-                await asyncio.sleep(0)
-                log.append(f"link {link}")
+    async def chain() -> None:
+        for link in range(3):
+            await asyncio.sleep(0)
+            log.append(f"link {link}")
 
-        loop.when_settled(lambda: log.append("settled"))
-        loop.call_when(1, log.append, "later")
-        loop.call_when(0, log.append, "due")
-        await asyncio.gather(chain(), loop.sleep_until(2))
-        return log
-
-    assert run(main()) == ["due", "link 0", "link 1", "link 2", "settled", "later"]
+    loop.when_settled(lambda: log.append("settled"))
+    loop.call_when(1, log.append, "later")
+    loop.call_when(0, log.append, "due")
+    await asyncio.gather(chain(), loop.sleep_until(2))
+    assert log == ["due", "link 0", "link 1", "link 2", "settled", "later"]
 
 
 @pytest.mark.parametrize(
@@ -297,29 +233,11 @@ def test_a_deadlock_is_raised_at_once_and_lists_the_waiting_tasks() -> None:
 
     with pytest.raises(DeadlockError) as caught:
         run(main())
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "all 2 tasks wait and no timer is pending:"
-    assert any(
-        line.startswith("  producer-0: ")
-        and "producer (test_virtual_time.py:" in line
-        and "> Event.wait (waiting.py:" in line
-        for line in lines
-    )
+    first, *lines = str(caught.value).splitlines()
+    assert first == "all 2 tasks wait and no timer is pending:"
+    (line,) = [line for line in lines if line.startswith("  producer-0: ")]
+    assert "producer (test_virtual_time.py:" in line and "> Event.wait (waiting.py:" in line
     assert not any("sleeper" in line for line in lines)
-
-
-def test_a_pending_timer_is_no_deadlock_and_a_cancelled_one_does_not_hide_it() -> None:
-    async def main(cancel: bool) -> float:
-        event, loop = asyncio.Event(), asyncio.get_running_loop()
-        timer = loop.call_later(100, event.set)
-        if cancel:
-            timer.cancel()
-        await event.wait()
-        return loop.time()
-
-    assert run(main(cancel=False)) == 100
-    with pytest.raises(DeadlockError):
-        run(main(cancel=True))
 
 
 def test_of_many_tasks_the_first_are_listed() -> None:
@@ -330,19 +248,25 @@ def test_of_many_tasks_the_first_are_listed() -> None:
         run(main())
 
 
-def test_tasks_are_cancelled_after_a_deadlock_and_clean_up_in_virtual_time() -> None:
+def test_a_pending_timer_is_no_deadlock_and_a_cancelled_one_does_not_hide_it() -> None:
     cleaned = []
 
-    async def main() -> None:
+    async def main(cancel: bool) -> float:
+        event, loop = asyncio.Event(), asyncio.get_running_loop()
+        timer = loop.call_later(100, event.set)
+        if cancel:
+            timer.cancel()
         try:
-            await asyncio.Event().wait()
+            await event.wait()
         finally:
-            await asyncio.sleep(2)
-            cleaned.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(2)  # tasks clean up after a deadlock, in virtual time
+            cleaned.append(loop.time())
+        return loop.time()
 
+    assert run(main(cancel=False)) == 102
     with pytest.raises(DeadlockError):
-        run(main())
-    assert cleaned == [2]
+        run(main(cancel=True))
+    assert cleaned == [102, 2]
 
 
 def test_dice_decide_in_which_order_ready_tasks_run() -> None:
@@ -359,27 +283,23 @@ def test_dice_decide_in_which_order_ready_tasks_run() -> None:
     assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == [*range(10)] == run(main())
 
 
-def test_a_group_of_tasks_is_cancelled_in_the_same_order_in_every_run() -> None:
+async def test_a_group_of_tasks_is_cancelled_in_the_order_of_its_tasks() -> None:
     """Cancels tasks that asyncio keeps in a set: by address, the order would differ from process to process."""
+    order: list[int] = []
 
-    async def main() -> list[int]:
-        order: list[int] = []
+    async def wait(number: int) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            order.append(number)
 
-        async def wait(number: int) -> None:
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                order.append(number)
+    async def fail() -> None:
+        await asyncio.sleep(1)
+        raise ValueError
 
-        async def fail() -> None:
-            await asyncio.sleep(1)
-            raise ValueError
-
-        with pytest.raises(ExceptionGroup):
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(20):
-                    tasks.create_task(wait(number))
-                tasks.create_task(fail())
-        return order
-
-    assert run(main()) == run(main()) == [*range(20)]
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(20):
+                tasks.create_task(wait(number))
+            tasks.create_task(fail())
+    assert order == [*range(20)]
