@@ -36,14 +36,19 @@ def by_law(config, devices=3, **more):
     return tune(config, more.pop("profile", PROFILE), devices, simulate_by_law, budget=100, **more)
 
 
+def written(recipe, config, tuned, overrides=(), out="tuned.yaml"):
+    """Writes the tuned recipe and loads it again."""
+    path = recipe.parent.parent / out
+    write_tuned(path, recipe, config, overrides, tuned)
+    return load(path)
+
+
 @pytest.mark.parametrize("profile", [PROFILE, VARIED], ids=["steady", "varied"])
-def test_the_written_recipe_loads_and_makes_what_was_promised(recipe, tmp_path, profile):
+def test_the_written_recipe_loads_and_makes_what_was_promised(recipe, profile):
     tuned = tune(load(recipe), profile, 6, simulate, budget=100)
-    out = tmp_path / "elsewhere" / "tuned.yaml"
-    write_tuned(out, recipe, load(recipe), [], tuned)
-    written = load(out)
-    assert keys_of(written, TUNED) == tuned.chosen.keys
-    again = simulate(written, profile, updates=200)
+    config = written(recipe, load(recipe), tuned, out="elsewhere/tuned.yaml")
+    assert keys_of(config, TUNED) == tuned.chosen.keys
+    again = simulate(config, profile, updates=200)
     assert again.images_per_s == pytest.approx(tuned.chosen.images_per_s, rel=0.02)
     assert again.staleness_max <= tuned.chosen.keys[S]
     assert tuned.chosen.images_per_s > 1.5 * tuned.recipe.images_per_s  # the recipe is in step, on half the devices
@@ -92,34 +97,22 @@ def test_cpus_fewer_than_the_roles_take_are_shared():
     assert "2 cpus are fewer than the roles take together: they share them" in text(tuned)
 
 
-def test_what_was_given_on_the_command_line_goes_into_the_file(recipe, tmp_path):
-    overrides = [
-        "trainer.groups_per_update=8",
-        "staleness.max_updates=7",
-        "reward.scorers.0.weight=2",
-        "validation=null",
-        "model.dtype=bfloat16",
-    ]
+def test_what_was_given_on_the_command_line_goes_into_the_file(recipe):
+    overrides = ["trainer.groups_per_update=8", "staleness.max_updates=7", "reward.scorers.0.weight=2"]
+    overrides += ["validation=null", "model.dtype=bfloat16"]
     config = load(recipe, overrides)
     tuned = by_law(config)
-    out = tmp_path / "tuned.yaml"
-    write_tuned(out, recipe, config, overrides, tuned)
-    written = load(out)
-    assert (written.trainer.groups_per_update, written.reward.scorers[0].weight, written.model.dtype) == (
-        8,
-        2.0,
-        "bfloat16",
-    )
-    assert written.staleness.max_updates == tuned.keys[S] != 7
+    found = written(recipe, config, tuned, overrides)
+    assert (found.trainer.groups_per_update, found.reward.scorers[0].weight, found.model.dtype) == (8, 2.0, "bfloat16")
+    assert found.staleness.max_updates == tuned.keys[S] != 7
 
 
-def test_a_section_given_as_a_whole_goes_into_the_file_without_what_was_chosen(recipe, tmp_path):
+def test_a_section_given_as_a_whole_goes_into_the_file_without_what_was_chosen(recipe):
     overrides = ["buffer={groups: 96, trajectories: 512}", "run={name: whole}"]
     config = load(recipe, overrides)
     tuned = by_law(config)
-    out = tmp_path / "tuned.yaml"
-    write_tuned(out, recipe, config, overrides, tuned)
-    assert (load(out).run.name, keys_of(load(out), TUNED)) == ("whole", tuned.chosen.keys)
+    found = written(recipe, config, tuned, overrides)
+    assert (found.run.name, keys_of(found, TUNED)) == ("whole", tuned.chosen.keys)
 
 
 def test_a_long_publish_interval_that_is_kept_gets_the_staleness_it_needs(recipe):
@@ -129,14 +122,12 @@ def test_a_long_publish_interval_that_is_kept_gets_the_staleness_it_needs(recipe
 
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
-def test_whatever_the_recipes_schedule_the_written_one_overlaps(recipe, tmp_path, schedule):
+def test_whatever_the_recipes_schedule_the_written_one_overlaps(recipe, schedule):
     recipe.write_text(f"schedule: {schedule}\n" + RECIPE)
     tuned = by_law(load(recipe))
-    out = tmp_path / "tuned.yaml"
-    write_tuned(out, recipe, load(recipe), [], tuned)
-    written = load(out)
-    assert written.schedule == "async"
-    assert keys_of(written, TUNED) == tuned.chosen.keys
+    found = written(recipe, load(recipe), tuned)
+    assert found.schedule == "async"
+    assert keys_of(found, TUNED) == tuned.chosen.keys
     assert ("schedule" in tuned.keys) == (schedule != "async")
     assert SWAP not in tuned.keys
     assert "schedule" in tuned.reasons or schedule == "async"
@@ -152,15 +143,12 @@ def test_keys_that_take_turns_without_a_schedule_get_one():
         assert overlapped(job(**{section: keys})).schedule == "async"
 
 
-def test_kept_keys_are_neither_changed_nor_written(recipe, tmp_path):
-    config = load(recipe)
-    tuned = by_law(config, devices=6, keep=[RANKS, S, "buffer.groups"])
-    assert keys_of(config, [RANKS, S, "buffer.groups"]).items() <= tuned.chosen.keys.items()
-    out = tmp_path / "tuned.yaml"
-    write_tuned(out, recipe, config, [], tuned)
-    assert {RANKS, S, "buffer.groups"}.isdisjoint(tuned.keys)
-    assert {RANKS, S, "buffer.groups"}.isdisjoint(tuned.reasons)
-    assert keys_of(load(out), TUNED) == tuned.chosen.keys
+def test_kept_keys_are_neither_changed_nor_written(recipe):
+    config, kept = load(recipe), [RANKS, S, "buffer.groups"]
+    tuned = by_law(config, devices=6, keep=kept)
+    assert keys_of(config, kept).items() <= tuned.chosen.keys.items()
+    assert {*kept}.isdisjoint(tuned.keys | tuned.reasons)
+    assert keys_of(written(recipe, config, tuned), TUNED) == tuned.chosen.keys
 
 
 def test_every_key_has_a_reason_with_its_value_and_numbers():
@@ -201,24 +189,11 @@ def test_the_report_compares_with_the_recipe_and_marks_one_row():
         for line in report.splitlines()
         if (cells := [cell.strip() for cell in line.strip("| ").split("|")])
     }
-    assert (
-        rows["tuned"][3],
-        rows["recipe as it is"][0],
-        rows["schedule: sync"][0],
-        rows["schedule: sync_colocated"][7],
-    ) == (
-        "1.00 x",
-        "3",
-        "3",
-        "0.00",
-    )
+    found = [("tuned", 3), ("recipe as it is", 0), ("schedule: sync", 0), ("schedule: sync_colocated", 7)]
+    assert [rows[name][column] for name, column in found] == ["1.00 x", "3", "3", "0.00"]
     assert all(f"  {path}: " in report for path in tuned.keys)
-
-
-def test_more_devices_than_the_recipes_are_compared_per_device():
-    tuned = by_law(job(), devices=6)
-    per_device = tuned.chosen.images_per_s / 6 / (tuned.recipe.images_per_s / 3)
-    assert f"{per_device:.2f} x" in text(tuned)
+    more = by_law(job(), devices=6)  # compared per device
+    assert f"{more.chosen.images_per_s / 6 / (more.recipe.images_per_s / 3):.2f} x" in text(more)
 
 
 def test_what_the_schedules_without_overlap_would_make_is_shown_unless_the_schema_refuses_them():
@@ -247,12 +222,8 @@ def test_a_spent_budget_is_reported():
 
 def test_the_figure_shows_the_front_the_choice_and_the_recipe():
     axes = picture(by_law(job(), devices=3)).axes[0]
-    assert [entry.get_text() for entry in axes.get_legend().get_texts()] == [
-        "simulated",
-        "front",
-        "recommended",
-        "recipe as it is",
-    ]
+    shown = [entry.get_text() for entry in axes.get_legend().get_texts()]
+    assert shown == ["simulated", "front", "recommended", "recipe as it is"]
     other = picture(by_law(job(), devices=6)).axes[0]
     assert "recipe as it is" not in [entry.get_text() for entry in other.get_legend().get_texts()]
 
@@ -284,11 +255,6 @@ def test_a_budget_of_staleness_with_which_training_cannot_stream_is_left_out_whe
     automatic = job(algorithm={"correction": Correction()}, trainer={"streaming": "on"})
     assert max(point.keys[S] for point in by_law(automatic, profile=slow).points) == 4
     assert max(point.keys[S] for point in by_law(job(trainer={"streaming": "on"}), profile=slow).points) > 4
-
-
-def test_a_budget_too_small_to_scan_anything_is_refused():
-    with pytest.raises(ConfigError, match="--budget: expected at least 12 simulations, got 11"):
-        tune(job(), PROFILE, 3, simulate_by_law, budget=11)
 
 
 def test_the_recipe_itself_is_never_overwritten(recipe):
