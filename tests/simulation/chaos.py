@@ -37,17 +37,13 @@ def play(seed: int, trace: bool = False) -> World:
     world = World(draw(seed), trace)
     try:
         return world.run()
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise ScheduleFailed(
             f"seed {seed}: {type(error).__name__}: {error}\nreplay it with: python tests/simulation/chaos.py --seed"
             f" {seed} --trace"
         ) from error
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
 
 
 def main() -> int:
@@ -58,31 +54,26 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--keep-going", action="store_true", help="count failures instead of ending at the first")
     asked = parser.parse_args()
-    with frozen():
-        return _hunt(asked)
-
-
-def _hunt(asked: argparse.Namespace) -> int:
     seen: Counter[str] = Counter()
     began, failures = time.perf_counter(), 0
     seeds = [asked.seed] if asked.seed is not None else range(asked.start, asked.start + asked.schedules)
-    for number, seed in enumerate(seeds, start=1):
-        try:
-            world = play(seed, asked.trace)
-        except ScheduleFailed as failure:
-            failures += 1
-            if not asked.keep_going:
-                if asked.seed is not None:
+    with frozen():
+        for number, seed in enumerate(seeds, start=1):
+            try:
+                world = play(seed, asked.trace)
+            except ScheduleFailed as failure:
+                if asked.seed is not None and not asked.keep_going:
                     raise
-                _say(f"after {number} schedules: {failure}")
-                return 1
-            _say(str(failure).splitlines()[0])
-            continue
-        seen.update({what: 1 for what, times in world.seen.items() if times})
-        seen["messages"] += world.messages
-    for what, times in sorted(seen.items()):
-        _say(f"{times:8d}  {what}")
-    _say(f"{len(seeds)} schedules, {failures} failed, {time.perf_counter() - began:.1f} s")
+                failures += 1
+                if not asked.keep_going:
+                    sys.stdout.write(f"after {number} schedules: {failure}\n")
+                    return 1
+                sys.stdout.write(f"{failure}\n".splitlines(keepends=True)[0])
+                continue
+            seen.update({what: 1 for what, times in world.seen.items() if times})
+            seen["messages"] += world.messages
+    sys.stdout.writelines(f"{times:8d}  {what}\n" for what, times in sorted(seen.items()))
+    sys.stdout.write(f"{len(seeds)} schedules, {failures} failed, {time.perf_counter() - began:.1f} s\n")
     return int(failures > 0)
 
 

@@ -4,12 +4,21 @@ nothing."""
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from simulation_world import build
 
 from omni_async.config import Config, check
+from omni_async.control.control_state import ControlState
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.group_table import GroupState
+from omni_async.control.ledger import encode_line, extend
+from omni_async.control.reporting import buffer_statistics
+from omni_async.control.seeds import PromptStream, sample_seed, window_of
+from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest
 
 SAMPLE_BYTES = 32  # of a trajectory and its media, as the engines make them
 
@@ -28,26 +37,27 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Temper:
-    """Longest times in seconds (drawn anew each time), and the odds of what may happen to a message or a sample.
+    """Longest times in seconds (drawn anew each time), and the odds of what may happen to a message or a sample; by
+    default nothing is slow, and nothing happens.
 
     `grain`: times are multiples of it, so that things happen in the same instant; 0 for any time. `shuffled`: what is
     ready together runs in any order. Some groups fail, are slow, or have equal rewards, each time they are made.
     """
 
-    message_s: float
-    step_s: float
-    store_s: float
-    train_s: float
-    swap_s: float
-    detection_s: float
-    grain: float
-    shuffled: bool
-    duplicated: float
-    lost_with_caller: float
-    generation_fails: float
-    score_fails: float
-    equal_rewards: float
-    lasting_failures: float
+    message_s: float = 0.1
+    step_s: float = 1.0
+    store_s: float = 0.1
+    train_s: float = 1.0
+    swap_s: float = 1.0
+    detection_s: float = 1.0
+    grain: float = 0.0
+    shuffled: bool = True
+    duplicated: float = 0.0
+    lost_with_caller: float = 0.5
+    generation_fails: float = 0.0
+    score_fails: float = 0.0
+    equal_rewards: float = 0.0
+    lasting_failures: float = 0.0
     slow_groups: float = 0.0
     store_dies: bool = False  # what a process has stored dies with it
 
@@ -65,24 +75,16 @@ class Job:
 
 def make_config(**changes: Any) -> Config | None:
     """Builds `make_config(trainer__updates=3)`; returns None if no run would start with that."""
-    tree: dict[str, dict[str, Any]] = {
-        "model": {"path": "model"},
-        "data": {"prompts": "prompts.txt"},
-        "run": {"runtime": "inprocess"},
-        "rollout": {
-            "engine": "emulated",
-            "num_inference_steps": 3,
-            "group_size": 2,
-            "sde": {"window": {"size": 1, "range": [0, 2]}},
+    window = {"window": {"size": 1, "range": [0, 2]}}
+    config = build(
+        {
+            "run": {"runtime": "inprocess"},
+            "rollout": {"engine": "emulated", "num_inference_steps": 3, "group_size": 2, "sde": window},
+            "trainer": {"updates": 3, "groups_per_update": 2},
+            "checkpoint": {"every": 1},
         },
-        "reward": {"scorers": [{"name": "ocr"}]},
-        "trainer": {"updates": 3, "groups_per_update": 2},
-        "checkpoint": {"every": 1},
-    }
-    for path, value in changes.items():
-        section, key = path.split("__")
-        tree.setdefault(section, {})[key] = value
-    config = msgspec.convert(tree, Config)
+        changes,
+    )
     return config if check(config) is None else None
 
 
@@ -102,11 +104,8 @@ def draw(seed: int) -> Job:
 
 def _config(dice: random.Random, seed: int) -> Config | None:
     """Draws a configuration; its buffers may be the smallest that are legal."""
-    max_updates, per_update, size = (
-        dice.choice([0, 0, 1, 1, 2, 3]),
-        dice.choice([1, 1, 2, 2, 3]),
-        dice.choice([2, 2, 3]),
-    )
+    max_updates, per_update = dice.choice([0, 0, 1, 1, 2, 3]), dice.choice([1, 1, 2, 2, 3])
+    size = dice.choice([2, 2, 3])
     exact, in_step = dice.random() < 0.15, dice.random() < 0.25
     slots = (max_updates + 1) * per_update
     trajectories = dice.choice([1, 2, 4, 64])
@@ -148,27 +147,160 @@ def _config(dice: random.Random, seed: int) -> Config | None:
 
 
 def _temper(dice: random.Random) -> Temper:
-    def seconds() -> float:
-        return dice.choice([0.0, 0.1, 1.0, 10.0])
-
-    def odds(*values: float) -> float:
-        return dice.choice(values)
-
+    some, seconds = dice.choice, [0.0, 0.1, 1.0, 10.0]
     return Temper(
-        message_s=dice.choice([0.0, 0.0, 0.01, 1.0, 5.0]),
-        step_s=seconds(),
-        store_s=seconds(),
-        train_s=seconds(),
-        swap_s=seconds(),
-        detection_s=dice.choice([0.0, 1.0, 30.0]),
-        grain=dice.choice([0.0, 0.0, 1.0]),
+        message_s=some([0.0, 0.0, 0.01, 1.0, 5.0]),
+        step_s=some(seconds),
+        store_s=some(seconds),
+        train_s=some(seconds),
+        swap_s=some(seconds),
+        detection_s=some([0.0, 1.0, 30.0]),
+        grain=some([0.0, 0.0, 1.0]),
         shuffled=dice.random() < 0.5,
-        duplicated=odds(0.0, 0.05, 0.3),
-        lost_with_caller=odds(0.0, 0.5, 1.0),
-        generation_fails=odds(0.0, 0.0, 0.02, 0.2),
-        score_fails=odds(0.0, 0.0, 0.02, 0.2),
-        equal_rewards=odds(0.0, 0.0, 0.1, 0.3),
-        lasting_failures=odds(0.0, 0.0, 0.1),
-        slow_groups=odds(0.0, 0.0, 0.3),
+        duplicated=some([0.0, 0.05, 0.3]),
+        lost_with_caller=some([0.0, 0.5, 1.0]),
+        generation_fails=some([0.0, 0.0, 0.02, 0.2]),
+        score_fails=some([0.0, 0.0, 0.02, 0.2]),
+        equal_rewards=some([0.0, 0.0, 0.1, 0.3]),
+        lasting_failures=some([0.0, 0.0, 0.1]),
+        slow_groups=some([0.0, 0.0, 0.3]),
         store_dies=dice.random() < 0.6,
     )
+
+
+COMPLETE = (GroupState.READY, GroupState.REMADE)
+
+
+class Violation(AssertionError):
+    """An invariant that does not hold."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+class Checks:
+    def __init__(self, job: Job, prompts: list[Prompt]) -> None:
+        self._config = job.config
+        self._prompts = PromptStream(prompts, job.config.run.seed, job.config.data.shuffle)
+        self._rounds: list[int] = []  # validated versions, of all attempts
+        self._attempts = 0
+
+    # ---- after each message ------------------------------------------------------------------------------------------
+
+    def message(self, coordinator: Coordinator, call: str, args: tuple[Any, ...], answer: Any) -> None:
+        """Checks the state after `call` was made with `args`, when it is about to be answered."""
+        self._buffers(coordinator)
+        live = coordinator._samples.samples
+        match call:
+            case "next_samples" | "next_to_score" | "next_groups":
+                require(len(answer) <= args[1], f"{call}: {len(answer)} were given, {args[1]} asked for")
+                for group in answer if call == "next_groups" else ():
+                    self._group(coordinator, args[0], group)
+            case "update_done":
+                version, groups, number = args[0].version, args[0].groups, self._config.trainer.groups_per_update
+                require(len({*groups}) == len(groups) == number, f"update {version} trained groups {groups}")
+            case "samples_done" if not coordinator.versions.knows(args[0]):
+                for result in args[1]:
+                    used = result.sample_id in live and live[result.sample_id].result is result
+                    require(not used, f"{result.sample_id}: {args[0]} was lost, and its result is used")
+            case "scored" if args[0] in coordinator._samples.lost_workers:
+                for result in (result for result in args[1] if result.score is not None):
+                    used = result.sample_id in live and live[result.sample_id].score is result.score
+                    require(not used, f"{result.sample_id}: {args[0]} was lost, and its result is used")
+            case "continuation" if not coordinator._closed:
+                self._control_state(coordinator, answer)
+
+    def _buffers(self, coordinator: Coordinator) -> None:
+        statistics = buffer_statistics(coordinator._groups, coordinator._samples)
+        slots = statistics["slots"]
+        require(slots["live"] + slots["awaiting_publication"] <= slots["capacity"], f"slots over capacity: {slots}")
+        for name in ("replay", "trajectories"):
+            buffer = statistics[name]
+            fits = 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"]
+            require(fits, f"{name} buffer over capacity: {buffer}")
+        coordinator._groups.check()
+
+    def _group(self, coordinator: Coordinator, version: int, group: ReadyGroup) -> None:
+        """Checks a group that the trainer takes to train from `version`."""
+        number, size = group.group, self._config.rollout.group_size
+        staleness, S, window = (
+            version - group.oldest_version,
+            self._config.staleness.max_updates,
+            self._config.buffer.window,
+        )
+        require(0 <= staleness <= S, f"group {number} is {staleness} updates old, S = {S}")
+        # Groups that the trainer gave back do not count: they were taken before.
+        waiting = (GroupState.MAKING, GroupState.READY)
+        live = coordinator._groups.groups.items()
+        overtaken = [older for older, one in live if older < number and one.state in waiting]
+        require(len(overtaken) < window, f"group {number} overtook {overtaken}, window = {window}")
+        require(len(group.samples) == size, f"group {number} has {len(group.samples)} samples")
+        for place, sample in enumerate(group.samples):
+            made, name = sample.trajectory.value, sample.sample_id
+            own = made.request.sample_id == name == f"g{number}.s{place}"
+            require(own, f"{name} is {made.request.sample_id}")
+            self.request(made.request)
+            trained = tuple(made.versions[step] for step in group.window.steps) if group.window else made.versions
+            said = tuple(sample.step_versions)
+            require(said == trained, f"{name} says {said}, its engine used {made.versions}")
+
+    def request(self, request: SampleRequest) -> None:
+        """Checks that prompt, seed and window follow from the group's number alone, in every attempt."""
+        if request.kind == "validation":
+            return
+        config, name, prompt = self._config, request.sample_id, request.prompt
+        require(prompt == self._prompts[request.group], f"{name} of prompt {prompt.index}")
+        expected = sample_seed(config.run.seed, prompt.index, request.group, request.sample)
+        require(request.seed == expected, f"{name} with seed {request.seed}, its own is {expected}")
+        require(request.window == window_of(request.group, config), f"{name} with window {request.window}")
+
+    def _control_state(self, coordinator: Coordinator, kept: ControlState) -> None:
+        complete = {group.number for group in coordinator._groups.groups.values() if group.state in COMPLETE}
+        ready = {group.group for group in kept.ready}
+        require(complete <= ready, f"groups {complete} are ready, {ready} are kept")
+        rounds, last = coordinator._validation.rounds, kept.validated
+        repeated = last is None or all(version > last for version in rounds)
+        require(repeated, f"rounds {[*rounds]} would not be repeated")
+
+    # ---- of an attempt, and of all -----------------------------------------------------------------------------------
+
+    def attempt(self, start: int, events: Iterable[Any]) -> None:
+        """Checks `events` of one attempt, which began at version `start`."""
+        updates = [event.data["version"] for event in events if event.kind == "update"]
+        expected = [*range(start + 1, start + 1 + len(updates))]
+        require(updates == expected, f"from version {start} on updates {updates} were made")
+        rounds = [event.data["version"] for event in events if event.kind == "validation"]
+        require(len(set(rounds)) == len(rounds), f"validation rounds {rounds}")
+        self._rounds += rounds
+        self._attempts += 1
+
+    def goes_on(self, start: ControlState, lines: list[LedgerEntry]) -> None:
+        """Checks a resume with `lines`, those of the ledger that the checkpoint counts: they must be the ones that
+        it counted, as in a file."""
+        size, digest = 0, ""
+        for line in map(encode_line, lines):
+            size, digest = size + len(line), extend(digest, line)
+        counted = (start.ledger.size, start.ledger.digest)
+        require((size, digest) == counted, "the ledger's lines are not those that the checkpoint counts")
+        rewards = len(start.rewards)
+        require(rewards == start.version, f"the checkpoint of update {start.version} has {rewards} rewards")
+
+    def ledger(self, lines: list[LedgerEntry]) -> None:
+        """Checks a job that is done: the lines that count, of all attempts."""
+        trainer, S = self._config.trainer, self._config.staleness.max_updates
+        numbers = sorted(line.group for line in lines)
+        require(numbers == [*range(len(numbers))], f"groups {numbers} have a line: not each exactly once, or with gaps")
+        trained = Counter(line.trained_version for line in lines if line.event == "trained")
+        expected = dict.fromkeys(range(1, trainer.updates + 1), trainer.groups_per_update)
+        require(trained == expected, f"groups by update: {dict(trained)}")
+        for line in lines:
+            why, age = line.reason, line.staleness
+            require((line.event == "trained") == (why is None), f"{line.event} because {why}")
+            require(not (why or "").startswith("run "), f"group {line.group} was admitted for nothing: {why}")
+            require(age is None or 0 <= age <= S, f"group {line.group} was trained {age} updates old")
+        if self._config.validation is not None:
+            last = {trainer.updates}
+            expected_rounds = {0} | last if self._attempts == 1 else last  # the first may have been cut short
+            require(expected_rounds <= set(self._rounds), f"rounds of versions {self._rounds} only")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 from omni_async.rollout.base import EngineError
 from omni_async.simulation.virtual_time import VirtualTimeLoop
@@ -21,6 +21,8 @@ _ANY_TIME = {"samples_done", "scored", "engine_lost", "scorer_lost"}
 # A second delivery right after the first must change nothing. Later there may be another lease of the same sample, or
 # another version.
 _AT_ONCE = {"sample_failed", "engine_holds"}
+
+Call = Callable[..., Awaitable[Any]]
 
 
 class Process:
@@ -77,16 +79,11 @@ def sleep(seconds: float) -> asyncio.Future[None]:
     return loop.sleep_until(loop.now + seconds)
 
 
-class Owner(Protocol):
-    def delivered(self, caller: Process, call: str, args: tuple[Any, ...], answer: Any) -> None: ...
-    def broken(self, error: BaseException) -> None: ...
-
-
 class Network:
-    """A network. `delay()` draws how long a message is under way."""
+    """A network. `delay()` draws how long a message is under way; the owner has `delivered` and `broken`."""
 
     def __init__(
-        self, owner: Owner, dice: random.Random, delay: Callable[[], float], duplicated: float, lost_with_caller: float
+        self, owner: Any, dice: random.Random, delay: Callable[[], float], duplicated: float, lost_with_caller: float
     ) -> None:
         self._owner = owner
         self._dice = dice
@@ -97,7 +94,7 @@ class Network:
         self.duplicates = 0
         self.late = 0  # messages of the dead
 
-    async def call(self, caller: Process, name: str, target: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    async def call(self, caller: Process, name: str, target: Call, *args: Any) -> Any:
         if caller.dead or caller.hung:
             await caller.for_ever()
         loop = asyncio.get_running_loop()
@@ -116,12 +113,7 @@ class Network:
             self._owner.broken(error)
 
     async def _carry(
-        self,
-        caller: Process,
-        name: str,
-        answer: asyncio.Future[Any],
-        target: Callable[..., Awaitable[Any]],
-        args: tuple[Any, ...],
+        self, caller: Process, name: str, answer: asyncio.Future[Any], target: Call, args: tuple[Any, ...]
     ) -> None:
         await self._travel()
         if caller.dead:
@@ -148,7 +140,7 @@ class Network:
         if not answer.done():
             answer.set_result(result)
 
-    async def _again(self, target: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+    async def _again(self, target: Call, args: tuple[Any, ...]) -> None:
         await self._travel()
         await target(*args)
 

@@ -29,6 +29,7 @@ from omni_async.store import ObjectLost
 from omni_async.types import (
     Piece,
     Prompt,
+    ReadyGroup,
     SampleDrift,
     SampleRequest,
     Score,
@@ -63,18 +64,18 @@ class Store:
     """The store as one process sees it: objects that it puts are lost with it, if the world says so."""
 
     def __init__(self, process: Process, world: World) -> None:
-        self._process, self._world, self._pause = process, world, world.store_s
+        self._process, self._world = process, world
 
     async def put(self, value: Any) -> Reference:
-        await self._process.pause(self._pause())
+        await self._process.pause(self._world.seconds_of("store"))
         return Reference(self._process, value)
 
     async def put_all(self, values: Sequence[Any]) -> list[Reference]:
-        await self._process.pause(self._pause())
+        await self._process.pause(self._world.seconds_of("store"))
         return [Reference(self._process, value) for value in values]
 
     async def get(self, reference: Reference) -> Any:
-        await self._process.pause(self._pause())
+        await self._process.pause(self._world.seconds_of("store"))
         if reference.owner.dead and self._world.temper.store_dies:
             self._world.seen["object lost"] += 1
             raise ObjectLost(f"it was {reference.owner.name}'s")
@@ -125,14 +126,14 @@ class Engine:
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         self.doing.add("staging")
         verify(manifest, buckets)
-        await self._process.pause(self._world.swap_s())
+        await self._process.pause(self._world.seconds_of("swap"))
         self._staged = manifest
         self.doing.discard("staging")
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
         self.doing.add("swapping")
-        await self._process.pause(self._world.swap_s())
+        await self._process.pause(self._world.seconds_of("swap"))
         self._world.require(
             version == self._staged.version, f"{self.name} swaps to {version}, staged is {self._staged.version}"
         )
@@ -210,20 +211,21 @@ class Rank:
         finally:
             self.doing.discard("fetching")
 
+    async def _do(self, what: str) -> None:
+        self.doing.add(what)
+        await self._process.pause(self._world.seconds_of("train"))
+        self.doing.discard(what)
+
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        await self._process.pause(self._world.train_s())
+        await self._process.pause(self._world.seconds_of("train"))
         return []
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
-        self.doing.add("accumulating")
         self._world.require(batch.group in self._fetched, f"group {batch.group} was not fetched")
-        await self._process.pause(self._world.train_s())
-        self.doing.discard("accumulating")
+        await self._do("accumulating")
 
     async def step(self, grad_scale: float) -> dict[str, float]:
-        self.doing.add("stepping")
-        await self._process.pause(self._world.train_s())
-        self.doing.discard("stepping")
+        await self._do("stepping")
         return {}
 
     async def discard(self) -> None:
@@ -233,29 +235,18 @@ class Rank:
         """Switches nothing: there are no shared devices."""
 
     async def export(self, version: int) -> Snapshot | None:
-        self.doing.add("exporting")
         bucket = self._free.pop() if self._free else np.empty(8, np.uint8)
         bucket[:] = np.frombuffer(version.to_bytes(8, "little"), np.uint8)
-        await self._process.pause(self._world.train_s())
-        self.doing.discard("exporting")
-        return Snapshot(
-            version,
-            "full",
-            (TensorSpec("w", "uint8", (8,), (Piece(0, 0, 8),)),),
-            [bucket],
-            release=lambda: self._free.append(bucket),
-        )
+        await self._do("exporting")
+        spec = TensorSpec("w", "uint8", (8,), (Piece(0, 0, 8),))
+        return Snapshot(version, "full", (spec,), [bucket], release=lambda: self._free.append(bucket))
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        self.doing.add("saving")
-        await self._process.pause(self._world.train_s())
-        self.doing.discard("saving")
+        await self._do("saving")
         return {}
 
     async def end_save(self) -> None:
-        self.doing.add("writing")
-        await self._process.pause(self._world.train_s())
-        self.doing.discard("writing")
+        await self._do("writing")
 
 
 class MemoryCheckpointer(Checkpointer):
@@ -274,30 +265,27 @@ class MemoryCheckpointer(Checkpointer):
 
     async def _write_it(self, control: ControlState) -> None:
         await asyncio.gather(*(rank.end_save() for rank in self.ranks))
-        ready = []
-        gone = []
+        ready, gone = [], []
         for group in control.ready:
             try:
                 found = await asyncio.gather(*(self.store.get(sample.trajectory) for sample in group.samples))
+                ready.append(_with_trajectories(group, found))
             except ObjectLost:
                 gone.append(Unfinished(group.group))
-                continue
-            samples = [
-                replace(sample, trajectory=made, media=None) for sample, made in zip(group.samples, found, strict=True)
-            ]
-            ready.append(replace(group, samples=tuple(samples)))
         self.keep(replace(control, ready=tuple(ready), unfinished=(*control.unfinished, *gone)))
 
     async def take_up_from(self, control: ControlState) -> None:
         groups = []
         for group in control.ready:
             references = await self.store.put_all([sample.trajectory for sample in group.samples])
-            samples = [
-                replace(sample, trajectory=there) for sample, there in zip(group.samples, references, strict=True)
-            ]
-            groups.append(replace(group, samples=tuple(samples)))
+            groups.append(_with_trajectories(group, references))
         if groups:
             await self.coordinator.take_up(groups)
+
+
+def _with_trajectories(group: ReadyGroup, trajectories: Sequence[Any]) -> ReadyGroup:
+    pairs = zip(group.samples, trajectories, strict=True)
+    return replace(group, samples=tuple(replace(sample, trajectory=one, media=None) for sample, one in pairs))
 
 
 class SimulatedTrainer(Trainer):

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from functools import partial
 from itertools import count
 from typing import Any
 
-from chaos_checks import Checks, Violation
-from chaos_job import Job
+from chaos_job import Checks, Job, Violation
 from chaos_network import CoordinatorProxy, Network, Process, ProducerProxy
 from chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedRewarder, SimulatedTrainer, Store
 
@@ -101,21 +101,13 @@ class World:
         drawn = self.dice.random() * longest * (10 if self.dice.random() < 0.02 else 1)
         return round(drawn / self.temper.grain) * self.temper.grain if self.temper.grain else drawn
 
-    def message_s(self) -> float:
-        return self.seconds(self.temper.message_s)
+    def seconds_of(self, what: str) -> float:
+        """Draws the seconds of a `message`, of training (`train`), ..."""
+        return self.seconds(getattr(self.temper, f"{what}_s"))
 
     def step_s(self, request: SampleRequest) -> float:
         slow = request.kind == "train" and self._always("slow", request.group, self.temper.slow_groups)
-        return self.seconds(self.temper.step_s) * (5 if slow else 1)
-
-    def store_s(self) -> float:
-        return self.seconds(self.temper.store_s)
-
-    def train_s(self) -> float:
-        return self.seconds(self.temper.train_s)
-
-    def swap_s(self) -> float:
-        return self.seconds(self.temper.swap_s)
+        return self.seconds_of("step") * (5 if slow else 1)
 
     def _always(self, what: str, group: int, odds: float) -> bool:
         return odds > 0 and derive(what, self.job.seed, group) % 1000 < 1000 * odds
@@ -207,7 +199,9 @@ class Attempt:
         world, config, temper = self.world, self.config, self.world.temper
         held_out = [Prompt(index, f"held out {index}") for index in range(2)]
         self.coordinator = Coordinator(config, "run", world.prompts, held_out, self._record, self.start)
-        self.network = Network(self, world.dice, world.message_s, temper.duplicated, temper.lost_with_caller)
+        self.network = Network(
+            self, world.dice, partial(world.seconds_of, "message"), temper.duplicated, temper.lost_with_caller
+        )
         self.keeper = self._process("keeper")
         self.keeper_proxy = self._proxy(self.keeper)
         self.training = training = self._process("trainer")
@@ -259,7 +253,7 @@ class Attempt:
         async with asyncio.TaskGroup() as tasks:
             for keeper in keepers:
                 tasks.create_task(keeper)
-            tasks.create_task(self._wait_for(training))
+            tasks.create_task(asyncio.wait_for(training, None))
             tasks.create_task(self._watch())
         ended = next(event.data for event in self.events if event.kind == "ended")
         status, reason = ended["status"], ended["reason"]
@@ -268,9 +262,6 @@ class Attempt:
                 raise Violation(f"the run failed: {reason}")
             return "fruitless"
         return str(status)
-
-    async def _wait_for(self, task: asyncio.Task[Any]) -> None:
-        await task
 
     async def _watch(self) -> None:
         while not any(event.kind == "ended" for event in self.events):
@@ -283,9 +274,8 @@ class Attempt:
     async def _keep_engine(self, slot: int) -> None:
         """Keeps an engine running, by replacements."""
         for incarnation in count():
-            process, producer, proxy = (
-                self._engine(f"rollout-{slot}.{incarnation}") if incarnation else self._first[slot]
-            )
+            made = self._engine(f"rollout-{slot}.{incarnation}") if incarnation else self._first[slot]
+            process, producer, proxy = made
             name = process.name
             reason = await self._admitted(name, proxy) if incarnation else None
             reason = reason or await self._end_of(process, producer.run())
@@ -319,9 +309,8 @@ class Attempt:
             name = f"reward-{slot}" + (f".{incarnation}" if incarnation else "")
             process = self._process(name)
             store = Store(process, self.world)
-            rewarder = SimulatedRewarder(
-                name, self.config, Scorer(self.world), self._proxy(process), store, VirtualClock()
-            )
+            scorer, proxy = Scorer(self.world), self._proxy(process)
+            rewarder = SimulatedRewarder(name, self.config, scorer, proxy, store, VirtualClock())
             self.scorers[name] = process
             self._ends[name] = self._loop.create_future()
             reason = await self._end_of(process, rewarder.run())
@@ -338,9 +327,8 @@ class Attempt:
         """Returns why a worker is gone; None if it ended because the run is over."""
         given_up = self._ends[process.name]
         task = process.start(work, process.name)
-        task.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # it may have been given up before it failed
+        # It may have been given up before it failed.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.wait([task, given_up], return_when=asyncio.FIRST_COMPLETED)
         if given_up.done():
             return given_up.result()
@@ -405,21 +393,21 @@ class Attempt:
             return
         self.world.say(f"!!! {kind}")
         what, _, how = kind.rpartition(" ")
+        engines = [process for process, _ in self.engines.values()]
         match what:
             case "engine":
-                self._hurt([process for process, _ in self.engines.values()], how)
-            case "every engine":
-                self._note(kind)
-                for process in [process for process, _ in self.engines.values()]:
-                    self._hurt([process], "crash")
+                self._hurt(engines, how)
             case "scorer":
                 self._hurt(list(self.scorers.values()), how)
-            case _ if kind == "kill":
-                self._note("kill")
-                self._verdict.set_result("killed")
             case _:
-                self._note("stop")
-                self._loop.create_task(self.coordinator.stop("ctrl-c"))
+                self._note(kind)
+                if kind == "kill":
+                    self._verdict.set_result("killed")
+                elif kind == "stop":
+                    self._loop.create_task(self.coordinator.stop("ctrl-c"))
+                else:
+                    for process in engines:
+                        self._hurt([process], "crash")
 
     def _hurt(self, candidates: list[Process], how: str) -> None:
         healthy = [process for process in candidates if not process.dead and not process.hung]

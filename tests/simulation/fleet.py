@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from chaos_checks import Checks, Violation
-from chaos_job import Job
+from chaos_job import Checks, Job, Violation
 from chaos_network import Process
 from chaos_roles import Made, Reference
 
@@ -26,6 +25,7 @@ from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
+from omni_async.simulation.world import at_once
 from omni_async.types import (
     LedgerEntry,
     Prompt,
@@ -129,13 +129,11 @@ class Attempt:
         for number in range(self.config.reward.workers):
             self._start_scorer(f"reward-{number}")
         self._begin(self._train())
-        for what, every_s in (
-            (self._lose_engine, self.times.engine_lost_s),
-            (self._lose_scorer, self.times.scorer_lost_s),
-            (self._lose_rack, self.times.rack_lost_s),
-            (self._kill, self.times.killed_s),
-        ):
-            self._begin(self._again_and_again(what, every_s))
+        times = self.times
+        self._begin(self._again_and_again(self._lose_engine, times.engine_lost_s))
+        self._begin(self._again_and_again(self._lose_scorer, times.scorer_lost_s))
+        self._begin(self._again_and_again(self._lose_rack, times.rack_lost_s))
+        self._begin(self._again_and_again(self._kill, times.killed_s))
         loop.call_at(fleet.end_s, lambda: self._begin(self.coordinator.stop("the day is over")))
         try:
             return await self.verdict
@@ -171,12 +169,15 @@ class Attempt:
         self.engines[engine.name] = engine
         engine.task = self._begin(self._generate(engine))
 
+    async def _about(self, seconds: float) -> None:
+        await self.loop.sleep_until(self.loop.time() + self.fleet.about(seconds))
+
     async def _generate(self, engine: Engine) -> None:
-        fleet, coordinator, loop = self.fleet, self.coordinator, self.loop
+        fleet, coordinator = self.fleet, self.coordinator
         while requests := await coordinator.next_samples(engine.name, 1, 1):
             engine.making = requests[0]
             first = engine.version
-            await loop.sleep_until(loop.time() + fleet.about(self.times.sample_s))
+            await self._about(self.times.sample_s)
             fleet.seen["samples"] += 1
             if fleet.chance(0.0005):
                 await coordinator.sample_failed(engine.name, engine.making.sample_id, "out of memory")
@@ -243,7 +244,7 @@ class Attempt:
     def _arrive(self, engine: Engine, version: int) -> None:
         if engine.alive and engine.version < version:
             engine.version = version
-            _at_once(self.coordinator.engine_holds(WeightReport(engine.name, version, f"digest {version}")))
+            at_once(self.coordinator.engine_holds(WeightReport(engine.name, version, f"digest {version}")))
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
@@ -251,18 +252,17 @@ class Attempt:
         self.scorers[name] = self._begin(self._score(name))
 
     async def _score(self, name: str) -> None:
-        fleet, coordinator, loop = self.fleet, self.coordinator, self.loop
+        coordinator = self.coordinator
         while jobs := await coordinator.next_to_score(name, self.config.reward.batch):
-            await loop.sleep_until(loop.time() + fleet.about(self.times.score_s))
+            await self._about(self.times.score_s)
             await coordinator.scored(name, [self._scored(job) for job in jobs])
 
     def _scored(self, job: ScoreJob) -> ScoreResult:
         if self.fleet.chance(0.0005):
             return ScoreResult(job.sample_id, job.attempt, error="unreadable")
         group, sample = job.sample_id[1:].split(".s")
-        return ScoreResult(
-            job.sample_id, job.attempt, score=Score(0.5 if int(group) % 50 == 7 else float(sample))
-        )  # one group in fifty has equal rewards
+        reward = 0.5 if int(group) % 50 == 7 else float(sample)  # one group in fifty has equal rewards
+        return ScoreResult(job.sample_id, job.attempt, score=Score(reward))
 
     def _lose_scorer(self) -> None:
         name = self.fleet.dice.choice([*self.scorers])
@@ -316,13 +316,12 @@ class Attempt:
         self.fleet.seen["checkpoint"] += 1
 
     def _end(self) -> None:
+        assert self.coordinator._ending.outcome is not None
+        status, reason = self.coordinator._ending.outcome
+        if status == "failed":
+            raise Violation(f"the run failed: {reason}")
         if not self.verdict.done():
-            assert self.coordinator._ending.outcome is not None
-            status, reason = self.coordinator._ending.outcome
-            if status == "failed":
-                self.verdict.set_exception(Violation(f"the run failed: {reason}"))
-            else:
-                self.verdict.set_result(status)
+            self.verdict.set_result(status)
 
     def _kill(self) -> None:
         """Kills everything; all roles go on from the newest checkpoint."""
@@ -336,12 +335,3 @@ class Attempt:
         await asyncio.sleep(self.fleet.about(self.times.restart_s))
         if not self.verdict.done():
             self.verdict.set_result("killed")
-
-
-def _at_once(work: Coroutine[Any, Any, Any]) -> None:
-    """Runs a coroutine that does not wait."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    raise Violation(f"{work} waits")

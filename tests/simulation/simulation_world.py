@@ -21,19 +21,24 @@ from omni_async.types import Prompt, SampleRequest, SampleResult, ScoreJob, Scor
 from pipelines.qwen_image.sampling import QwenImageSampling
 
 
-def make_config(**changes: Any) -> Config:
-    """Builds a configuration: `rollout__workers=2` sets rollout.workers. Buffers are large unless a test says
-    otherwise."""
+def build(base: dict[str, dict[str, Any]], changes: dict[str, Any]) -> Config:
+    """Builds a configuration without its checks: `{"rollout__workers": 2}` changes rollout.workers of `base`."""
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": "model"},
         "data": {"prompts": "prompts.txt"},
         "reward": {"scorers": [{"name": "ocr"}]},
-        "buffer": {"trajectories": 4096, "groups": 256},
     }
+    for section, keys in base.items():
+        tree[section] = tree.get(section, {}) | keys
     for path, value in changes.items():
         section, key = path.split("__")
         tree.setdefault(section, {})[key] = value
-    config = msgspec.convert(tree, Config)
+    return msgspec.convert(tree, Config)
+
+
+def make_config(**changes: Any) -> Config:
+    """Builds a configuration that is allowed. Buffers are large unless a test says otherwise."""
+    config = build({"buffer": {"trajectories": 4096, "groups": 256}}, changes)
     assert check(config) is None, check(config)
     return config
 

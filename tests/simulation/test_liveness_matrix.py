@@ -11,22 +11,6 @@ from chaos_job import Job, Temper, make_config
 from chaos_world import World
 
 BUDGETS = (0, 1, 2)
-CALM = Temper(
-    message_s=0.1,
-    step_s=1.0,
-    store_s=0.1,
-    train_s=1.0,
-    swap_s=1.0,
-    detection_s=1.0,
-    grain=0.0,
-    shuffled=True,
-    duplicated=0.0,
-    lost_with_caller=0.5,
-    generation_fails=0.0,
-    score_fails=0.0,
-    equal_rewards=0.0,
-    lasting_failures=0.0,
-)
 
 
 def play(
@@ -36,10 +20,9 @@ def play(
     prompts: int = 3,
     **changes: Any,
 ) -> World:
-    settings = {"rollout__workers": 2, "trainer__updates": 3, "staleness__max_updates": S, **changes}
-    config = make_config(**settings)
+    config = make_config(**{"rollout__workers": 2, "trainer__updates": 3, "staleness__max_updates": S, **changes})
     assert config is not None
-    return World(Job(S, config, Temper(**{**vars(CALM), **(temper or {})}), faults, prompts)).run()
+    return World(Job(S, config, Temper(**temper or {}), faults, prompts)).run()
 
 
 def ended(world: World) -> Counter[str]:
