@@ -33,7 +33,7 @@ from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.weights_model import SizedPolicy
 from omni_async.bench.result import Machine, describe_machine
 from omni_async.training.device import init_process_group
-from omni_async.training.export import copy_out
+from omni_async.training.engine import copy_out
 from omni_async.weights.buckets import BucketSet
 from omni_async.weights.lora import merged_weights
 from omni_async.weights.shards import own_rows, whole

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config import Config
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy

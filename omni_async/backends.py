@@ -39,7 +39,7 @@ BUILT_IN = {
     backend.name: backend
     for backend in (
         Backend("fsdp2", "omni_async.training.backends.fsdp2:Fsdp2Backend", offload=True),
-        Backend("plain", "omni_async.training.backends.plain:PlainBackend", several_ranks=False),
+        Backend("plain", "omni_async.training.model:PlainBackend", several_ranks=False),
     )
 }
 

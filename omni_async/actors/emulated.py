@@ -20,7 +20,7 @@ from omni_async.actors.plan import Plan
 from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
-from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
 from omni_async.performance.emulation import Device, Draws, random_bytes
 from omni_async.performance.profile import Profile

@@ -20,8 +20,8 @@ from omni_async.actors.plan import plan_updates
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
+from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.checkpoint.state import fitting, read_state
 from omni_async.config import Config
 from omni_async.layout import ParallelLayout

@@ -14,12 +14,16 @@ from torch import Tensor
 from omni_async.actors.api import Abandoned, RankApi
 from omni_async.actors.plan import Plan
 from omni_async.actors.tracer import Tracer
-from omni_async.algorithms.advantages import centred, clip_binds, global_scale
-from omni_async.algorithms.aggregation import aggregate_advantages, tracked_rewards
-from omni_async.algorithms.correction.correct import correct, loss_factor, normaliser
-from omni_async.algorithms.correction.drift import Drift
-from omni_async.algorithms.history import RewardHistory
-from omni_async.algorithms.selection import best_and_worst
+from omni_async.algorithms.advantages import (
+    RewardHistory,
+    aggregate_advantages,
+    best_and_worst,
+    centred,
+    clip_binds,
+    global_scale,
+    tracked_rewards,
+)
+from omni_async.algorithms.correction import Drift, correct, loss_factor, normaliser
 from omni_async.config import Config
 from omni_async.control.seeds import derive
 from omni_async.layout import ParallelLayout

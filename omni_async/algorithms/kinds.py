@@ -1,10 +1,8 @@
-"""Finds kinds of trained rows by name.
+"""Finds kinds of trained rows by name, and counts rows. Imports no torch.
 
-What objectives of one kind have in common, known without importing torch, and the class that makes rows and losses of
-them.
-
-Built-in kinds are listed here; other packages add theirs through the entry-point group
-`omni_async.kinds` (each entry point is a `Kind`). Nothing outside a kind asks which one it is.
+A `Kind` is what objectives of one kind have in common, and names the class that makes rows and losses of them. Built-in
+kinds are listed here; other packages add theirs through the entry-point group `omni_async.kinds` (each entry point is a
+`Kind`). Nothing outside a kind asks which one it is.
 """
 
 from __future__ import annotations
@@ -13,20 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from omni_async.algorithms.registry import Objective
-from omni_async.algorithms.timesteps import num_draws, num_trained
-from omni_async.config.schema import Config
+from omni_async.algorithms.registry import Objective, find_objective
+from omni_async.config.algorithm import Forward
+from omni_async.config.schema import Config, Sde
 from omni_async.entry_points import find_registered, load_named
+from omni_async.layout import ParallelLayout
 
 ENTRY_POINT_GROUP = "omni_async.kinds"
-
-
-def _of_the_objective(objective: Objective, config: Config) -> tuple[str, ...]:
-    return objective.fields
-
-
-def _nothing(objective: Objective, config: Config) -> Iterator[str]:
-    yield from ()
 
 
 @dataclass(frozen=True)
@@ -54,8 +45,8 @@ class Kind:
     noisy: bool = False
     ratio: bool = False
     paired: bool = False
-    fields: Callable[[Objective, Config], tuple[str, ...]] = _of_the_objective
-    problems: Callable[[Objective, Config], Iterator[str]] = _nothing
+    fields: Callable[[Objective, Config], tuple[str, ...]] = lambda objective, config: objective.fields
+    problems: Callable[[Objective, Config], Iterator[str]] = lambda objective, config: iter(())
 
     def load_loss(self) -> Callable[..., Any]:
         """Load the class of the losses (imports torch)."""
@@ -66,10 +57,15 @@ class Kind:
 _MEANS = "means"
 
 
-def _steps(config: Config) -> int:
+def sde_of(config: Config) -> Sde:
+    """Return `rollout.sde`, which objectives on noisy steps need; ValueError where it is null."""
     if config.rollout.sde is None:
         raise ValueError(f"rollout.sde: {config.algorithm.name} trains noisy steps, and null takes none")
-    return num_trained(config.rollout.sde.window.size, config.algorithm.timestep_fraction)
+    return config.rollout.sde
+
+
+def _steps(config: Config) -> int:
+    return num_trained(sde_of(config).window.size, config.algorithm.timestep_fraction)
 
 
 def _draws(config: Config) -> int:
@@ -80,11 +76,9 @@ def _draws(config: Config) -> int:
 def _step_fields(objective: Objective, config: Config) -> tuple[str, ...]:
     """Return the objective's fields, with the means of the behaviour policy only where a gradient depends on them.
 
-    The objective or the off-policy correction reads them then. They are as large as the latents, so a metric alone
-    (`kappa_nats`) does not ask for them.
-
-    An objective that takes old means gets those of the policy its ratio is taken to, which is the behaviour policy in
-    mode `bypass` and is computed by the trainer in `decoupled` and `none`."""
+    They are as large as the latents, so a metric alone (`kappa_nats`) does not ask for them. An objective that takes
+    old means gets those of the policy its ratio is taken to: the behaviour policy in mode `bypass`, and one that the
+    trainer computes in `decoupled` and `none`."""
     correction = config.correction
     fields = tuple(field for field in objective.fields if field != _MEANS)
     read = correction.kappa_nats is not None or (_MEANS in objective.fields and correction.mode == "bypass")
@@ -127,3 +121,40 @@ def find_kind(name: str) -> Kind:
     """Return the kind called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
     known = {kind.name: kind for kind in BUILT_IN}
     return known.get(name) or find_registered(name, ENTRY_POINT_GROUP, Kind, "kinds of rows", known)
+
+
+def trajectory_fields(objective: Objective, config: Config) -> tuple[str, ...]:
+    """Return the names of the `Trajectory.tensors` that engines must return with a training sample of this run.
+
+    Those that training reads, and no others: each is carried, stored and checkpointed for every sample."""
+    return find_kind(objective.kind).fields(objective, config)
+
+
+def num_trained(window: int, fraction: float) -> int:
+    """Return the number of trained steps of a window: `algorithm.timestep_fraction` of it, rounded down, at least 1."""
+    return max(1, int(window * fraction + 1e-9))  # 0.7 * 10 is a hair below 7
+
+
+def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: float) -> int:
+    """Return the number K of noise draws of a sample of `num_inference_steps` N: `forward.draws`, if that is given.
+
+    Else timestep_fraction of the sigmas to draw from, rounded down but at least 1. There are N of them, and N - 1 for
+    `schedule_wo_first`, where N = 1 is a ValueError."""
+    if num_inference_steps < 1:
+        raise ValueError(f"num_inference_steps must be >= 1, got {num_inference_steps}")
+    choices = num_inference_steps - (forward.sigmas == "schedule_wo_first")
+    if choices == 0:
+        raise ValueError("forward.sigmas: schedule_wo_first leaves nothing of a schedule of 1 step")
+    return forward.draws or num_trained(choices, timestep_fraction)
+
+
+def samples_per_rank(config: Config, group_size: int | None = None) -> float:
+    """Return the work of a group on the rank that has most of it, in samples; all ranks wait for that one.
+
+    `group_size` replaces the recipe's. ValueError for an unknown objective, or degrees that do not divide the ranks."""
+    layout, size = ParallelLayout.of(config.trainer), group_size or config.rollout.group_size
+    kind = find_kind(find_objective(config.algorithm.name).kind)
+    if not kind.paired:
+        return layout.slowest_share(size)
+    draws = kind.rows_per_sample(config)  # of a pair, which are dealt instead of its samples
+    return size * layout.slowest_share(draws) / draws

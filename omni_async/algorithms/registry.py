@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from omni_async.algorithms.decay import nft_decay
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.load import OBJECTIVES
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.entry_points import load_named
+from omni_async.entry_points import find_registered, load_named
 
 AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
 
-def _nothing(config: Config) -> Iterator[str]:
-    yield from ()
+# The tensors that engines can return with a sample (`omni_async.rollout.base.Trajectory`).
+TRAJECTORY_FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Objective:
         of a sample; "preference" ones do so with a group's best and worst sample.
     compute: `module:function`; (inputs of its kind, Algorithm) -> ObjectiveOutput. TransitionInputs for "transition",
         ForwardInputs for "forward" and "preference".
-    fields: the trajectory tensors it reads, names of `omni_async.rollout.base.Trajectory.tensors`; its kind decides
-        which of them engines return.
+    fields: the trajectory tensors it reads, of `TRAJECTORY_FIELDS`; its kind decides which of them engines return.
     unit: the rows that a micro-batch must not separate: a "row", or all rows of a "sample". Pairs stay together anyway.
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
         under a global std.
@@ -56,9 +54,13 @@ class Objective:
     auxiliary: Callable[[Algorithm], frozenset[AuxiliaryPolicy]] = lambda algorithm: frozenset()
     old_decay: Callable[[Algorithm, int], float] = lambda algorithm, update: 0.0
     settings: type[Section] | None = None
-    problems: Callable[[Config], Iterator[str]] = _nothing
+    problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
 
     def __post_init__(self) -> None:
+        if unknown := sorted(set(self.fields) - set(TRAJECTORY_FIELDS)):
+            raise ValueError(
+                f"objective {self.name!r}: fields: engines return {list(TRAJECTORY_FIELDS)}, got {unknown}"
+            )
         if self.settings is not None and not issubclass(self.settings, Section):
             raise TypeError(
                 f"objective {self.name!r}: settings must be a subclass of omni_async.config.section.Section, which"
@@ -81,10 +83,6 @@ def _no_kl(algorithm: Algorithm) -> bool:
 
 def _reference(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
     return frozenset({"reference"}) if algorithm.kl_coef > 0 else frozenset()
-
-
-def _mix_homogeneous(algorithm: Algorithm) -> bool:
-    return _no_kl(algorithm) and algorithm.mix.log_ratio_coef == 0
 
 
 def _mix_problems(config: Config) -> Iterator[str]:
@@ -134,8 +132,21 @@ def _dppo_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _nft_auxiliary(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
-    return _reference(algorithm) | {"old"}
+def nft_decay(kind: Literal["none", "slow", "late"], update: int) -> float:
+    """Return d of DiffusionNFT's old policy, old <- d old + (1 - d) policy, once `update` updates are done.
+
+    The three published schedules (arXiv 2509.16117, decay types 0, 1, 2 of its code): `none` 0, the old policy is the
+    current one; `slow` min(.001 u, .5); `late` 0 before u = 75, then min(.0075 (u - 75), .999)."""
+    if update < 0:
+        raise ValueError(f"update must be >= 0, got {update}")
+    match kind:
+        case "none":
+            return 0.0
+        case "slow":
+            return min(0.001 * update, 0.5)
+        case "late":
+            return min(0.0075 * max(update - 75, 0), 0.999)
+    raise ValueError(f"kind must be 'none', 'slow' or 'late', got {kind!r}")
 
 
 def _pulls_to_average(algorithm: Algorithm) -> bool:
@@ -143,12 +154,8 @@ def _pulls_to_average(algorithm: Algorithm) -> bool:
 
 
 def _awm_auxiliary(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
-    found = set(_reference(algorithm))
-    if _pulls_to_average(algorithm):
-        found.add("ema")
-    if algorithm.awm.off_policy:
-        found.add("old")
-    return frozenset(found)
+    wanted: dict[AuxiliaryPolicy, bool] = {"ema": _pulls_to_average(algorithm), "old": algorithm.awm.off_policy}
+    return _reference(algorithm) | {name for name, want in wanted.items() if want}
 
 
 def _awm_problems(config: Config) -> Iterator[str]:
@@ -169,14 +176,14 @@ def _dpo_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _of_kind(kind: str, name: str, summary: str, **options: Any) -> Objective:
-    compute = f"omni_async.algorithms.objectives.{name}:{name}"
-    return Objective(name=name, summary=summary, kind=kind, compute=compute, **options)
-
-
 def _on_steps(name: str, summary: str, **options: Any) -> Objective:
     usual = {"fields": _STEPS, "homogeneous": _no_kl, "auxiliary": _reference}
-    return _of_kind("transition", name, summary, **{**usual, **options})
+    compute = f"omni_async.algorithms.objectives.transition:{name}"
+    return Objective(name, summary, "transition", compute, **{**usual, **options})
+
+
+def _on_final(name: str, summary: str, kind: str = "forward", **options: Any) -> Objective:
+    return Objective(name, summary, kind, f"omni_async.algorithms.objectives.forward:{name}", _FINAL, **options)
 
 
 BUILT_IN: tuple[Objective, ...] = (
@@ -190,7 +197,7 @@ BUILT_IN: tuple[Objective, ...] = (
     _on_steps(
         "mix_grpo",
         "Flow-GRPO's loss in a window that slides over the denoising steps (MixGRPO)",
-        homogeneous=_mix_homogeneous,
+        homogeneous=lambda algorithm: _no_kl(algorithm) and algorithm.mix.log_ratio_coef == 0,
         problems=_mix_problems,
     ),
     _on_steps(
@@ -206,29 +213,24 @@ BUILT_IN: tuple[Objective, ...] = (
         problems=_dppo_problems,
     ),
     _on_steps("gspo", "one ratio per sample: the geometric mean over its trained steps (GSPO)", unit="sample"),
-    _of_kind(
-        "forward",
+    _on_final(
         "diffusion_nft",
         "contrasts implicit positive and negative policies on final latents (DiffusionNFT)",
-        fields=_FINAL,
-        auxiliary=_nft_auxiliary,
+        auxiliary=lambda algorithm: _reference(algorithm) | {"old"},
         old_decay=lambda algorithm, update: nft_decay(algorithm.nft.decay, update),
     ),
-    _of_kind(
-        "forward",
+    _on_final(
         "awm",
         "advantage-weighted flow matching on final latents (AWM)",
-        fields=_FINAL,
         unit="sample",
         auxiliary=_awm_auxiliary,
         problems=_awm_problems,
     ),
-    _of_kind(
-        "preference",
+    _on_final(
         "diffusion_dpo",
         "preferences between the best and the worst sample of a prompt, or between the pairs of a dataset"
         " (Diffusion-DPO)",
-        fields=_FINAL,
+        kind="preference",
         auxiliary=lambda algorithm: frozenset({"reference"}),
         problems=_dpo_problems,
     ),
@@ -236,17 +238,12 @@ BUILT_IN: tuple[Objective, ...] = (
 
 
 def objectives() -> dict[str, Objective]:
-    """Return every objective by name, those of other packages included; a built-in name cannot be taken."""
-    installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=OBJECTIVES)}
-    return {**installed, **{objective.name: objective for objective in BUILT_IN}}
+    """Return every objective by name. ValueError for an entry point of another package that leads to none."""
+    names = {*(objective.name for objective in BUILT_IN), *entry_points(group=OBJECTIVES).names}
+    return {name: find_objective(name) for name in sorted(names)}
 
 
 def find_objective(name: str) -> Objective:
-    """Return the objective called `name`; ValueError lists the known ones."""
-    # Other packages cannot take a built-in name, so they are only read, which is slow, for other names.
+    """Return the objective called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
     known = {objective.name: objective for objective in BUILT_IN}
-    if name not in known:
-        known = objectives()
-    if name not in known:
-        raise ValueError(f"algorithm.name: expected one of {sorted(known)}, got {name!r}")
-    return known[name]
+    return known.get(name) or find_registered(name, OBJECTIVES, Objective, "algorithm.name", known)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from omni_async.algorithms.correction import validation as correction
 from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, find_objective
 from omni_async.config.algorithm import Correction
@@ -18,18 +17,23 @@ def problems(config: Config) -> Iterator[str]:
     """Yield one message per combination that cannot work. ValueError for an unknown objective."""
     objective = find_objective(config.algorithm.name)
     kind = find_kind(objective.kind)
-    yield from _window(config, objective, kind)
+    yield from _rows(config, objective, kind)
     yield from _ratio(config, objective, kind)
-    yield from _group(config, objective, kind)
+    if not kind.paired and config.rollout.group_size < 2:
+        yield (
+            f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
+            f" {config.rollout.group_size}"
+        )
     yield from kind.problems(objective, config)
     yield from layout_problems(config.trainer.workers, config.trainer.sequence_parallel, config.trainer.shard)
-    yield from _offline(config, objective, kind)
+    if config.data.preferences is not None:
+        yield from _offline(config, objective, kind)
     yield from objective.problems(config)
 
 
-def _window(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
+def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     if kind.noisy and config.rollout.sde is None:
-        yield (f"rollout.sde: {objective.name} {kind.summary}, and null takes none; set kind, noise_level and window")
+        yield f"rollout.sde: {objective.name} {kind.summary}, and null takes none; set kind, noise_level and window"
     if not kind.noisy and config.rollout.sde is not None:
         yield (
             f"rollout.sde: {objective.name} {kind.summary}, so an SDE window would be noise that nobody learns from;"
@@ -40,7 +44,7 @@ def _window(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
 def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     algorithm, name = config.algorithm, objective.name
     if kind.ratio:
-        yield from correction.problems(algorithm.correction)
+        yield from correction_problems(algorithm.correction)
         return
     if algorithm.correction != Correction():
         yield (
@@ -52,17 +56,7 @@ def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield f"algorithm.clip_range: {name} does not clip a ratio of denoising steps{instead}; remove it"
 
 
-def _group(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
-    if not kind.paired and config.rollout.group_size < 2:
-        yield (
-            f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
-            f" {config.rollout.group_size}"
-        )
-
-
 def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
-    if config.data.preferences is None:
-        return
     if not kind.paired:
         yield (
             f"data.preferences: {objective.name} learns from rewards of its own samples; preference pairs are for"
@@ -78,3 +72,77 @@ def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         )
     if config.data.prompts is not None:
         yield "data.prompts: with data.preferences the prompts come from the pairs; remove it"
+
+
+# What a mode of the correction has no use for: the mode, the keys, the reason, and what to use instead.
+_OF_MODE = (
+    ("none", ("weights",), "mode none takes samples as if they were fresh", "mode: decoupled, or weights: none"),
+    (
+        "none",
+        ("kappa_nats", "m2", "k1", "k2", "k3"),
+        "mode none takes samples as if they were fresh and masks nothing",
+        "mode: decoupled, or null",
+    ),
+    (
+        "bypass",
+        ("weights",),
+        "with mode bypass the ratio is taken to the behaviour policy already, whose distance a weight would"
+        " count twice",
+        "mode: decoupled, or weights: none",
+    ),
+    (
+        "bypass",
+        ("kappa_nats", "m2"),
+        "it measures the proximal policy against the behaviour policy, and mode bypass knows no proximal policy",
+        "mode: decoupled, or k1, k2 or k3",
+    ),
+    (
+        "interpolated",
+        ("kappa_nats",),
+        "mode interpolated estimates the proximal log-prob and has no proximal mean",
+        "mode: decoupled, or k1, k2 or k3",
+    ),
+    (
+        "auto",
+        tuple(name for name in Correction.__struct_fields__ if name != "mode"),
+        "mode auto decides on weights and masks itself",
+        "mode: decoupled, or mode: bypass",
+    ),
+)
+
+
+def correction_problems(settings: Correction) -> Iterator[str]:
+    """Yield one message per combination within `algorithm.correction` that cannot work."""
+    for mode, names, reason, instead in _OF_MODE:
+        for name in names if settings.mode == mode else ():
+            if getattr(settings, name) != getattr(Correction(), name):
+                yield _problem(name, reason, instead)
+    if settings.mode == "auto":
+        return
+    for name in ("band", "k1"):
+        pair = getattr(settings, name)
+        if pair is not None and pair[0] >= pair[1]:
+            yield _problem(name, f"[{pair[0]}, {pair[1]}] is no interval", "lo < hi, such as [0.5, 2.0]")
+    if settings.band is not None and settings.weights == "tempered":
+        yield _problem(
+            "band",
+            "tempering already bounds the spread of the weights, and tempered ratios mean nothing to a band",
+            "cap, or weights: importance",
+        )
+    if settings.level == "sequence" and settings.log_ratio == "sum":
+        yield _problem(
+            "level",
+            "sequence is the sum over steps of log-ratios per element, and log_ratio is sum",
+            "log_ratio: mean, or level: trajectory",
+        )
+    if settings.weights == "none" and settings.band is not None:
+        instead = "k1, which needs no weights, or weights: importance"
+        yield _problem("band", "it is a rule on importance weights and weights is none", instead)
+    if settings.weights == "none" and settings.normalise:
+        yield _problem(
+            "normalise", "weights is none, so there is nothing to normalise", "denominator: kept, or weights"
+        )
+
+
+def _problem(name: str, reason: str, instead: str) -> str:
+    return f"algorithm.correction.{name}: {reason}; use {instead}"

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config import Config
 from omni_async.config.redact import one_line, redact
 from omni_async.control.control_state import ControlState, Unfinished

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.driver.observer import Observer
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import encode_profile, is_empty

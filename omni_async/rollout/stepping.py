@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from omni_async.algorithms.registry import TRAJECTORY_FIELDS
 from omni_async.families import SamplingSpec
 from omni_async.media import Media
 from omni_async.policy import Codec
@@ -27,16 +28,14 @@ from omni_async.sde.transitions import KINDS, step_mixed
 from omni_async.types import SampleRequest
 from omni_async.version_spans import VersionSpans
 
-FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
-
 
 def check_request(request: SampleRequest) -> None:
     """Raise ValueError, naming the field, if no engine could make this sample."""
     r, where = request, f"request {request.sample_id}"
     if r.num_inference_steps < 2:
         raise ValueError(f"{where}: num_inference_steps must be >= 2, got {r.num_inference_steps}")
-    if unknown := sorted(set(r.fields) - set(FIELDS)):
-        raise ValueError(f"{where}: unknown trajectory fields {unknown}, known are {list(FIELDS)}")
+    if unknown := sorted(set(r.fields) - set(TRAJECTORY_FIELDS)):
+        raise ValueError(f"{where}: unknown trajectory fields {unknown}, known are {list(TRAJECTORY_FIELDS)}")
     if r.window is None:
         return
     if r.window.size < 1 or r.window.start < 0 or r.window.start + r.window.size > r.num_inference_steps - 1:

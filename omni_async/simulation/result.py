@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from omni_async.actors.plan import Plan, plan_updates
-from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile

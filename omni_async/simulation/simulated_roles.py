@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from omni_async.aio.waiting import Event
-from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.simulation.world import SharedDevices, World, at_once, digest_of
 from omni_async.types import (
     ReadyGroup,

@@ -1,10 +1,9 @@
-"""Keeps further copies of the trained parameters.
-
-The reference policy, the old policy that draws samples, the moving average.
+"""Evaluates other policies through the policy's own modules: reference, old policy, moving average.
 
 An auxiliary policy is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are).
 It is run through the same module: its values are copied in, and the policy's own copied back. That costs two copies of
-the trained parameters per use, which is little beside a forward pass, and no second model in memory.
+the trained parameters per use, which is little beside a forward pass, and no second model in memory. Under LoRA the
+reference is the module with its adapters off.
 """
 
 from __future__ import annotations
@@ -13,9 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from omni_async.config.schema import Lora
+from omni_async.weights.lora import ADAPTER, is_injected_adapter
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
@@ -90,3 +94,61 @@ def forget_gathered(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
+    """Freeze `components` and add float32 adapters on the CPU, the same on every rank for the same `seed`.
+
+    Parameters may be on the meta device. ValueError if no layer is called as `lora.target_modules`."""
+    components.requires_grad_(False)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=list(lora.target_modules),
+    )
+    # Every rank shards what it initialised itself, so all must draw the same numbers.
+    with torch.random.fork_rng(devices=[]), _without_meta(components):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, components, ADAPTER)
+        except ValueError as error:
+            raise ValueError(f"model.lora.target_modules: {error}") from error
+    for name, parameter in components.named_parameters():
+        if is_injected_adapter(name):
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def _without_meta(components: nn.Module) -> Iterator[None]:
+    """Put one number on the CPU, seen in every place, in the place of each parameter on the meta device.
+
+    peft gives adapters the device of their layer, and would lose what it drew for them."""
+    on_meta = [
+        (module, name, parameter)
+        for module in components.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for module, name, parameter in on_meta:
+        stand_in = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        setattr(module, name, nn.Parameter(stand_in, requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, name, parameter in on_meta:
+            setattr(module, name, parameter)
+
+
+@contextmanager
+def adapters_off(components: nn.Module) -> Iterator[None]:
+    """Compute without adapters inside the context."""
+    # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is
+    # enough.
+    layers = [module for module in components.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

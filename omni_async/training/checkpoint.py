@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from omni_async.training.errors import TrainingError
+from omni_async.training import TrainingError
 
 # One process without a process group may save, too; the writing thread's warning has no other switch.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")

@@ -17,29 +17,30 @@ the same choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from omni_async.algorithms.decay import ema_decay, ema_due
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
+from omni_async.training import TrainingError
 from omni_async.training.backends.base import build_backend
 from omni_async.training.device import rank_device, sum_of_rows
-from omni_async.training.errors import TrainingError
-from omni_async.training.export import copy_out
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
-from omni_async.training.optimizer import clip_factor, learning_rate
+from omni_async.training.optimizer import clip_factor, ema_decay, ema_due, learning_rate
 from omni_async.training.row_loss import RowLoss
 from omni_async.types import SampleDrift
 from omni_async.weights.buckets import BucketSet
+from omni_async.weights.lora import merged_weights
+from omni_async.weights.shards import own_rows, rows_like, whole
 from omni_async.weights.snapshot import Snapshot
 
 __all__ = ["GroupBatch", "TrainEngine"]
@@ -201,3 +202,31 @@ class TrainEngine:
         self._model.load(Path(folder))
         self.optimizer_steps = int(state["optimizer_steps"])
         self._loss.end_update(self._progress)
+
+
+@torch.no_grad()
+def copy_out(
+    buckets: BucketSet,
+    base: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    scale: float,
+    dtype: torch.dtype | None,
+    rank: int,
+) -> None:
+    """Copy the rows that `rank` holds of every weight of `base` into `buckets`, in `dtype` if given.
+
+    `adapters` are merged as `merged_weights` does. Collective where there are adapters: these are gathered, one pair at
+    a time."""
+    rows: Iterator[tuple[str, Tensor]]
+    if adapters:
+        rows = merged_weights(
+            base,
+            adapters,
+            scale,
+            load=lambda stored: own_rows(stored, rank),
+            load_adapter=whole,
+            rows=lambda product, stored: rows_like(product, stored, rank),
+        )
+    else:
+        rows = ((name, own_rows(stored, rank)) for name, stored in base.items())
+    buckets.fill(rows, dtype, base)

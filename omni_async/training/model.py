@@ -6,6 +6,7 @@ are held in `model.dtype`, since nothing ever adds to them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -16,19 +17,17 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.components import compute_velocity
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
-from omni_async.training import checkpoint, sequence_parallel
-from omni_async.training.adapters import adapters_off, add_adapters
-from omni_async.training.auxiliary import AuxiliaryPolicies, forget_gathered
-from omni_async.training.compiling import compile_layers
-from omni_async.training.errors import TrainingError
+from omni_async.training import TrainingError, checkpoint, sequence_parallel
+from omni_async.training.auxiliary import AuxiliaryPolicies, adapters_off, add_adapters, forget_gathered
+from omni_async.training.groups import Needs
 from omni_async.training.loading import Loading, WholeModel
-from omni_async.training.micro_batches import Needs
 from omni_async.training.optimizer import build_optimizer, gradient_norm, gradients, set_learning_rate
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
 
@@ -170,3 +169,44 @@ def _enable_gradient_checkpointing(component: nn.Module) -> None:
     if enable is None:
         raise ValueError(f"trainer.gradient_checkpointing: {type(component).__name__} does not support it")
     enable()
+
+
+class PlainBackend(ModuleBackend):
+    """The `TrainBackend` of a lone rank."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        if self.dtype != torch.float32:
+            return torch.autocast(self.device.type, dtype=self.dtype)
+        return super().computing()
+
+
+_CACHE, _OWN = "TORCHINDUCTOR_CACHE_DIR", "rank_"
+
+
+def repeated_layers(component: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers.
+
+    Every entry with parameters of the component's own module lists (`transformer_blocks`, `blocks`, ...)."""
+    lists = [child for child in component.children() if isinstance(child, nn.ModuleList)]
+    return [layer for layers in lists for layer in layers if any(True for _ in layer.parameters())]
+
+
+def compile_layers(component: nn.Module, rank: int) -> None:
+    """Have the layers compiled at their first call, with a cache of compiled code of this rank's own.
+
+    ValueError if the component has no repeated layers."""
+    layers = repeated_layers(component)
+    if not layers:
+        raise ValueError(
+            f"trainer.compile: {type(component).__name__} has no list of repeated layers to compile; leave it out"
+        )
+    _use_own_cache(rank)
+    for layer in layers:
+        layer.compile()
+
+
+def _use_own_cache(rank: int) -> None:
+    """Rank of one machine that compile at once would read each other's half-written files."""
+    given = Path(os.environ.get(_CACHE) or default_cache_dir())
+    base = given.parent if given.name.startswith(_OWN) else given  # a rank's, set by an earlier component
+    os.environ[_CACHE] = str(base / f"{_OWN}{rank}")

@@ -1,11 +1,12 @@
-"""Builds the optimizer and computes the learning rate from the configuration.
+"""Builds the optimizer, and computes the learning rate and the decay of the moving average.
 
-The rate is a pure function of the optimizer step, so resuming needs no state."""
+Both are pure functions of the optimizer step, so resuming needs no state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -57,3 +58,21 @@ def gradient_norm(grads: list[torch.Tensor]) -> float:
 def clip_factor(norm: float, max_norm: float | None) -> float:
     """Return the factor for gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def ema_decay(step: int, decay: float, warmup: Literal["ratio", "linear"] = "ratio") -> float:
+    """Return d of the moving average at optimizer step `step` (from 0).
+
+    min((1 + step) / (10 + step), decay), as flow_grpo warms it up, or min(.001 step, decay), as AWM does."""
+    if step < 0:
+        raise ValueError(f"step must be >= 0, got {step}")
+    return min((1 + step) / (10 + step) if warmup == "ratio" else 0.001 * step, decay)
+
+
+def ema_due(step: int, every: int) -> bool:
+    """Return whether the moving average is updated after optimizer step `step` (from 0).
+
+    It is where the step ends an interval of `every` steps."""
+    if every < 1:
+        raise ValueError(f"every must be >= 1, got {every}")
+    return (step + 1) % every == 0

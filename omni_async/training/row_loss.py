@@ -11,18 +11,17 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.objectives.base import ForwardInputs, ObjectiveOutput, TransitionInputs
 from omni_async.algorithms.registry import Objective
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
+from omni_async.training import TrainingError
 from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks
-from omni_async.training.errors import TrainingError
-from omni_async.training.groups import Drawn, GroupBatch
+from omni_async.training.groups import Drawn, GroupBatch, MicroBatch, micro_batches
 from omni_async.training.metrics import Metrics
-from omni_async.training.micro_batches import MicroBatch, micro_batches
 from omni_async.types import SampleDrift
 
 Rows = TypeVar("Rows")

@@ -1,44 +1,184 @@
-"""Computes losses of transition objectives.
+"""Computes losses of transition objectives: one row is one trained denoising step of one sample.
 
-Forward passes, the policy that ratios are taken to, off-policy correction, and drift metrics.
-
-`correction.mode` decides which policy a ratio is taken to; `omni_async.training.proximal` says when the proximal policy
-needs a separate pass (`recompute_proximal`).
+Rows are sample-major, (sample 0, step 0), (sample 0, step 1), ... `correction.mode` decides which policy a ratio is
+taken to. The proximal policy of an update is the trainer's weights at its start. With one optimizer step per update it
+is the policy in training, and the same forward pass evaluates it. Otherwise, and where a correction looks at the whole
+update, its log-probs are recomputed in a separate pass when a group arrives (`recompute_proximal`), and kept here until
+the update is over.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from omni_async.algorithms.correction.correct import correct, normaliser
-from omni_async.algorithms.correction.drift import Drift
-from omni_async.algorithms.correction.ratio import interpolated_log_prob
+from omni_async.algorithms.correction import Drift, correct, interpolated_log_prob, normaliser
+from omni_async.algorithms.kinds import num_trained, sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
-from omni_async.config.schema import Config, Sde
+from omni_async.config.schema import Config
 from omni_async.families import SamplingSpec
+from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
-from omni_async.training.groups import GroupBatch, check_group
-from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
+from omni_async.training.groups import GroupBatch, MicroBatch, Needs, check_group
 from omni_async.training.row_loss import LossOfObjective
-from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
+
+
+@dataclass(frozen=True)
+class TransitionRows:
+    """R rows on the trainer's device, float32.
+
+    Latents, next_latents and behaviour_mean (R, *shape), all other tensors (R,). `steps`, `row_ids`, each (sample,
+    number among the sample's trained rows), and `needs` stay on the host."""
+
+    latents: Tensor
+    next_latents: Tensor
+    behaviour_mean: Tensor | None
+    behaviour_log_prob: Tensor
+    advantage: Tensor
+    staleness: Tensor
+    weight: Tensor | None
+    sigma: Tensor
+    sigma_next: Tensor
+    sigma_max: Tensor
+    conditioning: TensorDict
+    steps: list[int]
+    row_ids: list[tuple[int, int]]
+    needs: Needs
+
+    @property
+    def num_elements(self) -> int:
+        return self.latents[0].numel()
+
+
+def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
+    """Return the window positions that are trained: `num_trained` of them, a draw of the sample's own, or all."""
+    count = num_trained(window, fraction)
+    if count == window:
+        return list(range(window))
+    return torch.randperm(window, generator=torch.Generator().manual_seed(seed))[:count].sort().values.tolist()
+
+
+def build_rows(
+    group: GroupBatch,
+    chosen: Sequence[Sequence[int]],
+    batch: MicroBatch,
+    needs: Sequence[str],
+    policy: Policy,
+    device: torch.device,
+) -> TransitionRows:
+    """Build a micro-batch of a checked group.
+
+    `chosen[i]` are the window positions trained of sample i, as many for every sample, and `needs` the components of
+    all its rows."""
+    row_ids = [divmod(i, len(chosen[0])) for i in batch.rows]
+    pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
+    trajectories = [group.trajectories[sample] for sample, _ in pairs]
+    steps = [int(t["steps"][k]) for t, (_, k) in zip(trajectories, pairs, strict=True)]
+
+    def stacked(name: str, shift: int = 0) -> Tensor:
+        return torch.stack([t[name][k + shift] for t, (_, k) in zip(trajectories, pairs, strict=True)]).to(device)
+
+    def sigma(position: list[int]) -> Tensor:
+        return torch.stack([t["sigmas"][i] for t, i in zip(trajectories, position, strict=True)]).to(device)
+
+    weight = None
+    if group.weights is not None:
+        weight = torch.tensor([group.weights[sample][n] for sample, n in row_ids], dtype=torch.float64, device=device)
+    return TransitionRows(
+        latents=stacked("latents"),
+        next_latents=stacked("latents", 1),
+        behaviour_mean=stacked("means") if "means" in trajectories[0] else None,
+        behaviour_log_prob=stacked("log_probs"),
+        advantage=torch.tensor([group.advantages[sample] for sample, _ in pairs], dtype=torch.float32, device=device),
+        staleness=torch.tensor([group.staleness[sample][k] for sample, k in pairs], dtype=torch.int64, device=device),
+        weight=weight,
+        sigma=sigma(steps),
+        sigma_next=sigma([i + 1 for i in steps]),
+        sigma_max=sigma([1] * len(steps)),
+        conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
+        steps=steps,
+        row_ids=row_ids,
+        needs=Needs([needs[i] for i in batch.rows], batch.calls),
+    )
+
+
+@dataclass(frozen=True)
+class Proximal:
+    """R rows under the proximal policy. log_prob (R,); mean (R, *shape) where it was kept; kappa (R,) float64.
+
+    D kappa in nats, the exact KL of each step from the policy that took it, where that one's means are known."""
+
+    log_prob: Tensor
+    mean: Tensor | None
+    kappa: Tensor | None
+
+
+def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor) -> Proximal:
+    """Take the policy in training as the proximal one. Detached."""
+    kappa = None
+    if rows.behaviour_mean is not None:
+        squares = (step.mean.detach() - rows.behaviour_mean).square().flatten(1).mean(dim=1, dtype=torch.float64)
+        kappa = rows.num_elements * squares / (2 * step.scale.double().square())
+    return Proximal(log_prob.detach(), step.mean.detach(), kappa)
+
+
+class ProximalPasses:
+    """The results of proximal passes over this rank's samples, by group and row id; on the CPU."""
+
+    def __init__(self, keep_means: bool) -> None:
+        self._keep_means = keep_means
+        self._rows: dict[int, dict[tuple[int, int], Proximal]] = {}
+
+    def remember(self, group: int, row_ids: Sequence[tuple[int, int]], found: Proximal) -> None:
+        rows = self._rows.setdefault(group, {})
+        for i, row_id in enumerate(row_ids):
+            mean = found.mean[i].cpu() if found.mean is not None and self._keep_means else None
+            kappa = None if found.kappa is None else found.kappa[i].cpu()
+            rows[row_id] = Proximal(found.log_prob[i].cpu(), mean, kappa)
+
+    def recall(self, group: int, row_ids: Sequence[tuple[int, int]], device: torch.device) -> Proximal | None:
+        """Return the rows `row_ids`, or None if the group had no pass."""
+        if group not in self._rows:
+            return None
+        found = [self._rows[group][row_id] for row_id in row_ids]
+        means, kappas = [p.mean for p in found if p.mean is not None], [p.kappa for p in found if p.kappa is not None]
+        return Proximal(
+            torch.stack([p.log_prob for p in found]).to(device),
+            torch.stack(means).to(device) if means else None,
+            torch.stack(kappas).to(device) if kappas else None,
+        )
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+
+def sample_drifts(
+    row_ids: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
+) -> list[SampleDrift]:
+    """Collect rows (R,) back into samples, in the order of their ids, whatever the order of the rows."""
+    rows: dict[int, list[int]] = {}
+    for i in sorted(range(len(row_ids)), key=row_ids.__getitem__):
+        rows.setdefault(row_ids[i][0], []).append(i)
+    return [
+        SampleDrift(tuple(log_ratio[own].tolist()), None if kappa is None else tuple(kappa[own].tolist()), num_elements)
+        for own in rows.values()
+    ]
 
 
 class TransitionLoss(LossOfObjective):
     """The `RowLoss` of transition objectives. `omni_async.training.engine` documents the order of calls."""
 
     def __init__(self, config: Config, objective: Objective, *parts: Any) -> None:
-        if config.rollout.sde is None:
-            raise ValueError(f"rollout.sde: {config.algorithm.name} trains noisy steps, and null takes none")
+        self._sde = sde_of(config)
         super().__init__(config, objective, *parts)
-        self._sde: Sde = config.rollout.sde
         c = self._correction = config.correction
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"

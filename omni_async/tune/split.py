@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from omni_async.actors.plan import plan_updates
-from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.layout import layout_problems

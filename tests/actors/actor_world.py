@@ -21,7 +21,7 @@ from omni_async.actors.tracer import Tracer
 from omni_async.actors.update import Update
 from omni_async.aio.clock import ManualClock
 from omni_async.aio.waiting import Event
-from omni_async.algorithms.history import RewardHistory
+from omni_async.algorithms.advantages import RewardHistory
 from omni_async.config import Config, check, with_spec
 from omni_async.control.control_state import ControlState
 from omni_async.layout import ParallelLayout

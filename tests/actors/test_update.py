@@ -27,7 +27,7 @@ from omni_async.actors.api import Abandoned
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.rank import Rank
 from omni_async.actors.update import merged_metrics
-from omni_async.algorithms.history import RewardHistory
+from omni_async.algorithms.advantages import RewardHistory
 from omni_async.layout import ParallelLayout
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.engine import TrainEngine

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from omni_async.algorithms.history import RewardHistory
+from omni_async.algorithms.advantages import RewardHistory
 from omni_async.types import SampleDrift
 
 # Log-ratios in nats of group g, sample i, trained step k: no two are alike, so that no two can be confused.

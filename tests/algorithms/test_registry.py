@@ -1,67 +1,39 @@
 """Tests objectives by name: what each declares is what its function takes, and other packages may add theirs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib.metadata import EntryPoint, EntryPoints
 
 import msgspec
 import pytest
 
+from omni_async import entry_points as lookup
 from omni_async.algorithms import registry
-from omni_async.algorithms.decay import nft_decay
-from omni_async.algorithms.objectives.flow_grpo import flow_grpo
-from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, objectives
+from omni_async.algorithms.objectives.transition import flow_grpo
+from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, nft_decay, objectives
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
 
 TRANSITION = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"}
 FORWARD = {"diffusion_nft", "awm", "diffusion_dpo"}
 WITH_KL = Algorithm(kl_coef=0.04)
+THEIRS = Objective("theirs", "another package's", "forward", "builtins:len", ("final",))
+NO_OBJECTIVE = {"name": "theirs"}
 
 
-@dataclass
-class EntryPoint:
-    """An entry point as an installed package declares it."""
-
-    name: str
-    objective: Objective
-
-    def load(self) -> Objective:
-        return self.objective
-
-
-def installed(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
-    def entry_points(*, group: str) -> list[EntryPoint]:
-        assert group == "omni_async.objectives"
-        return [*points]
-
-    monkeypatch.setattr(registry, "entry_points", entry_points)
-
-
-def test_the_family_is_there():
+def test_the_family_is_there_and_declares_what_it_needs_of_a_sample():
     assert objectives().keys() == TRANSITION | FORWARD
     assert {name for name, objective in objectives().items() if objective.kind == "transition"} == TRANSITION
+    for name, objective in objectives().items():
+        means = {"means"} if name in ("grpo_guard", "flow_dppo") else set()
+        needed = {"final"} if name in FORWARD else {"latents", "log_probs"} | means
+        assert set(objective.fields) == {"conditioning"} | needed
+        assert objective.unit == ("sample" if name in ("gspo", "awm") else "row")
 
 
 @pytest.mark.parametrize("objective", BUILT_IN, ids=lambda objective: objective.name)
 def test_every_entry_leads_to_its_own_function(objective):
-    function = objective.load()
-    assert callable(function)
-    assert function.__name__ == objective.name
+    assert objective.load().__name__ == objective.name
     assert find_objective(objective.name) is objective
     assert objective.summary and "\n" not in objective.summary
-
-
-def test_what_each_needs_of_a_sample():
-    for name in TRANSITION:
-        means = {"means"} if name in ("grpo_guard", "flow_dppo") else set()
-        assert set(find_objective(name).fields) == {"latents", "log_probs", "conditioning"} | means
-    for name in FORWARD:
-        assert set(find_objective(name).fields) == {"final", "conditioning"}
-
-
-def test_what_must_stay_together():
-    assert {name: objective.unit for name, objective in objectives().items() if objective.unit != "row"} == {
-        "gspo": "sample",
-        "awm": "sample",
-    }
 
 
 def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage():
@@ -69,10 +41,9 @@ def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage():
     for name in TRANSITION:
         assert find_objective(name).homogeneous(Algorithm())
         assert not find_objective(name).homogeneous(WITH_KL)
-    assert not find_objective("mix_grpo").homogeneous(Algorithm(mix=Mix(log_ratio_coef=0.1)))
-    assert find_objective("flow_grpo").homogeneous(Algorithm(mix=Mix(log_ratio_coef=0.1))), (
-        "another objective's setting"
-    )
+    penalty = Algorithm(mix=Mix(log_ratio_coef=0.1))
+    assert not find_objective("mix_grpo").homogeneous(penalty)
+    assert find_objective("flow_grpo").homogeneous(penalty), "another objective's setting"
     for name in FORWARD:
         assert not find_objective(name).homogeneous(Algorithm())
 
@@ -81,22 +52,15 @@ def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage():
     ("name", "settings", "auxiliary"),
     [
         ("flow_grpo", Algorithm(), set()),
-        ("flow_grpo", WITH_KL, {"reference"}),
-        ("gspo", WITH_KL, {"reference"}),
-        ("grpo_guard", WITH_KL, {"reference"}),
+        *((name, WITH_KL, {"reference"}) for name in ("flow_grpo", "gspo", "grpo_guard", "awm")),
         ("dance_grpo", WITH_KL, set()),
         ("diffusion_nft", Algorithm(), {"old"}),
         ("diffusion_nft", WITH_KL, {"old", "reference"}),
         ("awm", Algorithm(), set()),
-        ("awm", WITH_KL, {"reference"}),
         ("awm", Algorithm(awm=Awm(off_policy=True)), {"old"}),
         ("awm", Algorithm(awm=Awm(ema_coef=1.0)), {"ema"}),
         ("awm", Algorithm(awm=Awm(ema_coef_end=0.3)), {"ema"}),
-        (
-            "awm",
-            Algorithm(awm=Awm(ema_coef=1.0, ema_coef_end=0.0, off_policy=True), kl_coef=0.1),
-            {"ema", "old", "reference"},
-        ),
+        ("awm", Algorithm(awm=Awm(ema_coef=1.0, off_policy=True), kl_coef=0.1), {"ema", "old", "reference"}),
         ("diffusion_dpo", Algorithm(), {"reference"}),
     ],
 )
@@ -104,28 +68,79 @@ def test_further_policies_are_kept_only_where_the_settings_want_them(name, setti
     assert find_objective(name).auxiliary(settings) == auxiliary
 
 
-def test_the_old_policy_follows_as_its_objective_says():
-    nft = find_objective("diffusion_nft")
-    for kind in ("none", "slow", "late"):
-        settings = Algorithm(nft=Nft(decay=kind))
-        assert [nft.old_decay(settings, update) for update in (1, 80, 600)] == [
-            nft_decay(kind, update) for update in (1, 80, 600)
-        ]
+@pytest.mark.parametrize(
+    ("kind", "decays"),
+    [
+        ("none", {0: 0.0, 1000: 0.0}),
+        ("slow", {0: 0.0, 1: 0.001, 499: 0.499, 500: 0.5, 5000: 0.5}),
+        ("late", {0: 0.0, 74: 0.0, 75: 0.0, 76: 0.0075, 175: 0.75, 208: 0.9975, 209: 0.999, 9000: 0.999}),
+    ],
+)
+def test_the_old_policy_follows_by_a_published_schedule(kind, decays):
+    settings = Algorithm(nft=Nft(decay=kind))
+    for update, decay in decays.items():
+        assert nft_decay(kind, update) == pytest.approx(decay, abs=1e-15)
+        assert find_objective("diffusion_nft").old_decay(settings, update) == nft_decay(kind, update)
     assert find_objective("awm").old_decay(Algorithm(), 600) == 0.0, "the policy at the start of the update"
 
 
-def test_an_unknown_objective_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"algorithm\.name: expected one of \['awm', .*'flow_grpo', .*\], got 'ppo'"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("fast", 1), "'none', 'slow' or 'late', got 'fast'"), (("slow", -1), "update must be >= 0, got -1")],
+)
+def test_impossible_schedules_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        nft_decay(*arguments)
+
+
+# Of other packages
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Returns a function that has packages register objectives: names, and attributes of this file."""
+
+    def install(**points):
+        found = EntryPoints(EntryPoint(name, f"{__name__}:{at}", registry.OBJECTIVES) for name, at in points.items())
+        for module in (lookup, registry):
+            monkeypatch.setattr(module, "entry_points", lambda group: found)
+
+    return install
+
+
+def test_an_unknown_objective_is_refused_with_the_known_ones(installed):
+    installed(theirs="THEIRS")
+    with pytest.raises(ValueError, match=r"^algorithm\.name: expected one of \['awm', .*'theirs'\], got 'ppo'$"):
         find_objective("ppo")
 
 
-def another(name: str) -> Objective:
-    return Objective(name, "another package's", "forward", "builtins:len", ("final",))
+def test_another_packages_objective_is_found_and_a_built_in_name_cannot_be_taken(installed):
+    installed(theirs="THEIRS", flow_grpo="THEIRS")
+    assert objectives()["theirs"] is find_objective("theirs") is THEIRS
+    assert find_objective("flow_grpo").load() is objectives()["flow_grpo"].load() is flow_grpo
 
 
-def test_a_built_in_name_cannot_be_taken(monkeypatch):
-    installed(monkeypatch, EntryPoint("flow_grpo", another("flow_grpo")))
-    assert find_objective("flow_grpo").load() is flow_grpo
+@pytest.mark.parametrize("find", [lambda: find_objective("theirs"), objectives])
+@pytest.mark.parametrize(
+    ("at", "reason"),
+    [
+        ("NO_OBJECTIVE", "is a dict, not a Objective"),
+        ("nothing_of_this_name", "cannot be imported: AttributeError: .*nothing_of_this_name"),
+    ],
+)
+def test_what_is_no_objective_is_one_line_with_the_package_that_brought_it(installed, find, at, reason):
+    installed(theirs=at)
+    with pytest.raises(
+        ValueError, match=rf"^algorithm\.name: 'theirs' is registered as '{__name__}:{at}', which {reason}"
+    ):
+        find()
+
+
+def test_fields_that_no_engine_returns_are_refused_where_the_objective_is_made():
+    with pytest.raises(
+        ValueError, match=r"^objective 'theirs': fields: engines return \['latents', .*\], got \['velocities'\]$"
+    ):
+        replace(THEIRS, fields=("final", "velocities"))
 
 
 def test_settings_that_would_take_unknown_keys_are_refused():
@@ -133,4 +148,4 @@ def test_settings_that_would_take_unknown_keys_are_refused():
         power: int = 2
 
     with pytest.raises(TypeError, match=r"objective 'theirs': settings must be a subclass of .*Section"):
-        replace(another("theirs"), settings=Settings)
+        replace(THEIRS, settings=Settings)

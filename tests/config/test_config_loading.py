@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from recipe import MINIMAL, load_text
 
-from omni_async.algorithms.correction.validation import problems
+from omni_async.algorithms.validation import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
 from omni_async.config.algorithm import Correction
 from omni_async.config.redact import is_secret_key
@@ -287,7 +287,7 @@ def test_up_to_four_updates_the_ratio_is_taken_to_the_behaviour_policy(updates: 
 def test_beyond_four_updates_weights_are_tempered_and_far_steps_masked(updates: int) -> None:
     chosen = load_text(MINIMAL, f"staleness.max_updates={updates}").correction
     assert (chosen.mode, chosen.weights, chosen.kappa_nats, chosen.normalises) == ("decoupled", "tempered", 2.0, True)
-    assert list(problems(chosen)) == []
+    assert list(correction_problems(chosen)) == []
 
 
 def test_an_explicit_mode_is_taken_as_it_is() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.performance.law import async_step
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import Profile, load_profile

@@ -17,9 +17,8 @@ from omni_async.config.section import Section, doc
 from omni_async.layout import ParallelLayout
 from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks
-from omni_async.training.groups import GroupBatch, check_group
+from omni_async.training.groups import GroupBatch, Needs, check_group, micro_batches
 from omni_async.training.metrics import Metrics
-from omni_async.training.micro_batches import Needs, micro_batches
 from omni_async.types import SampleDrift
 from tests.fakes import TinyPolicy
 

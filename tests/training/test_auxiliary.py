@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
-from omni_async.training.errors import TrainingError
-from omni_async.training.micro_batches import Needs
+from omni_async.training.groups import Needs
 from omni_async.weights.buckets import digest_tensors, unpack
 from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole

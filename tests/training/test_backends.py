@@ -12,8 +12,8 @@ from torch import nn
 from omni_async.backends import find_backend
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
-from omni_async.training.compiling import compile_layers, repeated_layers
 from omni_async.training.engine import TrainEngine
+from omni_async.training.model import compile_layers, repeated_layers
 from omni_async.weights.buckets import unpack
 from tests.fakes import TinyPolicy, TinyTransformer, share, tiny_group
 from tests.training.engines import make_config, started, train

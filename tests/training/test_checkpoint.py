@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
-from omni_async.training.errors import TrainingError
 from tests.fakes import TinyPolicy, tiny_group
 from tests.training.engines import make_config, started
 from tests.training.exports import export

@@ -13,8 +13,8 @@ from omni_async.components import compute_velocity
 from omni_async.config import load
 from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
-from omni_async.training.micro_batches import MicroBatch, Needs, micro_batches
-from omni_async.training.proximal import sample_drifts
+from omni_async.training.groups import MicroBatch, Needs, micro_batches
+from omni_async.training.transition_loss import sample_drifts
 from pipelines.stable_diffusion_3 import tiny
 from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group

@@ -9,8 +9,8 @@ from torch import nn
 
 from omni_async.algorithms.objectives.base import ObjectiveOutput
 from omni_async.layout import ParallelLayout
+from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
-from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, tiny_group
 from tests.training.engines import (

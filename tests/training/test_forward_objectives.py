@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omni_async.algorithms.timesteps import num_draws
+from omni_async.algorithms.kinds import num_draws
 from omni_async.config.schema import Config
+from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
-from omni_async.training.errors import TrainingError
-from omni_async.training.forward_rows import make_draws
+from omni_async.training.forward_loss import make_draws
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, load_model, tiny_group, tiny_pair
 from tests.training.engines import (

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from omni_async.actors.plan import plan_updates
-from omni_async.algorithms.kinds import find_kind
+from omni_async.algorithms.kinds import find_kind, trajectory_fields
 from omni_async.algorithms.registry import find_objective, objectives
-from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.algorithms.validation import problems
 from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings

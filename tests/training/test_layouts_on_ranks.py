@@ -15,9 +15,9 @@ from omni_async.config.schema import Config
 from omni_async.families import find_family
 from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
-from omni_async.training.backends.plain import PlainBackend
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
+from omni_async.training.model import PlainBackend
 from omni_async.types import SdeWindow
 from omni_async.weights.buckets import unpack
 from omni_async.weights.shards import whole

@@ -15,8 +15,8 @@ from omni_async.config.schema import Config
 from omni_async.families import find_family
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy, SequencePlan, load_policy
+from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
-from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.shards import whole
 from tests.fakes import share

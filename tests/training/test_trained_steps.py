@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.algorithms.timesteps import num_trained
+from omni_async.algorithms.kinds import num_trained
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from omni_async.training.transition_rows import trained_steps
+from omni_async.training.transition_loss import trained_steps
 from tests.fakes import TinyPolicy, tiny_group
 from tests.training.engines import assert_gradients, log_probs, make_config, nudge, started, stepped
 from tests.training.plain import gradients_of, model_of, steps_of, surrogate

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from omni_async.algorithms.dealing import samples_per_rank
+from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
 from omni_async.config.algorithm import Algorithm, Correction
 from omni_async.config.schedule import num_devices

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from omni_async.training.export import copy_out
+from omni_async.training.engine import copy_out
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import BucketSet, digest_tensors, unpack
 from omni_async.weights.digest import WeightError, verify

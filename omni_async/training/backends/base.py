@@ -19,7 +19,7 @@ from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
 from omni_async.training.auxiliary import AuxiliaryPolicies
-from omni_async.training.micro_batches import Needs
+from omni_async.training.groups import Needs
 
 if TYPE_CHECKING:
     import torch

@@ -21,11 +21,10 @@ from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
 from omni_async.policy import BuildsEmpty, Policy
-from omni_async.training.compiling import repeated_layers
+from omni_async.training import TrainingError
 from omni_async.training.device import init_lone_process_group
-from omni_async.training.errors import TrainingError
 from omni_async.training.loading import Loading, ShardedModel, WholeModel
-from omni_async.training.model import ModuleBackend
+from omni_async.training.model import ModuleBackend, repeated_layers
 
 
 class Fsdp2Backend(ModuleBackend):

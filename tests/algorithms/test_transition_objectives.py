@@ -8,7 +8,7 @@ from hypothesis import given as over
 from hypothesis import settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
-from transition_steps import close, gaussian_steps, losses_and_gradient
+from transition_steps import close, gaussian_steps
 
 from omni_async.algorithms.advantages import centred, global_scale, unclipped_advantages
 from omni_async.algorithms.objectives.base import TransitionInputs
@@ -38,6 +38,12 @@ def example(rows=24, **changes):
 
 def compute(algorithm):
     return find_objective(algorithm.name).load()
+
+
+def loss_and_gradient(steps, algorithm, **changes):
+    """Returns the losses, and the gradient of their sum with respect to the velocity."""
+    loss = compute(algorithm)(steps.inputs(steps_per_sample=2, **changes), algorithm).loss
+    return loss, torch.autograd.grad(loss.sum(), steps.velocity)[0]
 
 
 def with_kl(case):
@@ -82,28 +88,18 @@ def test_everything_but_log_prob_and_mean_is_data(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_metrics_are_detached_rows_in_the_dtype_of_the_log_prob(case, dtype):
-    _, given = example()
-    rows = tensors(given, dtype)
-    rows["log_prob"].requires_grad_()
-    rows["mean"].requires_grad_()
-    out = compute(CASES[case])(replace(given, **rows), CASES[case])
-    assert (out.loss.shape, out.loss.dtype, out.loss.requires_grad) == ((24,), dtype, True)
-    assert {"ratio_deviation", "approx_kl", "kl_ref"} <= out.metrics.keys()
-    assert all((m.shape, m.dtype, m.requires_grad) == ((24,), dtype, False) for m in out.metrics.values())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_float32_agrees_with_float64_in_value_and_gradient(case):
+def test_float32_agrees_with_float64_in_value_and_gradient_and_metrics_are_detached_rows_of_that_dtype(case):
     algorithm = with_kl(case)
     _, given = example()
     results = []
     for dtype in (torch.float64, torch.float32):
         rows = tensors(given, dtype)
         leaves = rows["log_prob"].requires_grad_(), rows["mean"].requires_grad_()
-        loss = compute(algorithm)(replace(given, **rows), algorithm).loss
-        results.append((loss, *torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)))
+        out = compute(algorithm)(replace(given, **rows), algorithm)
+        assert (out.loss.shape, out.loss.dtype, out.loss.requires_grad) == ((24,), dtype, True)
+        assert {"ratio_deviation", "approx_kl", "kl_ref"} <= out.metrics.keys()
+        assert all((m.shape, m.dtype, m.requires_grad) == ((24,), dtype, False) for m in out.metrics.values())
+        results.append((out.loss, *torch.autograd.grad(out.loss.sum(), leaves, materialize_grads=True)))
     for exact, single in zip(*results, strict=True):
         close(single.double(), exact, 1e-5)
 
@@ -125,13 +121,10 @@ def test_a_sample_does_not_depend_on_its_batch(case):
 @pytest.mark.parametrize("case", CASES)
 def test_a_weight_per_sample_multiplies_its_loss_and_gradient(case):
     weight = torch.linspace(0, 2, 12, dtype=torch.float64).repeat_interleave(2)
-    algorithm = CASES[case]
-    steps, given = example()
-    plain, gradient = losses_and_gradient(steps, given, compute(algorithm), algorithm)
-    weighted, weighted_gradient = losses_and_gradient(
-        steps, steps.inputs(steps_per_sample=2, weight=weight), compute(algorithm), algorithm
-    )
-    close(weighted.loss, weight * plain.loss.detach())
+    steps, _ = example()
+    loss, gradient = loss_and_gradient(steps, CASES[case])
+    weighted, weighted_gradient = loss_and_gradient(steps, CASES[case], weight=weight)
+    close(weighted, weight * loss.detach())
     close(weighted_gradient, weight[:, None, None] * gradient)
 
 
@@ -143,6 +136,7 @@ def test_the_kl_is_added_unweighted(case):
     close(out.loss, 0.7 * out.metrics["kl_ref"])
     with pytest.raises(ValueError, match=r"kl_coef is 0\.7 but there is no ref_mean"):
         compute(algorithm)(example(ref_mean=None)[1], algorithm)
+    assert "kl_ref" not in compute(algorithm)(example(ref_mean=None)[1], CASES[case]).metrics
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,12 +145,10 @@ def test_the_kl_is_added_unweighted(case):
 def test_where_the_catalogue_says_homogeneous_loss_and_gradient_scale_with_the_advantage(case, factor):
     algorithm = CASES[case]
     assert find_objective(algorithm.name).homogeneous(algorithm)
-    steps, given = example()
-    plain, gradient = losses_and_gradient(steps, given, compute(algorithm), algorithm)
-    scaled, scaled_gradient = losses_and_gradient(
-        steps, steps.inputs(steps_per_sample=2, advantage=factor * steps.advantage), compute(algorithm), algorithm
-    )
-    torch.testing.assert_close(scaled.loss, factor * plain.loss, atol=0, rtol=1e-12)
+    steps, _ = example()
+    loss, gradient = loss_and_gradient(steps, algorithm)
+    scaled, scaled_gradient = loss_and_gradient(steps, algorithm, advantage=factor * steps.advantage)
+    torch.testing.assert_close(scaled, factor * loss, atol=0, rtol=1e-12)
     torch.testing.assert_close(scaled_gradient, factor * gradient, atol=1e-14 * factor, rtol=1e-12)
 
 
@@ -167,9 +159,8 @@ def test_where_the_catalogue_says_homogeneous_loss_and_gradient_scale_with_the_a
 def test_terms_that_do_not_scale_with_the_advantage_are_known_to_the_catalogue(case, changes):
     algorithm = changed(CASES[case], **changes)
     assert not find_objective(algorithm.name).homogeneous(algorithm)
-    steps, given = example()
-    plain = compute(algorithm)(given, algorithm).loss
-    doubled = compute(algorithm)(steps.inputs(steps_per_sample=2, advantage=2 * steps.advantage), algorithm).loss
+    steps, _ = example()
+    plain, doubled = (loss_and_gradient(steps, algorithm, advantage=k * steps.advantage)[0] for k in (1, 2))
     assert (doubled - 2 * plain).abs().max() > 1e-5
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni_async.algorithms.correction.correct import correct
-from omni_async.algorithms.correction.drift import Drift, effective_sample_size
+from omni_async.algorithms.correction import Drift, correct, effective_sample_size
 from omni_async.config.algorithm import Correction
 from omni_async.sde.transitions import log_prob, nats_per_log_prob, take_step, transition
 

@@ -48,15 +48,8 @@ class Steps:
     noise_level: torch.Tensor
 
     def at(self, velocity):
-        return transition(
-            self.kind,
-            self.x,
-            velocity,
-            self.sigma,
-            self.sigma_next,
-            torch.full_like(self.sigma, 0.97),
-            self.noise_level,
-        )
+        largest = torch.full_like(self.sigma, 0.97)
+        return transition(self.kind, self.x, velocity, self.sigma, self.sigma_next, largest, self.noise_level)
 
     def inputs(self, **changes):
         current, old, ref = self.at(self.velocity), self.at(self.old_velocity), self.at(self.ref_velocity)
@@ -124,10 +117,3 @@ def mean_square(a, b):
 
 def close(got, expected, tolerance=1e-12):
     torch.testing.assert_close(got, torch.as_tensor(expected, dtype=got.dtype), atol=tolerance, rtol=tolerance)
-
-
-def losses_and_gradient(steps, given, objective, algorithm):
-    """Returns an objective's losses, metrics and the gradient of their sum with respect to the velocity."""
-    out = objective(given, algorithm)
-    (gradient,) = torch.autograd.grad(out.loss.sum(), steps.velocity)
-    return out, gradient

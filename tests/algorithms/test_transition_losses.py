@@ -1,5 +1,5 @@
-"""Tests the loss of every objective on transitions against its formula, row by row in Python numbers. That gradients
-are those of the losses is tested for all of them in `test_transition_objectives`."""
+"""Tests the loss of every objective on transitions against its formula, row by row in Python numbers, and the parts
+that are shared. That gradients are those of the losses is tested for all of them in `test_transition_objectives`."""
 
 import math
 
@@ -7,13 +7,21 @@ import pytest
 import torch
 from transition_steps import clipped, close, gaussian_steps, inputs, mean_square, ratio_of
 
-from omni_async.algorithms.objectives.dance_grpo import dance_grpo
-from omni_async.algorithms.objectives.flow_dppo import flow_dppo
-from omni_async.algorithms.objectives.flow_grpo import flow_grpo
-from omni_async.algorithms.objectives.grpo_guard import grpo_guard
-from omni_async.algorithms.objectives.gspo import gspo
-from omni_async.algorithms.objectives.mix_grpo import mix_grpo
+from omni_async.algorithms.objectives.transition import (
+    clipped_surrogate,
+    dance_grpo,
+    flow_dppo,
+    flow_grpo,
+    grpo_guard,
+    gspo,
+    log_ratios,
+    log_ratios_nats,
+    mix_grpo,
+    objective_output,
+    reference_kl,
+)
 from omni_async.config.algorithm import Algorithm, Dppo, Guard, Mix
+from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
 
 ROWS = 24
 kinds = pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
@@ -52,13 +60,10 @@ def test_flow_grpo_and_mix_grpo_and_dance_grpo(kind, kl_coef, exact):
     losses = [w * loss for w, loss in zip(given.weight.tolist(), surrogates(given, clip), strict=True)]
     pulls = [kl_coef * kl(given, row, exact) for row in range(ROWS)]
     drifts = [5.0 * math.log(ratio_of(given, row)) ** 2 / 2 for row in range(ROWS)]
-    close(
-        flow_grpo(given, Algorithm(kl_coef=kl_coef, **settings)).loss,
-        [a + b for a, b in zip(losses, pulls, strict=True)],
-        1e-10,
-    )
+    expected = [a + b for a, b in zip(losses, pulls, strict=True)]
+    close(flow_grpo(given, Algorithm(kl_coef=kl_coef, **settings)).loss, expected, 1e-10)
     mixed = mix_grpo(given, Algorithm(kl_coef=kl_coef, mix=Mix(log_ratio_coef=5.0), **settings))
-    close(mixed.loss, [sum(terms) for terms in zip(losses, pulls, drifts, strict=True)], 1e-10)
+    close(mixed.loss, [sum(terms) for terms in zip(expected, drifts, strict=True)], 1e-10)
     close(dance_grpo(given, Algorithm(**settings)).loss, losses, 1e-10)
 
 
@@ -182,3 +187,117 @@ def test_gspos_clip_range_in_nats_bounds_the_mean_over_steps_of_whole_sample_log
         losses += [-advantage * math.exp(log_ratio)] * 3
     assert 0 < held < 8
     close(gspo(given, Algorithm(clip_range_nats=0.2)).loss, losses, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"log_prob": torch.zeros(1, 1)}, r"log_prob must have shape \(R,\), got \(1, 1\)"),
+        ({"old_log_prob": torch.zeros(2)}, r"old_log_prob must have shape \(1,\).*got \(2,\)"),
+        ({"nats_per_log_prob": torch.zeros(3)}, r"nats_per_log_prob must have shape \(1,\).*got \(3,\)"),
+        ({"weight": torch.zeros(())}, r"weight must have shape \(1,\).*got \(\)"),
+        ({"num_elements": 5}, r"1 rows of 5 elements, got shape \(1, 2, 3\)"),
+        ({"ref_mean": torch.zeros(1, 6)}, r"ref_mean must have shape \(1, 2, 3\).*got \(1, 6\)"),
+        ({"old_mean": torch.zeros(2, 2, 3)}, r"old_mean must have shape \(1, 2, 3\).*got \(2, 2, 3\)"),
+        ({"steps_per_sample": 2}, "1 rows are not whole samples of 2 steps"),
+        ({"steps_per_sample": 0}, "1 rows are not whole samples of 0 steps"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        inputs([1.0], [1.0], **change)
+
+
+def surrogate(given, algorithm=Algorithm(clip_range=0.1)):  # noqa: B008
+    return clipped_surrogate(given, algorithm, log_ratios(given), log_ratios_nats(given))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_clipped_surrogate_and_its_gradient_by_hand(dtype, tolerance):
+    given = inputs([1.05, 1.3, 0.7, 1.3, 0.7, 1.0], [2.0, 2.0, 2.0, -2.0, -2.0, 0.0], dtype)
+    loss, metrics = surrogate(given)
+    assert loss.dtype == torch.float64
+    close(loss, [-2.1, -2.2, -1.4, 2.6, 1.8, 0.0], tolerance)
+    loss.sum().backward()
+    close(given.log_prob.grad, [-2.1, 0.0, -1.4, 2.6, 0.0, 0.0], tolerance)  # -A r, and 0 where the clip holds
+    assert metrics["clipped_high"].tolist() == [0, 1, 0, 1, 0, 0]
+    assert metrics["clipped_low"].tolist() == [0, 0, 1, 0, 1, 0]
+    close(metrics["ratio_deviation"], [0.05, 0.3, 0.3, 0.3, 0.3, 0.0], tolerance)
+
+
+def test_tiny_clip_ranges_work_in_float32():
+    given = inputs([1.0, 1.0], [1.0, 1.0], torch.float32, log_prob=torch.tensor([0.9e-6, 1.1e-6]))
+    assert surrogate(given, Algorithm(clip_range=1e-6))[1]["clipped_high"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("sigma_next", [0.95, 0.7, 0.4, 0.1])
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+def test_one_nat_binds_at_one_nat_for_every_transition_and_step(kind, sigma_next):
+    """Sets x' = old mean + a and mean = old mean + t a, which make L = (|a|^2 / 2 S^2) (1 - (1 - t)^2), so t says where
+    a row is; |a|^2 / 2 S^2 = 5."""
+    wanted = torch.tensor([1 - 1e-9, 1 + 1e-9, -1 + 1e-9, -1 - 1e-9] * 2, dtype=torch.float64)
+    advantage = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x, v, away = torch.randn(3, 8, 3, 4, generator=generator, dtype=torch.float64)
+    sigma_next = torch.full((8,), sigma_next, dtype=torch.float64)
+    step = transition(
+        kind, x, v, sigma_next + 0.04, sigma_next, torch.full_like(sigma_next, 0.97), torch.full_like(sigma_next, 0.8)
+    )
+    away *= (10 * step.scale.square() / away.square().sum(dim=(1, 2))).sqrt()[:, None, None]
+    mean = (step.mean + (1 - (1 - wanted / 5).sqrt())[:, None, None] * away).requires_grad_()
+    given = inputs(
+        [1.0] * 8,
+        advantage.tolist(),
+        log_prob=log_prob(kind, step.mean + away, mean, step.scale),
+        old_log_prob=log_prob(kind, step.mean + away, step.mean, step.scale),
+        mean=mean,
+        scale=step.scale,
+        nats_per_log_prob=nats_per_log_prob(kind, step.scale, 12),
+        num_elements=12,
+        kind=kind,
+    )
+    out = flow_grpo(given, Algorithm(clip_range_nats=1.0))
+    assert out.metrics["clipped_high"].tolist() == [0, 1, 0, 0] * 2
+    assert out.metrics["clipped_low"].tolist() == [0, 0, 0, 1] * 2
+    out.loss.sum().backward()
+    moves = mean.grad.abs().amax(dim=(1, 2)) > 0
+    assert moves.tolist() == [True, False, True, True, True, True, True, False]
+
+
+def test_a_clip_range_is_given_once_and_in_nats_only_where_the_log_ratio_is_one_of_densities():
+    given = inputs([1.0], [1.0])
+    with pytest.raises(ValueError, match=r"not both \(got 0.0001 and 0.5\)"):
+        surrogate(given, Algorithm(clip_range=1e-4, clip_range_nats=0.5))
+    with pytest.raises(ValueError, match=r"clip_range_nats: the ratio of grpo_guard is rescaled.*use clip_range"):
+        clipped_surrogate(given, Algorithm(name="grpo_guard", clip_range_nats=0.5), log_ratios(given), None)
+
+
+@pytest.mark.parametrize(("form", "divisor"), [("published", 2 * 0.5**2), ("exact", 2 * 0.2**2), ("mean", 1.0)])
+def test_each_kl_form_by_hand_and_its_pull_to_the_reference(form, divisor):
+    mean = torch.full((1, 2, 3), 0.3, dtype=torch.float64, requires_grad=True)
+    ref = torch.full((1, 2, 3), 0.1, dtype=torch.float64, requires_grad=True)
+    given = inputs([1.0], [0.0], mean=mean, ref_mean=ref)
+    out = objective_output(given, Algorithm(kl_coef=0.5, kl_form=form), torch.zeros(1, dtype=torch.float64), {})
+    close(out.loss, [0.5 * 0.04 / divisor])
+    close(out.metrics["kl_ref"], [0.04 / divisor])
+    out.loss.sum().backward()
+    close(mean.grad, torch.full_like(mean, 0.5 * 2 * 0.2 / (divisor * 6)))
+    assert ref.grad is None
+
+
+def test_the_exact_kl_is_torchs_gaussian_divergence_per_element():
+    given = gaussian_steps("dance").inputs()
+    current, reference = (
+        torch.distributions.Normal(mean, given.scale[:, None, None]) for mean in (given.mean, given.ref_mean)
+    )
+    expected = torch.distributions.kl_divergence(current, reference).mean(dim=(1, 2))
+    close(reference_kl(given, given.ref_mean, Algorithm(kl_form="exact")), expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+def test_the_published_kl_is_the_exact_one_times_the_step_size_for_flow_alone(kind):
+    steps = gaussian_steps(kind)
+    given = steps.inputs()
+    published, exact = (reference_kl(given, given.ref_mean, Algorithm(kl_form=form)) for form in ("published", "exact"))
+    factor = steps.sigma - steps.sigma_next if kind == "flow" else 1.0
+    close(published, exact * factor, 1e-10)

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.algorithms.forward_process import draw_sigmas, mean_square, noised, target
-from omni_async.algorithms.timesteps import num_draws
+from omni_async.algorithms.kinds import num_draws
+from omni_async.algorithms.objectives.forward import draw_sigmas, mean_square, noised, target
 from omni_async.config.algorithm import Forward
 
 SCHEDULE = torch.tensor([1.0, 0.9, 0.75, 0.6, 0.4, 0.02, 0.0])

@@ -1,0 +1,309 @@
+"""Corrects the loss for the distance between the policy that made a sample and the one that trains on it.
+
+N samples x W trained steps; b is the behaviour policy (the engine's weights and kernels when the step was taken), p the
+proximal one (the trainer's weights at the start of the update). Each step is a Gaussian given its input, so a step's
+log-ratio needs only the log-prob recorded when it was taken, even where the engine's weights changed in mid-trajectory.
+`Drift` is that distance, row by row; `correct` derives from it, as `algorithm.correction` asks for,
+
+- masks, rules that leave rows out of the loss. k1, k2, k3 are three estimators of KL(b || p) from one sample of b
+  (Schulman, "Approximating KL divergence"), -L, L^2 / 2 and exp(L) - 1 - L, used as rejection statistics by VeRL.
+  kappa is the KL itself, known in closed form for Gaussians; unlike L it does not depend on the noise that was drawn,
+  so it rejects real drift and not bad luck. M2PO (arXiv 2510.01161) bounds the second moment of L over a batch.
+- importance weights w = p / b: exact or tempered, truncated, or 0 outside a band. Whole-sample log-ratios (`sum`) make
+  exact weights. The mean over D latent elements (`mean`, published code) makes their D-th root, which differs from 1 by
+  about 1e-5 at image sizes and corrects nothing.
+
+Tempering exp(gamma L) finds the gamma in (0, 1] that leaves a wanted effective sample size. gamma = 1 is the exact
+weight, whose effective sample size exp(-2 D kappa) vanishes after a few updates; gamma -> 0 is no correction. Between
+them the bias goes to 0 with the drift (gamma -> 1) while the variance stays bounded. ESS(gamma) never rises: with E_g
+the mean under weights proportional to exp(g L), d/dgamma ln ESS = 2 (E_gamma[L] - E_2gamma[L]), and E_g[L] rises with
+g, its derivative being the variance of L under those weights. So one gamma separates enough from too little.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from omni_async.algorithms.validation import correction_problems
+from omni_async.config.algorithm import Correction
+
+Level = Literal["step", "sum", "mean", "max"]
+
+MAX_EXPONENT = 20.0
+_RELATIVE_TOLERANCE = 1e-9  # of the tempering exponent
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The drift of N samples x W trained steps.
+
+    `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
+    `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the step in
+    nats, where the behaviour means are known.
+
+    Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
+    `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or
+    dtypes, values that are not finite, kappa < 0 and tensors with a gradient: a correction is data."""
+
+    log_ratio: Tensor
+    kappa: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.log_ratio.ndim != 2 or self.log_ratio.numel() == 0:
+            raise ValueError(f"log_ratio must have shape (N, W) with N, W >= 1, got {tuple(self.log_ratio.shape)}")
+        for name, value in (("log_ratio", self.log_ratio), ("kappa", self.kappa)):
+            if value is None:
+                continue
+            if value.shape != self.log_ratio.shape or value.dtype != torch.float64:
+                raise ValueError(
+                    f"{name} must be float64 of shape {tuple(self.log_ratio.shape)}, got {value.dtype} of shape"
+                    f" {tuple(value.shape)}"
+                )
+            if value.requires_grad:
+                raise ValueError(f"{name} requires a gradient, but a correction is data: detach it")
+            good = value.isfinite() & (value >= 0) if name == "kappa" else value.isfinite()
+            if not good.all():
+                sample, step = good.logical_not().nonzero()[0].tolist()
+                wanted = "finite and >= 0" if name == "kappa" else "finite"
+                raise ValueError(
+                    f"{name} must be {wanted}, got {value[sample, step].item()} in sample {sample}, step {step}"
+                )
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """The correction of N samples x W trained steps.
+
+    `weight` (N, W) float64, 0 where masked; `unmasked` (N, W) the same before masks, 0 outside `band` alone. `kept` (N,
+    W) bool. `masked`: rule (the name of its setting) to (N, W) bool, True where that rule alone masks, for every rule
+    that is on. `gamma`: the tempering exponent, 1 without tempering."""
+
+    weight: Tensor
+    unmasked: Tensor
+    kept: Tensor
+    masked: dict[str, Tensor]
+    gamma: float
+
+
+def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
+    """Return the settings' weights and masks of these rows; nothing is corrected in mode `none`.
+
+    Rules do not see each other: each judges all rows, and a row stays if every rule keeps it. Weights that `band` sets
+    to 0 are masked. Tempering comes after the rules: rows that they leave out do not affect its exponent. k1, k2, k3
+    and m2 read the same L as the weights: per latent element with log_ratio `mean`; kappa_nats is in nats always.
+
+    Args:
+        drift: Of a whole update where `settings.needs_update` says so.
+        settings: `algorithm.correction`.
+        num_elements: D, the latent elements of a sample.
+
+    Raises:
+        ValueError: For settings that `correction_problems` objects to, and for kappa_nats without drift.kappa."""
+    for problem in correction_problems(settings):
+        raise ValueError(problem)
+    log_ratio = per_element(drift.log_ratio, settings, num_elements)
+    level = settings.reject_level
+    keep: dict[str, Tensor] = {}
+    if settings.kappa_nats is not None:
+        if drift.kappa is None:
+            raise ValueError(
+                "algorithm.correction.kappa_nats needs drift.kappa, which takes the behaviour policy's means; there are"
+                " none"
+            )
+        keep["kappa_nats"] = drift.kappa <= settings.kappa_nats
+    if settings.m2 is not None:
+        keep["m2"] = m2po_mask(log_ratio, settings.m2)
+    if settings.k1 is not None:
+        keep["k1"] = k1_mask(log_ratio, settings.k1, level)
+    if settings.k2 is not None:
+        keep["k2"] = k2_mask(log_ratio, settings.k2, level)
+    if settings.k3 is not None:
+        keep["k3"] = k3_mask(log_ratio, settings.k3, level)
+    kept = torch.ones_like(log_ratio, dtype=torch.bool)
+    for own in keep.values():
+        kept = kept & own
+    weight, gamma = importance_weights(drift.log_ratio, settings, num_elements, kept)
+    if settings.band is not None:
+        keep["band"] = weight > 0
+        kept = kept & keep["band"]
+    return Corrected(torch.where(kept, weight, 0.0), weight, kept, {name: ~own for name, own in keep.items()}, gamma)
+
+
+def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:
+    """Return (numerator, denominator), by whose quotient the mean over all rows of weight x loss is multiplied.
+
+    Both are sums over rows, so those of micro-batches add up to those of the update. The numerator is the number of
+    rows. The denominator counts the rows that are left (`kept`) or all of them (`all`), each as 1, or as its weight
+    where weights are normalised: the loss is the sum of weight x loss over the rows that are left, divided by the
+    denominator. So with `all` a masked row dilutes the loss by what it would have weighed (VeRL's batch normalisation,
+    which knows no masks)."""
+    rows = float(corrected.weight.numel())
+    if settings.normalises:
+        return rows, (corrected.weight if settings.denominator == "kept" else corrected.unmasked).sum().item()
+    return rows, float(corrected.kept.sum().item()) if settings.denominator == "kept" else rows
+
+
+def loss_factor(numerator: float, denominator: float) -> float:
+    """Return numerator / denominator, and 0 where that is 0: with every row masked there is nothing to learn from."""
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def importance_weights(
+    log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """Return (weights (N, W) float64, gamma) of L = `log_ratio` (N, W) in nats; w = exp(clamp(gamma e, +-20)).
+
+    The exponent e is by row (`exponents`). gamma is 1 unless weights are `tempered`: then it is the
+    `tempering_exponent` of the rows that reach the loss, those where `kept` (N, W) bool is True (all without it), so
+    give a whole update; with none left it is 1. First weights outside `band` become 0 (IcePop), then the others are
+    truncated at `cap`. `weights: none` gives ones. Rows that are not kept have weights like any other.
+
+    Clamping and truncating keep the order of weights and shrink large ones most, which cannot lower the effective
+    sample size."""
+    if settings.weights == "none":
+        return torch.ones_like(log_ratio), 1.0
+    values = exponents(log_ratio, settings, num_elements)
+    gamma = 1.0
+    if settings.weights == "tempered":
+        own = values.flatten() if kept is None else values[kept]
+        gamma = tempering_exponent(own, settings.ess_target) if own.numel() else 1.0
+    weight = (gamma * values).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    if settings.band is not None:
+        low, high = settings.band
+        weight = torch.where((weight >= low) & (weight <= high), weight, 0.0)
+    if settings.cap is not None:
+        weight = weight.clamp(max=settings.cap)
+    return weight, gamma
+
+
+def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
+    """Return (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps, which share the result.
+
+    Level `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D.
+    `sequence`: the sum over steps of either; VeRL-Omni's level of that name is the one of L / D."""
+    values = per_element(log_ratio, settings, num_elements)
+    if settings.level == "step":
+        return values
+    if settings.level == "trajectory" and settings.log_ratio == "mean":
+        return values.mean(dim=1, keepdim=True).expand_as(log_ratio)
+    return values.sum(dim=1, keepdim=True).expand_as(log_ratio)
+
+
+def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
+    """Return L itself for log_ratio `sum`, L / D for `mean`."""
+    if num_elements < 1:
+        raise ValueError(f"num_elements must be >= 1, got {num_elements}")
+    return log_ratio / num_elements if settings.log_ratio == "mean" else log_ratio
+
+
+def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
+    """Return the largest gamma in (0, 1] with ESS(exp(gamma L)) >= ess_target, to a relative 1e-9, from below.
+
+    `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1."""
+    if not 0 < ess_target < 1:
+        raise ValueError(f"ess_target must lie in (0, 1), got {ess_target}")
+    values = log_ratio.flatten()
+
+    def enough(gamma: float) -> bool:
+        return effective_sample_size(gamma * values).item() >= ess_target
+
+    if enough(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    while low == 0.0 or high - low > _RELATIVE_TOLERANCE * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return low
+
+
+def effective_sample_size(log_weights: Tensor) -> Tensor:
+    """Return (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), in (0, 1].
+
+    Computed relative to the largest weight, so that weights may be beyond the range of exp. -inf is a weight of 0; all
+    of them 0 give 0."""
+    values = log_weights.to(torch.float64)
+    top = values.amax(dim=0)
+    weights = (values - top).exp()
+    return torch.where(
+        top == -math.inf, 0.0, (weights.mean(dim=0).square() / weights.square().mean(dim=0)).clamp(max=1.0)
+    )
+
+
+def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tensor:
+    """Keep (N, W) rows, True, where the ratio exp(L) lies in band = [lo, hi], both ends included.
+
+    A symmetric bound t is (1 / t, t). (VeRL bounds b / p instead, so its lo_hi is (1 / hi, 1 / lo) here.) `sum` and
+    `mean`: the ratio of the sample and its geometric mean over steps. `max`: all steps must lie in the band; the
+    maximum of a signed quantity would test one side alone."""
+    low, high = math.log(band[0]), math.log(band[1])
+    if level == "max":
+        smallest, largest = log_ratio.amin(dim=1, keepdim=True), log_ratio.amax(dim=1, keepdim=True)
+        return ((smallest >= low) & (largest <= high)).expand_as(log_ratio)
+    value = _over_steps(log_ratio, level)
+    return ((value >= low) & (value <= high)).expand_as(log_ratio)
+
+
+def k2_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
+    """Keep rows where L^2 / 2 <= bound, per step or aggregated over a sample's steps."""
+    return (_over_steps(log_ratio.square() / 2, level) <= bound).expand_as(log_ratio)
+
+
+def k3_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
+    """Keep rows where exp(L) - 1 - L <= bound, per step or aggregated over a sample's steps."""
+    return (_over_steps(log_ratio.expm1() - log_ratio, level) <= bound).expand_as(log_ratio)
+
+
+def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
+    """Leave out the largest L^2, one by one, until the mean of the others is < bound: as few as possible.
+
+    The mean is a batch statistic over all N W rows. Among equal L^2 the rows that come first (sample-major) stay. If
+    even the smallest L^2 is >= bound nothing is kept."""
+    squares = log_ratio.square().flatten()
+    ascending, order = squares.sort(stable=True)
+    means = ascending.cumsum(dim=0) / torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
+    below = (means < bound).nonzero()
+    count = int(below[-1]) + 1 if len(below) else 0
+    keep = torch.zeros_like(squares, dtype=torch.bool)
+    keep[order[:count]] = True
+    return keep.reshape(log_ratio.shape)
+
+
+def _over_steps(statistic: Tensor, level: Level) -> Tensor:
+    """Return (N, W) for `step`, else (N, 1)."""
+    if level == "step":
+        return statistic
+    if level == "sum":
+        return statistic.sum(dim=1, keepdim=True)
+    if level == "mean":
+        return statistic.mean(dim=1, keepdim=True)
+    if level == "max":
+        return statistic.amax(dim=1, keepdim=True)
+    raise ValueError(f"level must be 'step', 'sum', 'mean' or 'max', got {level!r}")
+
+
+def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor) -> Tensor:
+    """Estimate the proximal policy's log-prob without a forward pass, as if log-probs moved linearly with versions.
+
+    log p = log b + alpha (log theta - log b), AReaL's approximation of the decoupled loss: with v the version being
+    made and v_b the one that took the step, alpha = (v - 1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
+
+    The result has shape and dtype of `behaviour` and is detached from both. `behaviour` are recorded log-probs,
+    `current` those of the policy in training, of the same shape and unit; `staleness` integers >= 0 of that shape, a
+    step's own where versions changed in mid-trajectory. Steps of staleness 0 get behaviour: how engine and trainer
+    differ stays in the ratio."""
+    for name, value in (("current", current), ("staleness", staleness)):
+        if value.shape != behaviour.shape:
+            raise ValueError(
+                f"{name} must have shape {tuple(behaviour.shape)} like behaviour, got {tuple(value.shape)}"
+            )
+    if staleness.is_floating_point() or staleness.dtype == torch.bool:
+        raise ValueError(f"staleness must be integers, got {staleness.dtype}")
+    if (staleness < 0).any():
+        raise ValueError(f"staleness must be >= 0, got {staleness.min().item()}")
+    start, end, age = (value.detach().to(torch.float64) for value in (behaviour, current, staleness))
+    return (start + age / (age + 1) * (end - start)).to(behaviour.dtype)

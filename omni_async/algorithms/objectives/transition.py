@@ -1,0 +1,240 @@
+"""Implements the objectives on denoising steps, and the parts that they share.
+
+Log-ratios, PPO's clipped surrogate (arXiv 1707.06347, eq. 7), the KL to the reference, and the metrics of both.
+Everything per row is float64: clip ranges are often 1e-5 or less, where float32 next to 1 has only about a hundred
+values left.
+
+| objective  | paper            | its own part                                                       |
+|------------|------------------|--------------------------------------------------------------------|
+| flow_grpo  | arXiv 2505.05470 | PPO's clipped surrogate per denoising step, a KL to the reference  |
+| dance_grpo | arXiv 2505.07818 | the same without KL, on the transition "dance"                     |
+| mix_grpo   | arXiv 2507.21802 | the same on the steps of a window that the sampler slides          |
+| grpo_guard | arXiv 2510.22319 | log-ratios centred and brought to one width at every step          |
+| flow_dppo  | arXiv 2606.11025 | no clip: rows that drifted too far and would drift on are dropped  |
+| gspo       | arXiv 2507.18071 | one ratio per sample, the geometric mean over its denoising steps  |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omni_async.algorithms.objectives.base import ObjectiveOutput, TransitionInputs
+from omni_async.config.algorithm import Algorithm
+
+Metrics = dict[str, Tensor]
+
+_PUBLISHED_CLIP_RANGE = 1e-4  # flow_grpo, VeRL-Omni
+
+
+def log_ratios(inputs: TransitionInputs) -> Tensor:
+    """Return (R,) float64 with gradient: log_prob - old_log_prob, the log-ratio per latent element.
+
+    Its exponential is the D-th root of the ratio of densities, as in the public code of flow_grpo, VeRL-Omni and
+    DanceGRPO; hence clip ranges of order 1 / D. For kind "cps" it is no ratio of densities at all, since the log-prob
+    lacks the factor 1 / (2 scale^2)."""
+    return inputs.log_prob.to(torch.float64) - inputs.old_log_prob.detach().to(torch.float64)
+
+
+def log_ratios_nats(inputs: TransitionInputs) -> Tensor:
+    """Return L (R,) float64 without gradient: the log-ratio of a sample in nats, of densities for every kind."""
+    return inputs.nats_per_log_prob.detach().to(torch.float64) * log_ratios(inputs).detach()
+
+
+def mean_square_difference(mean: Tensor, other: Tensor) -> Tensor:
+    """Return (R,) float64: <(mean - other)^2> of two (R, ...), the mean over all but rows. `other` is data."""
+    return (mean - other.detach()).square().flatten(1).mean(dim=1, dtype=torch.float64)
+
+
+def clipped_surrogate(
+    inputs: TransitionInputs, algorithm: Algorithm, log_ratio: Tensor, nats: Tensor | None
+) -> tuple[Tensor, Metrics]:
+    """Return per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
+
+    With clip_range c (1e-4 if neither is given) the clip is to [1 - c, 1 + c]. With clip_range_nats c it is to where
+    |nats| = c, `nats` being the log-ratio of the whole sample that belongs to log_ratio: a row outside gets log_ratio
+    scaled back by c / |nats|, and it has no gradient if A pushes it further out. `nats` is None where log_ratio has no
+    such meaning: then clip_range_nats is a ValueError.
+
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside, whether or not the clip takes the
+    gradient, as in flow_grpo."""
+    advantage = inputs.advantage.detach().to(torch.float64)
+    ratio = log_ratio.exp()
+    if algorithm.clip_range_nats is None:
+        clip = _PUBLISHED_CLIP_RANGE if algorithm.clip_range is None else algorithm.clip_range
+        low, high = ratio < 1 - clip, ratio > 1 + clip
+        bound = ratio.detach().clamp(1 - clip, 1 + clip)
+    else:
+        low, high, bound = _clip_in_nats(algorithm, algorithm.clip_range_nats, log_ratio.detach(), nats)
+    held = (high & (advantage > 0)) | (low & (advantage < 0))
+    loss = -advantage * torch.where(held, bound, ratio)
+    return loss, {
+        "ratio_deviation": log_ratio.expm1().abs(),
+        "clipped_low": low.to(torch.float64),
+        "clipped_high": high.to(torch.float64),
+    }
+
+
+def _clip_in_nats(
+    algorithm: Algorithm, clip: float, log_ratio: Tensor, nats: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows below and above the clip range in nats, and the ratios that clipped rows get."""
+    if algorithm.clip_range is not None:
+        raise ValueError(f"give clip_range or clip_range_nats, not both (got {algorithm.clip_range} and {clip})")
+    if nats is None:
+        raise ValueError(
+            f"algorithm.clip_range_nats: the ratio of {algorithm.name} is rescaled, so no bound on it is one in nats;"
+            " use clip_range"
+        )
+    return nats < -clip, nats > clip, (log_ratio * (clip / nats.abs().clamp(min=clip))).exp()
+
+
+def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorithm) -> Tensor:
+    """Return (R,) float64, per latent element, with gradient: <(mean - ref_mean)^2> / (2 s^2).
+
+    kl_form "published": s = std, as flow_grpo and VeRL-Omni compute it; "exact": s = scale, the KL between the two
+    Gaussians. For kind "flow" the published value is the exact one times the step size; for "dance" and "cps" they
+    agree. "mean": <(mean - ref_mean)^2> and no divisor (Flow-Factory's x-space form)."""
+    square = mean_square_difference(inputs.mean, ref_mean)
+    if algorithm.kl_form == "mean":
+        return square
+    width = inputs.std if algorithm.kl_form == "published" else inputs.scale
+    return square / (2 * width.detach().to(torch.float64).square())
+
+
+def objective_output(
+    inputs: TransitionInputs, algorithm: Algorithm, policy_loss: Tensor, metrics: Metrics, penalty: Tensor | None = None
+) -> ObjectiveOutput:
+    """Compute weight policy_loss + kl_coef KL + penalty per row, from (R,) float64 parts, in log_prob's dtype.
+
+    Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean, kl_ref in the form of `kl_form`. ValueError where
+    kl_coef > 0 and there is no ref_mean."""
+    loss = policy_loss if inputs.weight is None else inputs.weight.detach().to(torch.float64) * policy_loss
+    if penalty is not None:
+        loss = loss + penalty
+    metrics = {**metrics, "approx_kl": 0.5 * log_ratios(inputs).square()}
+    if inputs.ref_mean is not None:
+        metrics["kl_ref"] = reference_kl(inputs, inputs.ref_mean, algorithm)
+        if algorithm.kl_coef > 0:
+            loss = loss + algorithm.kl_coef * metrics["kl_ref"]
+    elif algorithm.kl_coef > 0:
+        raise ValueError(f"algorithm.kl_coef is {algorithm.kl_coef} but there is no ref_mean to compute the KL to")
+    dtype = inputs.log_prob.dtype
+    return ObjectiveOutput(loss.to(dtype), {name: value.detach().to(dtype) for name, value in metrics.items()})
+
+
+def flow_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_coef KL, with r = exp(log_prob - old_log_prob).
+
+    c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). w is the weight, 1
+    without one. KL: `reference_kl`. ValueError where kl_coef > 0 and there is no ref_mean.
+
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside 1 +- c; approx_kl (log r)^2 / 2;
+    with ref_mean kl_ref."""
+    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
+    return objective_output(inputs, algorithm, loss, metrics)
+
+
+def dance_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute `flow_grpo`, for any transition kind. ValueError for kl_coef > 0: there is no KL in DanceGRPO."""
+    if algorithm.kl_coef > 0:
+        raise ValueError(
+            f"algorithm.kl_coef: dance_grpo has no KL term, got {algorithm.kl_coef}; flow_grpo is the same loss"
+            " with one"
+        )
+    return flow_grpo(inputs, algorithm)
+
+
+def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + mix.log_ratio_coef (log r)^2 / 2 + kl_coef KL.
+
+    r, c, w, KL are as in `flow_grpo`. MixGRPO's public code calls the middle term its KL: a pull to the policy of
+    old_log_prob, from the sampled log-ratio alone. w does not multiply it. ValueError and metrics as `flow_grpo`;
+    approx_kl is the middle term without its coefficient."""
+    log_ratio = log_ratios(inputs)
+    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratios_nats(inputs))
+    coef = algorithm.mix.log_ratio_coef
+    return objective_output(inputs, algorithm, loss, metrics, 0.5 * coef * log_ratio.square() if coef > 0 else None)
+
+
+def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute per row w max(-A r, -A clip(r, 1 - c, 1 + c)) / h + kl_coef KL, r = exp((log_prob - old_log_prob + b) S).
+
+    With x' = old mean + S eps and drift d = (mean - old_mean) / S, the log-ratio per element is <d eps> - <d^2> / 2.
+    The bias b adds the second term back, which leaves an expectation of zero under the old policy, so that the clip
+    binds on both sides alike; the factor S removes the 1 / S in the first.
+
+    b = <(mean - old_mean)^2> / (2 S^2), each row's own, carries the gradient. sqrt(h) = scale / std. guard.scale
+    "sample": S = scale and h are the row's own (Flow-Factory). "batch": S = mean(sqrt(h)) mean(std) and h =
+    mean(sqrt(h))^2 over the rows given (VeRL-Omni), so that rows of different steps in one micro-batch share both, and
+    micro-batches of several steps must be composed with that in mind. guard.divide false: no division by h. c, w, KL as
+    in `flow_grpo`; c is compared with a log-ratio S times as wide as there, so it cannot be given in nats.
+
+    ValueError for a kind other than "flow", the only one whose scale is std sqrt(h); without old_mean; for
+    clip_range_nats; for kl_coef > 0 without ref_mean.
+
+    Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of the r above, approx_kl of the log-ratio as it was;
+    guard_bias."""
+    if inputs.kind != "flow":
+        raise ValueError(
+            "grpo_guard rescales ratios by std sqrt(step size), the noise scale of kind 'flow' alone; got"
+            f" {inputs.kind!r}"
+        )
+    if inputs.old_mean is None:
+        raise ValueError("grpo_guard needs old_mean, the means of the policy that old_log_prob belongs to; got None")
+    std = inputs.std.detach().to(torch.float64)
+    root_h = inputs.scale.detach().to(torch.float64) / std
+    if algorithm.guard.scale == "batch":
+        std, root_h = std.mean(), root_h.mean()
+    width = root_h * std
+    bias = mean_square_difference(inputs.mean, inputs.old_mean) / (2 * width.square())
+    loss, metrics = clipped_surrogate(inputs, algorithm, (log_ratios(inputs) + bias) * width, nats=None)
+    if algorithm.guard.divide:
+        loss = loss / root_h.square()
+    return objective_output(inputs, algorithm, loss, {**metrics, "guard_bias": bias})
+
+
+def flow_dppo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute per row -w A r + kl_coef KL, with r = exp(log_prob - old_log_prob); in a dropped row -w A r is 0.
+
+    The drift is the KL between two Gaussians, which has no sampling noise, while a ratio is also large or small by luck
+    of the noise. A row, which still counts, is dropped where kappa >= kappa_max and (A > 0 and r > 1, or A < 0 and r <
+    1). kappa = <(mean - old_mean)^2> / (2 s^2) is per latent element, with s = scale (dppo.width "transition", the
+    exact KL of any kind) or s = 1 ("unit"); dppo.kappa_max_nats is compared with D kappa (nats with "transition" alone)
+    and wins over dppo.kappa_max. The clip range is ignored, and A is taken as given. w, KL as in `flow_grpo`.
+
+    ValueError without old_mean, and for kl_coef > 0 without ref_mean. Metrics: ratio_deviation |r - 1|; dropped, 1 or
+    0; approx_kl (log r)^2 / 2; with ref_mean kl_ref."""
+    if inputs.old_mean is None:
+        raise ValueError("flow_dppo needs old_mean, the means of the policy that old_log_prob belongs to; got None")
+    settings = algorithm.dppo
+    limit = settings.kappa_max if settings.kappa_max_nats is None else settings.kappa_max_nats / inputs.num_elements
+    kappa = mean_square_difference(inputs.mean.detach(), inputs.old_mean) / 2
+    if settings.width == "transition":
+        kappa = kappa / inputs.scale.detach().to(torch.float64).square()
+    advantage = inputs.advantage.detach().to(torch.float64)
+    log_ratio = log_ratios(inputs)
+    dropped = (kappa >= limit) & (advantage * log_ratio.detach().sign() > 0)
+    loss = torch.where(dropped, 0.0, -advantage * log_ratio.exp())
+    metrics = {"ratio_deviation": log_ratio.expm1().abs(), "dropped": dropped.to(torch.float64)}
+    return objective_output(inputs, algorithm, loss, metrics)
+
+
+def gspo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
+    """Compute per row w max(-A s, -A clip(s, 1 - c, 1 + c)) + kl_coef KL, s = exp(the sample's mean log-ratio).
+
+    A sample is `steps_per_sample` consecutive rows. They share s, through which every one of them has its gradient, and
+    each carries the whole sample's surrogate: the mean over rows is the mean over samples, in value and gradient. A
+    row's weight w multiplies its own copy, so a weight per trajectory is that weight on all of the sample's rows. The
+    KL is each row's own. KL as in `flow_grpo`. c bounds the average step, clip_range_nats the mean over steps of L.
+    GSPO's own c (3e-4) is for tokens: here it is of order 1 / D, as in `flow_grpo`.
+
+    ValueError for kl_coef > 0 without ref_mean. Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of s,
+    repeated on the sample's rows; approx_kl of each row's own log-ratio."""
+
+    def mean_over_steps(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, inputs.steps_per_sample)).mean(dim=1).repeat_interleave(inputs.steps_per_sample)
+
+    nats = mean_over_steps(log_ratios_nats(inputs))
+    loss, metrics = clipped_surrogate(inputs, algorithm, mean_over_steps(log_ratios(inputs)), nats)
+    return objective_output(inputs, algorithm, loss, metrics)

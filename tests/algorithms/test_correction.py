@@ -1,0 +1,562 @@
+"""Tests off-policy correction against its formulas: drift, masks, weights, tempering, and what `correct` makes of them.
+`test_unbiased` has the statistics."""
+
+import math
+from itertools import combinations, pairwise, product
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from omni_async.algorithms.correction import (
+    Drift,
+    correct,
+    effective_sample_size,
+    importance_weights,
+    interpolated_log_prob,
+    k1_mask,
+    k2_mask,
+    k3_mask,
+    loss_factor,
+    m2po_mask,
+    normaliser,
+    per_element,
+    tempering_exponent,
+)
+from omni_async.algorithms.validation import correction_problems
+from omni_async.config.algorithm import Correction
+
+WEIGHTED = Correction(mode="decoupled", weights="importance", cap=None)
+
+
+def asked(**changes):
+    return replace(WEIGHTED, **changes)
+
+
+def matrix(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def normal(seed, *shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def random_drift(seed, samples=6, steps=3, spread=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    log_ratio = spread * torch.randn(samples, steps, dtype=torch.float64, generator=generator)
+    return Drift(log_ratio, torch.rand(samples, steps, dtype=torch.float64, generator=generator))
+
+
+def ess(log_weights):
+    return effective_sample_size(log_weights).item()
+
+
+# Drift and effective sample size
+
+
+@given(st.lists(st.floats(-20, 20), min_size=1, max_size=20))
+@examples(max_examples=50, deadline=None)
+def test_the_effective_sample_size_is_its_formula(log_weights):
+    weights = [math.exp(value) for value in log_weights]
+    expected = (sum(weights) / len(weights)) ** 2 / (sum(w * w for w in weights) / len(weights))
+    got = ess(matrix(*log_weights))
+    assert got == pytest.approx(expected, rel=1e-12)
+    assert 0 < got <= 1
+
+
+def test_the_effective_sample_size_of_weights_beyond_floating_point_of_none_and_per_column():
+    assert ess(matrix(5000.0, 5000.0, -5000.0, -5000.0)) == 0.5
+    assert ess(matrix(-1e6, -1e6 + math.log(3.0))) == pytest.approx(16 / 20, rel=1e-9)
+    assert ess(matrix(0.0, -math.inf)) == 0.5
+    assert ess(matrix(-math.inf, -math.inf)) == 0.0
+    values = normal(0, 6, 3)
+    columns = torch.stack([effective_sample_size(values[:, step]) for step in range(3)])
+    torch.testing.assert_close(effective_sample_size(values), columns, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "kappa", "message"),
+    [
+        (torch.zeros(3, dtype=torch.float64), None, r"shape \(N, W\) with N, W >= 1, got \(3,\)"),
+        (torch.zeros(0, 2, dtype=torch.float64), None, r"shape \(N, W\) with N, W >= 1, got \(0, 2\)"),
+        (torch.zeros(1, 2), None, r"log_ratio must be float64 of shape \(1, 2\), got torch.float32"),
+        (matrix([0.0, math.nan]), None, "log_ratio must be finite, got nan in sample 0, step 1"),
+        (matrix([0.0], [-math.inf]), None, "log_ratio must be finite, got -inf in sample 1, step 0"),
+        (matrix([0.0, 0.0]), matrix([0.0]), r"kappa must be float64 of shape \(1, 2\), got torch.float64 .*\(1, 1\)"),
+        (matrix([0.0]), matrix([-0.5]), "kappa must be finite and >= 0, got -0.5 in sample 0, step 0"),
+        (matrix([0.0]), matrix([math.inf]), "kappa must be finite and >= 0, got inf"),
+        (matrix([0.0]).requires_grad_(), None, "log_ratio requires a gradient.*detach"),
+    ],
+)
+def test_drift_that_cannot_be_is_refused(log_ratio, kappa, message):
+    with pytest.raises(ValueError, match=message):
+        Drift(log_ratio, kappa)
+
+
+# Masks
+
+
+def naive_mask(rows, level, accepts, statistic):
+    """Applies a rule row by row with Python numbers."""
+    kept = []
+    for row in rows.tolist():
+        values = [statistic(number) for number in row]
+        one = {"sum": sum(values), "mean": sum(values) / len(values)}
+        if level == "step":
+            kept.append([accepts(value) for value in values])
+        else:
+            fine = all(map(accepts, values)) if level == "max" else accepts(one[level])
+            kept.append([fine] * len(row))
+    return torch.tensor(kept)
+
+
+@pytest.mark.parametrize("level", ["step", "sum", "mean", "max"])
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 1000))
+@examples(max_examples=25, deadline=None)
+def test_rejection_statistics_are_their_formulas(level, samples, steps, seed):
+    L = normal(seed, samples, steps)
+    inside = naive_mask(L, level, lambda value: math.log(0.4) <= value <= math.log(2.0), lambda value: value)
+    assert torch.equal(k1_mask(L, (0.4, 2.0), level), inside)
+    for rule, statistic in ((k2_mask, lambda x: x**2 / 2), (k3_mask, lambda x: math.exp(x) - 1 - x)):
+        assert torch.equal(rule(L, 0.3, level), naive_mask(L, level, lambda value: value <= 0.3, statistic))
+
+
+def test_k3_punishes_large_ratios_more_than_small_ones_and_survives_overflow():
+    kept = k3_mask(matrix([2.0, -2.0, 5000.0, -5000.0, 0.0]), 2.0, "step")
+    assert kept.tolist() == [[False, True, False, False, True]]
+    with pytest.raises(ValueError, match="level must be 'step', 'sum', 'mean' or 'max', got 'token'"):
+        k2_mask(matrix([0.0]), 1.0, "token")
+
+
+def most_rows(squares, bound):
+    """Returns the largest number of rows whose mean is below the bound, over all subsets."""
+    for size in range(len(squares), 0, -1):
+        if any(sum(subset) / size < bound for subset in combinations(squares, size)):
+            return size
+    return 0
+
+
+@given(st.lists(st.integers(-8, 8), min_size=1, max_size=8), st.integers(1, 40))
+@example([2, 2, 2], 4)
+@example([2, -2, 2, 0], 3)
+@examples(max_examples=100, deadline=None)
+def test_m2po_keeps_the_most_rows_that_satisfy_its_bound(quarters, bound_quarters):
+    log_ratio, bound = matrix([quarter / 4 for quarter in quarters]), bound_quarters / 16
+    keep, squares = m2po_mask(log_ratio, bound), log_ratio.square()
+    assert keep.sum() == most_rows(squares.flatten().tolist(), bound)
+    if keep.any():
+        assert squares[keep].mean() < bound
+        assert (keep | (squares >= squares[keep].max())).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "bound", "kept"),
+    [
+        ([[1.0, -1.0], [1.0, 0.0]], 0.7, [[True, True], [False, True]]),  # among equals the first
+        ([[1.0, -2.0]], 2.6, [[True, True]]),
+        ([[1.0, -2.0]], 1.0, [[False, False]]),
+        ([[1e200, 0.1]], 1.0, [[False, True]]),
+    ],
+)
+def test_m2po_by_hand(rows, bound, kept):
+    assert m2po_mask(matrix(*rows), bound).tolist() == kept
+
+
+# Tempering
+
+
+def gaussian(variance, count=20_000):
+    """Draws log-ratios as between Gaussians of equal width: mean -variance / 2."""
+    return -variance / 2 + math.sqrt(variance) * normal(0, count)
+
+
+LOG_RATIOS = st.lists(st.floats(-50, 50), min_size=2, max_size=12).map(lambda values: matrix(*values))
+
+
+@given(LOG_RATIOS, st.sampled_from([0.13, 0.37, 0.71, 0.93]))
+@examples(max_examples=100, deadline=None)
+def test_the_exponent_is_the_largest_that_reaches_the_target_since_ess_never_rises_with_it(log_ratio, target):
+    gamma = tempering_exponent(log_ratio, target)
+    assert 0 < gamma <= 1
+    assert ess(gamma * log_ratio) >= target
+    if gamma < 1:
+        assert ess((gamma * (1 + 1e-6)) * log_ratio) < target
+    sizes = [ess(gamma * log_ratio) for gamma in (0.01, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)]
+    assert all(after <= before + 1e-12 for before, after in pairwise(sizes))
+
+
+@pytest.mark.parametrize("target", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("variance", [0.5, 4.0, 50.0])
+def test_tempered_gaussian_weights_reach_the_target_and_agree_with_the_closed_form(variance, target):
+    log_ratio = gaussian(variance)
+    gamma = tempering_exponent(log_ratio, target)
+    closed = min(1.0, math.sqrt(-math.log(target) / variance))  # ESS = exp(-gamma^2 variance)
+    if closed < 1:
+        assert ess(gamma * log_ratio) == pytest.approx(target, rel=0.05)
+    assert gamma == pytest.approx(closed, rel=0.05)
+
+
+def test_only_differences_between_log_ratios_count_and_all_of_them_alike_whatever_the_shape():
+    log_ratio = gaussian(4.0, count=60)
+    assert tempering_exponent(log_ratio + 1000.0, 0.7) == pytest.approx(tempering_exponent(log_ratio, 0.7), rel=1e-8)
+    assert tempering_exponent(torch.full((4,), -300.0, dtype=torch.float64), 0.99) == 1.0
+    assert tempering_exponent(log_ratio.reshape(20, 3), 0.7) == tempering_exponent(log_ratio, 0.7)
+    for target in (0.0, 1.0, math.nan):
+        with pytest.raises(ValueError, match=r"ess_target must lie in \(0, 1\)"):
+            tempering_exponent(log_ratio, target)
+
+
+# Weights
+
+
+def naive_weights(log_ratio, settings, num_elements):
+    """Computes importance weights alone, row by row with Python numbers."""
+    weights = []
+    for row in log_ratio.tolist():
+        if settings.log_ratio == "mean":
+            row = [value / num_elements for value in row]
+        if settings.level == "trajectory":
+            row = [sum(row) / len(row) if settings.log_ratio == "mean" else sum(row)] * len(row)
+        if settings.level == "sequence":
+            row = [sum(row)] * len(row)
+        own = [math.exp(min(max(value, -20.0), 20.0)) for value in row]
+        if settings.band is not None:
+            own = [w if settings.band[0] <= w <= settings.band[1] else 0.0 for w in own]
+        weights.append([min(w, settings.cap or math.inf) for w in own])
+    return matrix(*weights)
+
+
+@given(
+    st.sampled_from(["step", "trajectory", "sequence"]),
+    st.sampled_from(["sum", "mean"]),
+    st.sampled_from([None, 0.8, 2.0]),
+    st.sampled_from([None, (0.5, 3.0)]),
+    st.integers(0, 1000),
+)
+@examples(max_examples=60, deadline=None)
+def test_importance_weights_are_their_formula(level, form, cap, band, seed):
+    log_ratio = 15 * normal(seed, 4, 3) ** 3
+    chosen = asked(level=level, log_ratio=form, cap=cap, band=band)
+    weight, gamma = importance_weights(log_ratio, chosen, 6)
+    assert gamma == 1.0
+    torch.testing.assert_close(weight, naive_weights(log_ratio, chosen, 6), atol=1e-12, rtol=1e-12)
+
+
+def test_the_band_judges_weights_before_the_cap_truncates_them():
+    weight, _ = importance_weights(matrix([0.4, 0.9, 2.5, 3.5]).log(), asked(cap=2.0, band=(0.5, 3.0)), 1)
+    assert weight.tolist()[0] == pytest.approx([0.0, 0.9, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("level", ["step", "trajectory"])
+def test_tempered_weights_reach_the_target(level):
+    log_ratio = -2 + 2 * normal(0, 5000, 3)
+    weight, gamma = importance_weights(log_ratio, asked(weights="tempered", level=level, ess_target=0.6), 50)
+    assert 0 < gamma < 1
+    assert ess(weight.log().flatten()) == pytest.approx(0.6, rel=1e-6)
+    exponent = log_ratio if level == "step" else log_ratio.sum(dim=1, keepdim=True).expand(-1, 3)
+    assert gamma == pytest.approx(tempering_exponent(exponent, 0.6), rel=1e-8)
+    torch.testing.assert_close(weight, (gamma * exponent).exp())
+
+
+@given(st.integers(0, 1000), st.floats(0.1, 30.0), st.floats(0.1, 3.0))
+@examples(max_examples=60, deadline=None)
+def test_clamp_and_cap_never_lower_the_effective_sample_size(seed, spread, cap):
+    log_ratio = spread * normal(seed, 40, 1)
+    capped, _ = importance_weights(log_ratio, asked(cap=cap), 1)
+    assert ess(capped.log()) >= ess(log_ratio) * (1 - 1e-12)
+    tempered, _ = importance_weights(log_ratio, asked(weights="tempered", ess_target=0.7, cap=cap), 1)
+    assert ess(tempered.log()) >= 0.7 * (1 - 1e-12)
+
+
+def test_log_ratios_per_latent_element():
+    assert per_element(matrix([6.0]), asked(log_ratio="mean"), 3).item() == 2.0
+    assert per_element(matrix([6.0]), asked(), 3).item() == 6.0
+
+
+# All of it together
+
+ONE_ROW_AT_A_TIME = st.builds(
+    lambda level, **chosen: asked(level=level[0], log_ratio=level[1], **chosen),
+    st.sampled_from(
+        [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")]
+    ),
+    cap=st.sampled_from([None, 2.0]),
+    band=st.sampled_from([None, (0.5, 3.0)]),
+    normalise=st.booleans(),
+    kappa_nats=st.sampled_from([None, 0.6]),
+    k1=st.sampled_from([None, (0.3, 4.0)]),
+    k2=st.sampled_from([None, 1.0]),
+    k3=st.sampled_from([None, 1.0]),
+    reject_level=st.sampled_from(["step", "sum", "mean", "max"]),
+    denominator=st.sampled_from(["kept", "all"]),
+)
+
+
+def by_the_page(drift, chosen, num_elements):
+    """Returns (weight before masks, whether the row is left) of every row, sample by sample, from the formulas of
+    docs/algorithms/correction.md."""
+    weights = naive_weights(drift.log_ratio, chosen, num_elements)
+    L = drift.log_ratio / (num_elements if chosen.log_ratio == "mean" else 1)
+    kept = weights > 0
+    if chosen.kappa_nats is not None:
+        kept &= torch.tensor([[kappa <= chosen.kappa_nats for kappa in row] for row in drift.kappa.tolist()])
+    if chosen.k1 is not None:
+        low, high = map(math.log, chosen.k1)
+        kept &= naive_mask(L, chosen.reject_level, lambda value: low <= value <= high, lambda value: value)
+    for bound, statistic in ((chosen.k2, lambda x: x * x / 2), (chosen.k3, lambda x: math.exp(x) - 1 - x)):
+        if bound is not None:
+            kept &= naive_mask(L, chosen.reject_level, lambda value: value <= bound, statistic)  # noqa: B023
+    return zip(weights.flatten().tolist(), kept.flatten().tolist(), strict=True)
+
+
+@given(ONE_ROW_AT_A_TIME, st.integers(0, 1000))
+@examples(max_examples=60, deadline=None)
+def test_the_normalised_loss_is_the_average_that_was_asked_for(chosen, seed):
+    drift = random_drift(seed, spread=1.5)
+    got = correct(drift, chosen, 4)
+    loss = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    total = below = 0.0
+    for (weight, kept), value in zip(by_the_page(drift, chosen, 4), loss.flatten().tolist(), strict=True):
+        total += weight * value if kept else 0.0
+        if kept or chosen.denominator == "all":
+            below += weight if chosen.normalise else 1.0
+    mean = (got.weight * loss).mean().item() * loss_factor(*normaliser(got, chosen))
+    assert mean == pytest.approx(total / below if below else 0.0, rel=1e-12)
+
+
+@given(ONE_ROW_AT_A_TIME, st.integers(0, 1000))
+@examples(max_examples=80, deadline=None)
+def test_micro_batches_of_whole_samples_add_up_to_the_update(chosen, seed):
+    assert not chosen.needs_update
+    drift = random_drift(seed, spread=1.5)
+    whole = correct(drift, chosen, 4)
+    totals = [0.0, 0.0]
+    for samples in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        part = correct(Drift(drift.log_ratio[samples], drift.kappa[samples]), chosen, 4)
+        assert torch.equal(part.weight, whole.weight[samples])
+        assert torch.equal(part.kept, whole.kept[samples])
+        assert all(torch.equal(part.masked[name], masked[samples]) for name, masked in whole.masked.items())
+        totals = [total + own for total, own in zip(totals, normaliser(part, chosen), strict=True)]
+    assert totals == pytest.approx(normaliser(whole, chosen), rel=1e-14)
+
+
+@pytest.mark.parametrize("mode", ["none", "bypass", "decoupled"])
+def test_without_rules_every_row_is_left_alone(mode):
+    got = correct(random_drift(0), Correction(mode=mode), 10)
+    assert torch.equal(got.weight, torch.ones(6, 3, dtype=torch.float64))
+    assert got.kept.all() and got.masked == {} and got.gamma == 1.0
+    assert normaliser(got, Correction(mode=mode)) == (18.0, 18.0)
+
+
+def test_every_rule_masks_under_its_own_name_and_a_row_stays_if_all_keep_it():
+    drift = random_drift(1, samples=40)
+    got = correct(drift, asked(band=(0.4, 3.0), kappa_nats=0.8, m2=0.5, k1=(0.3, 4.0), k2=0.9, k3=0.9), 10)
+    L = drift.log_ratio
+    expected = {
+        "kappa_nats": drift.kappa > 0.8,
+        "m2": ~m2po_mask(L, 0.5),
+        "k1": ~k1_mask(L, (0.3, 4.0), "step"),
+        "k2": ~k2_mask(L, 0.9, "step"),
+        "k3": ~k3_mask(L, 0.9, "step"),
+        "band": (L.exp() < 0.4) | (L.exp() > 3.0),
+    }
+    assert got.masked.keys() == expected.keys()
+    kept = torch.ones_like(got.kept)
+    for name, masked in expected.items():
+        assert 0 < masked.sum() < masked.numel(), name
+        assert torch.equal(got.masked[name], masked), name
+        kept &= ~masked
+    assert torch.equal(got.kept, kept) and 0 < kept.sum() < kept.numel()
+    torch.testing.assert_close(got.weight, torch.where(kept, L.exp(), 0.0))
+
+
+def test_bypass_rejects_without_weighing():
+    got = correct(
+        Drift(matrix([0.0, 2.0], [0.1, -0.1])), Correction(mode="bypass", k1=(0.5, 2.0), reject_level="max"), 10
+    )
+    assert got.weight.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    assert got.masked["k1"].tolist() == [[True, True], [False, False]]
+
+
+def test_log_ratios_per_element_reach_rejection_and_m2_but_not_kappa():
+    drift = Drift(matrix([4.0, 0.5]), matrix([4.0, 0.5]))
+    rules = Correction(mode="decoupled", k1=(0.5, 2.0), k2=1.0, k3=1.0, m2=1.0, kappa_nats=1.0)
+    for form, masked in (("sum", [[True, False]]), ("mean", [[False, False]])):
+        got = correct(drift, replace(rules, log_ratio=form), 100).masked
+        assert all(got[name].tolist() == masked for name in ("k1", "k2", "k3", "m2"))
+        assert got["kappa_nats"].tolist() == [[True, False]]
+
+
+def test_tempering_reports_its_exponent_and_looks_at_the_whole_update():
+    drift = random_drift(3, samples=200, spread=3.0)
+    got = correct(drift, asked(weights="tempered", ess_target=0.7), 10)
+    assert 0 < got.gamma < 1
+    torch.testing.assert_close(got.weight, (got.gamma * drift.log_ratio).exp())
+    assert ess(got.weight.log().flatten()) == pytest.approx(0.7, rel=1e-6)
+    capped = correct(drift, asked(weights="tempered", ess_target=0.7, cap=2.0), 10)
+    torch.testing.assert_close(capped.weight, got.weight.clamp(max=2.0))
+
+
+@pytest.mark.parametrize("level", ["step", "trajectory"])
+def test_masked_rows_have_no_say_in_the_tempering_exponent(level):
+    """Puts half of the samples at D kappa .1, half at 12, which the mask drops: gamma is that of the first half
+    alone."""
+    kappa = matrix([0.1]).expand(256, 2).clone()
+    kappa[::2] = 12.0
+    log_ratio = -kappa + (2 * kappa).sqrt() * normal(0, 256, 2)
+    chosen = Correction(mode="decoupled", weights="tempered", kappa_nats=2.0, level=level, ess_target=0.5)
+    got = correct(Drift(log_ratio, kappa), chosen, 10)
+    assert got.gamma == 1.0  # exp(-2 D kappa) is .82 for a step and .67 for two of them
+    dropped = correct(Drift(log_ratio[1::2], kappa[1::2]), chosen, 10)
+    assert torch.equal(got.weight[1::2], dropped.weight) and not got.weight[::2].any()
+    assert got.masked["kappa_nats"].double().mean() == 0.5
+
+
+def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
+    """Leaves two rows, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3, whatever was dropped
+    beside them."""
+    drift = Drift(matrix([0.0, 40.0, -3.0], [5.0, -40.0, 5.1]), matrix([0.0, 0.0, 9.0], [0.0, 0.0, 9.0]))
+    chosen = asked(weights="tempered", ess_target=0.8, kappa_nats=1.0, k2=100.0)
+    got = correct(drift, chosen, 10)
+    assert got.kept.tolist() == [[True, False, False]] * 2
+    assert got.gamma == pytest.approx(math.log(3) / 5, rel=1e-8)
+    torch.testing.assert_close(got.weight, matrix([1.0, 0.0, 0.0], [3.0, 0.0, 0.0]))
+    nothing_left = correct(Drift(drift.log_ratio, drift.kappa + 2), chosen, 10)
+    assert nothing_left.gamma == 1.0 and not nothing_left.weight.any()
+    assert loss_factor(*normaliser(nothing_left, chosen)) == 0.0
+
+
+@pytest.mark.parametrize(("denominator", "normalise"), product(("kept", "all"), (False, True)))
+def test_with_everything_masked_the_loss_is_zero(denominator, normalise):
+    chosen = asked(k2=1.0, denominator=denominator, normalise=normalise)
+    got = correct(Drift(matrix([9.0, -9.0])), chosen, 10)
+    assert not got.kept.any() and got.weight.tolist() == [[0.0, 0.0]]
+    numerator, below = normaliser(got, chosen)
+    assert numerator == 2.0
+    assert (loss_factor(numerator, below) == 0.0) == (denominator == "kept")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, False),
+        ({"mode": "decoupled", "weights": "importance", "normalise": True, "k1": (0.5, 2.0), "kappa_nats": 1.0}, False),
+        ({"mode": "decoupled", "weights": "tempered"}, True),
+        ({"mode": "decoupled", "m2": 0.1}, True),
+    ],
+)
+def test_only_tempering_and_m2_need_the_whole_update(chosen, expected):
+    assert Correction(**chosen).needs_update is expected
+
+
+@pytest.mark.parametrize(
+    ("drift", "chosen", "num_elements", "message"),
+    [
+        (random_drift(0), {"mode": "bypass", "weights": "importance"}, 9, r"algorithm\.correction\.weights: .*twice"),
+        (Drift(matrix([0.0])), {"mode": "decoupled", "kappa_nats": 0.5}, 9, r"kappa_nats needs drift\.kappa"),
+        (random_drift(0), {"mode": "decoupled"}, 0, "num_elements must be >= 1, got 0"),
+    ],
+)
+def test_impossible_settings_and_missing_kappa_are_refused(drift, chosen, num_elements, message):
+    with pytest.raises(ValueError, match=message):
+        correct(drift, Correction(**chosen), num_elements)
+
+
+# The proximal policy without a pass of its own
+
+
+def test_the_proximal_policy_lies_between_the_other_two_by_version():
+    versions = torch.tensor([[6, 5], [4, 3], [6, 7 - 10**9]])  # that took each step, while 7 is being made from 6
+    behaviour = matrix([-1.0, -1.5], [-2.0, -2.5], [-0.1234567, -0.5]).requires_grad_()
+    current = matrix([-3.0, -3.5], [1.0, 1.5], [-0.2, -0.7]).requires_grad_()
+    got = interpolated_log_prob(behaviour, current, 6 - versions)
+    alpha = (7 - 1 - versions.double()) / (7 - versions.double())
+    torch.testing.assert_close(got, (behaviour + alpha * (current - behaviour)).detach(), atol=1e-14, rtol=0)
+    assert torch.equal(got[:, 0][versions[:, 0] == 6], behaviour[:, 0][versions[:, 0] == 6])
+    assert got[2, 1].item() == pytest.approx(-0.7, abs=1e-8)  # old steps approach the current policy
+    assert not got.requires_grad
+
+
+def test_float32_log_probs_stay_float32_and_are_interpolated_in_float64():
+    behaviour = torch.tensor([-1.0, -1.0])
+    current = behaviour + torch.tensor([3e-7, -3e-7])
+    got = interpolated_log_prob(behaviour, current, torch.tensor([2, 2]))
+    assert got.dtype == torch.float32
+    assert torch.equal(got, (behaviour.double() + 2 / 3 * (current.double() - behaviour.double())).float())
+
+
+@pytest.mark.parametrize(
+    ("current", "staleness", "message"),
+    [
+        (torch.zeros(3), torch.tensor([0, 0]), r"current must have shape \(2,\) like behaviour, got \(3,\)"),
+        (torch.zeros(2), torch.tensor([0]), r"staleness must have shape \(2,\) like behaviour, got \(1,\)"),
+        (torch.zeros(2), torch.zeros(2), "staleness must be integers, got torch.float32"),
+        (torch.zeros(2), torch.tensor([0, -1]), "staleness must be >= 0, got -1"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(current, staleness, message):
+    with pytest.raises(ValueError, match=message):
+        interpolated_log_prob(torch.zeros(2), current, staleness)
+
+
+# Settings that contradict each other
+
+K = {"k1": (0.5, 2.0), "k2": 1.0, "k3": 1.0}
+DECOUPLED = {"mode": "decoupled", "weights": "importance"}
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        {},
+        {"mode": "none"},
+        {"mode": "bypass", **K, "reject_level": "max"},
+        {"mode": "bypass", "denominator": "all"},
+        {"mode": "decoupled", "weights": "tempered", "normalise": True, "kappa_nats": 0.5, "m2": 0.1, **K},
+        {**DECOUPLED, "band": (0.5, 2.0), "level": "trajectory", "log_ratio": "mean"},
+        {"mode": "interpolated", "weights": "tempered", "m2": 0.1, **K},
+        {**DECOUPLED, "level": "sequence", "log_ratio": "mean"},
+        {"mode": "decoupled", "weights": "tempered", "level": "sequence", "log_ratio": "mean"},
+    ],
+)
+def test_combinations_that_work_have_no_problem(fine):
+    assert list(correction_problems(Correction(**fine))) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "reason", "instead"),
+    [
+        ({"mode": "bypass", "weights": "importance"}, "weights", "count twice", "decoupled"),
+        ({"mode": "bypass", "weights": "tempered"}, "weights", "count twice", "decoupled"),
+        ({"mode": "bypass", "kappa_nats": 0.5}, "kappa_nats", "knows no proximal policy", "k1, k2 or k3"),
+        ({"mode": "bypass", "m2": 0.1}, "m2", "knows no proximal policy", "k1, k2 or k3"),
+        ({"mode": "none", "weights": "tempered"}, "weights", "as if they were fresh", "decoupled"),
+        *(
+            ({"mode": "none", name: value}, name, "masks nothing", "null")
+            for name, value in {"kappa_nats": 0.5, "m2": 0.5, "k1": (0.5, 2.0), "k2": 0.5, "k3": 0.5}.items()
+        ),
+        ({"mode": "interpolated", "kappa_nats": 0.5}, "kappa_nats", "no proximal mean", "decoupled"),
+        ({"k1": (0.5, 2.0)}, "k1", "mode auto decides", "decoupled"),
+        ({"weights": "importance"}, "weights", "mode auto decides", "decoupled"),
+        ({"mode": "bypass", "k1": (2.0, 0.5)}, "k1", r"\[2.0, 0.5\] is no interval", "lo < hi"),
+        ({"mode": "bypass", "k1": (1.0, 1.0)}, "k1", r"\[1.0, 1.0\] is no interval", "lo < hi"),
+        ({**DECOUPLED, "band": (2.0, 0.5)}, "band", "is no interval", "lo < hi"),
+        ({"mode": "decoupled", "weights": "tempered", "band": (0.5, 2.0)}, "band", "bounds the spread", "cap"),
+        ({"mode": "decoupled", "band": (0.5, 2.0)}, "band", "weights is none", "importance"),
+        ({**DECOUPLED, "level": "sequence"}, "level", "per element, and log_ratio is sum", "trajectory"),
+        ({"mode": "decoupled", "normalise": True}, "normalise", "nothing to normalise", "kept"),
+    ],
+)
+def test_a_combination_that_cannot_work_has_one_message_with_key_reason_and_remedy(wrong, key, reason, instead):
+    (message,) = correction_problems(Correction(**wrong))
+    with pytest.raises(ValueError, match=rf"^algorithm\.correction\.{key}: .*{reason}.*; use .*{instead}"):
+        raise ValueError(message)
+
+
+def test_every_problem_is_reported():
+    wrong = Correction(mode="bypass", weights="tempered", kappa_nats=0.5, m2=0.1, band=(2.0, 0.5), k1=(3.0, 1.0))
+    keys = [message.split(":")[0].rsplit(".", 1)[1] for message in correction_problems(wrong)]
+    assert keys == ["weights", "kappa_nats", "m2", "band", "k1", "band"]

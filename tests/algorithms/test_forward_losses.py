@@ -1,0 +1,486 @@
+"""Tests the objectives on final latents: what all have in common, and the loss of each against its formula in Python
+numbers."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.algorithms.objectives.base import ForwardInputs
+from omni_async.algorithms.objectives.forward import awm, diffusion_dpo, diffusion_nft, log_likelihood, preference
+from omni_async.algorithms.registry import BUILT_IN, find_objective
+from omni_async.config.algorithm import Advantage, Algorithm, Awm, Dpo, Nft
+
+SHAPE = (2, 3)
+POLICIES = ("velocity", "old_velocity", "ref_velocity", "ema_velocity")
+NAMES = (*POLICIES, "final", "noise", "sigma", "advantage")
+dtypes = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+
+
+def make_rows(count=6, *, dtype=torch.float64, seed=0, draws=1, progress=0.0, without=(), **changes):
+    """Makes rows of standard normal latents and velocities, sigma in (0.05, 1), advantages of both signs beyond +-5."""
+    generator = torch.Generator().manual_seed(seed)
+    # drawn in float64 whatever the dtype, so that float32 rows are the float64 ones rounded
+    names = ("velocity", "final", "noise", "old_velocity", "ref_velocity", "ema_velocity")
+    tensors = {name: torch.randn(count, *SHAPE, generator=generator, dtype=torch.float64) for name in names}
+    tensors["sigma"] = 0.05 + 0.95 * torch.rand(count, generator=generator, dtype=torch.float64)
+    tensors["advantage"] = 4 * torch.randn(count, generator=generator, dtype=torch.float64)
+    rows = ForwardInputs(**{name: value.to(dtype) for name, value in tensors.items()}, draws=draws, progress=progress)
+    rows = replace(rows, **changes, **dict.fromkeys(without))
+    return replace(rows, velocity=rows.velocity.detach().clone().requires_grad_())
+
+
+def make_pairs(**changes):
+    """Makes three pairs with common noise and sigma; the margin is positive in some of them and negative in others."""
+    rows = make_rows(6, seed=2, **changes)
+    return replace(rows, noise=rows.noise[::2].repeat_interleave(2, dim=0), sigma=rows.sigma[::2].repeat_interleave(2))
+
+
+def per_row_gradient(out, rows):
+    """Returns (R, ...): the gradient of the summed loss with respect to the velocity."""
+    return torch.autograd.grad(out.loss.sum(), rows.velocity)[0]
+
+
+def numbers(tensor):
+    """Returns one list of Python floats per row."""
+    return tensor.detach().double().flatten(1).tolist()
+
+
+def mean_of_squares(a, b):
+    return sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def close(got, expected, tolerance=1e-12):
+    torch.testing.assert_close(got, torch.as_tensor(expected, dtype=got.dtype), atol=tolerance, rtol=tolerance)
+
+
+# What all have in common
+
+CASES = {
+    "diffusion_nft": Algorithm(kl_coef=0.1, nft=Nft(beta=0.1)),
+    "awm": Algorithm(kl_coef=0.1, awm=Awm(ema_coef=0.1)),
+    "diffusion_dpo": Algorithm(),
+}
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def test_every_objective_on_final_latents_is_covered_here():
+    assert {objective.name for objective in BUILT_IN if objective.kind != "transition"} == CASES.keys()
+
+
+@cases
+def test_a_pair_of_rows_does_not_depend_on_its_batch(name):
+    rows, compute = make_pairs(dtype=torch.float32), find_objective(name).load()
+    together = compute(rows, CASES[name])
+    for first in range(0, 6, 2):
+        own = slice(first, first + 2)
+        alone = compute(replace(rows, **{field: getattr(rows, field)[own] for field in NAMES}), CASES[name])
+        assert torch.equal(together.loss[own], alone.loss)
+        assert all(torch.equal(together.metrics[metric][own], value) for metric, value in alone.metrics.items())
+
+
+@cases
+@pytest.mark.parametrize(("dtype", "of_loss"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_losses_have_the_velocitys_dtype_or_float32_and_metrics_are_detached(name, dtype, of_loss):
+    rows, compute = make_pairs(dtype=dtype), find_objective(name).load()
+    out = compute(rows, CASES[name])
+    assert out.loss.dtype == of_loss
+    exact = compute(replace(rows, **{field: getattr(rows, field).double() for field in NAMES}), CASES[name])
+    torch.testing.assert_close(out.loss, exact.loss.to(of_loss))
+    assert all((m.shape, m.dtype, m.requires_grad) == ((6,), of_loss, False) for m in out.metrics.values())
+
+
+@cases
+def test_only_the_current_velocity_gets_a_gradient(name):
+    rows = make_pairs()
+    leaves = {field: getattr(rows, field).detach().requires_grad_() for field in (*POLICIES, "advantage")}
+    find_objective(name).load()(replace(rows, **leaves), CASES[name]).loss.sum().backward()
+    reached = {field for field, leaf in leaves.items() if leaf.grad is not None and leaf.grad.any()}
+    assert reached == {"velocity"}
+
+
+# DiffusionNFT
+
+
+def nft(*, beta=1.0, mode="all", clip_max=5.0, kl_coef=0.0):
+    return Algorithm(kl_coef=kl_coef, advantage=Advantage(clip_max=clip_max), nft=Nft(beta=beta, adv_mode=mode))
+
+
+def naive_row(row, rows, algorithm, weights=None):
+    """Computes the loss of one row, element by element through x_sigma; `weights` replaces (w+, w-). Also returns the
+    weights."""
+    sigma, a, beta = rows.sigma[row].item(), algorithm.advantage.clip_max, algorithm.nft.beta
+    v, v_old, v_ref, x0, noise = (
+        numbers(tensor)[row] for tensor in (rows.velocity, rows.old_velocity, rows.ref_velocity, rows.final, rows.noise)
+    )
+    x = [(1 - sigma) * clean + sigma * eps for clean, eps in zip(x0, noise, strict=True)]
+    positive = [beta * new + (1 - beta) * old for new, old in zip(v, v_old, strict=True)]
+    negative = [(1 + beta) * old - beta * new for new, old in zip(v, v_old, strict=True)]
+    predictions = [[noisy - sigma * u for noisy, u in zip(x, way, strict=True)] for way in (positive, negative)]
+    if weights is None:
+        distances = [sum(abs(p - q) for p, q in zip(guess, x0, strict=True)) / len(x0) for guess in predictions]
+        weights = [max(distance, 1e-5) for distance in distances]
+    r = min(max(min(max(rows.advantage[row].item(), -a), a) / (2 * a) + 0.5, 0), 1)
+    parts = [mean_of_squares(guess, x0) / weight for guess, weight in zip(predictions, weights, strict=True)]
+    return a * (r * parts[0] + (1 - r) * parts[1]) / beta + algorithm.kl_coef * mean_of_squares(v, v_ref), weights
+
+
+@dtypes
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0, 2.0])
+def test_the_loss_of_diffusion_nft_is_the_formula_row_by_row(beta, dtype, tolerance):
+    algorithm = nft(beta=beta, kl_coef=0.3)
+    rows = make_rows(dtype=dtype)
+    out = diffusion_nft(rows, algorithm)
+    assert out.loss.dtype == dtype
+    close(out.loss, [naive_row(row, rows, algorithm)[0] for row in range(6)], tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-5)])
+def test_the_gradient_of_diffusion_nft_is_that_of_the_formula_with_the_weights_held(dtype, tolerance):
+    algorithm = nft(beta=0.5, kl_coef=0.3)
+    rows = make_rows(dtype=dtype)
+    gradient = per_row_gradient(diffusion_nft(rows, algorithm), rows)
+    precise = make_rows()
+    step, flat = 1e-6, precise.velocity.detach().reshape(6, -1)
+    for row in range(6):
+        weights = naive_row(row, precise, algorithm)[1]
+        for element in range(flat.shape[1]):
+            sides = []
+            for sign in (1, -1):
+                moved = flat.clone()
+                moved[row, element] += sign * step
+                sides.append(naive_row(row, make_rows(velocity=moved.reshape(6, 2, 3)), algorithm, weights)[0])
+            slope = (sides[0] - sides[1]) / (2 * step)
+            assert gradient.reshape(6, -1)[row, element].item() == pytest.approx(slope, abs=tolerance, rel=tolerance)
+
+
+def test_a_perfect_prediction_is_divided_by_the_floor():
+    """Expects (1e-6)^2 / 1e-5 for the error 1e-6, since <|x - x0|> is below 1e-5."""
+    zeros = torch.zeros(1, 2, 3, dtype=torch.float64)
+    velocity = torch.full_like(zeros, 2e-6)
+    sigma, advantage = torch.tensor([0.5], dtype=torch.float64), torch.tensor([5.0], dtype=torch.float64)
+    rows = ForwardInputs(velocity, zeros, zeros, sigma, advantage, old_velocity=velocity)
+    assert diffusion_nft(rows, nft()).loss.item() == pytest.approx(5 * 1e-12 / 1e-5)
+
+
+MODES = {
+    "all": [0.0, 0.25, 0.5, 0.75, 1.0],
+    "positive_only": [0.5, 0.5, 0.5, 0.75, 1.0],
+    "negative_only": [0.0, 0.25, 0.5, 0.5, 0.5],
+    "one_only": [0.5, 0.5, 0.5, 0.75, 0.75],
+    "binary": [0.25, 0.25, 0.5, 0.75, 0.75],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_preferences_by_hand(mode):
+    advantage = torch.tensor([-9.0, -1.0, 0.0, 1.0, 9.0])
+    assert preference(advantage, 2.0, mode).tolist() == MODES[mode]
+    rows = make_rows(5, dtype=torch.float32, advantage=advantage)
+    assert diffusion_nft(rows, nft(mode=mode, clip_max=2.0)).metrics["preference"].tolist() == MODES[mode]
+
+
+@given(advantage=st.floats(-100, 100), clip_max=st.floats(0.01, 10), mode=st.sampled_from([*MODES]))
+@settings(max_examples=100, deadline=None)
+def test_a_preference_is_a_probability_on_the_side_of_the_advantage(advantage, clip_max, mode):
+    r = preference(torch.tensor([advantage], dtype=torch.float64), clip_max, mode).item()
+    assert 0 <= r <= 1
+    assert (r - 0.5) * advantage >= 0
+
+
+def test_metrics_of_diffusion_nft_by_hand():
+    rows = make_rows()
+    out = diffusion_nft(rows, nft(beta=0.5))
+    assert out.metrics.keys() == {"preference", "positive_loss", "negative_loss", "old_deviation", "kl_ref"}
+    r, positive, negative = (out.metrics[name] for name in ("preference", "positive_loss", "negative_loss"))
+    torch.testing.assert_close(out.loss.detach(), 5 * (r * positive + (1 - r) * negative) / 0.5)
+    for name, other in (("old_deviation", rows.old_velocity), ("kl_ref", rows.ref_velocity)):
+        pairs = zip(numbers(rows.velocity), numbers(other), strict=True)
+        close(out.metrics[name], [mean_of_squares(a, b) for a, b in pairs])
+    assert "kl_ref" not in diffusion_nft(make_rows(without=["ref_velocity"]), nft()).metrics
+
+
+# AWM
+
+WEIGHTINGS = ("uniform", "sigma", "sigma_squared", "huber", "ghuber")
+weightings = pytest.mark.parametrize("weighting", WEIGHTINGS)
+ratios = pytest.mark.parametrize("ratio", ["exp_first", "sum_first"])
+
+
+def awm_of(*, kl_coef=0.0, clip_max=5.0, **changes):
+    return Algorithm(kl_coef=kl_coef, advantage=Advantage(clip_max=clip_max), awm=Awm(**changes))
+
+
+def naive_likelihood(error, sigma, settings):
+    power, shifted = settings.power, error + 1e-10
+    return {
+        "uniform": -error,
+        "sigma": -error * sigma,
+        "sigma_squared": -error * sigma * sigma,
+        "huber": -(math.sqrt(shifted) - 1e-5) * sigma,
+        "ghuber": -(shifted**power - 1e-10**power) * sigma / power,
+    }[settings.weighting]
+
+
+def naive_losses(rows, algorithm):
+    """Computes losses sample by sample, draw by draw, in Python floats."""
+    settings, a, losses = algorithm.awm, algorithm.advantage.clip_max, []
+    columns = zip(*(numbers(getattr(rows, name)) for name in (*POLICIES, "final", "noise")), strict=True)
+    current, old, pulls = [], [], []
+    end = settings.ema_coef if settings.ema_coef_end is None else settings.ema_coef_end
+    ema_coef = settings.ema_coef + (end - settings.ema_coef) * rows.progress
+    for (v, v_old, v_ref, v_ema, x0, noise), sigma in zip(columns, rows.sigma.tolist(), strict=True):
+        aim = [eps - clean for eps, clean in zip(noise, x0, strict=True)]
+        current.append(naive_likelihood(mean_of_squares(v, aim), sigma, settings))
+        old.append(naive_likelihood(mean_of_squares(v_old, aim), sigma, settings))
+        std = 0.7 * math.sqrt(sigma / (1 - min(sigma, 0.99)))
+        divisor = 1.0 if settings.kl_form == "velocity" else 2 * std**2
+        pulls.append((algorithm.kl_coef * mean_of_squares(v, v_ref) + ema_coef * mean_of_squares(v, v_ema)) / divisor)
+    for start in range(0, len(pulls), rows.draws):
+        sample = range(start, start + rows.draws)
+        advantage = min(max(rows.advantage[start].item(), -a), a)
+        if settings.advantage_max is not None:
+            advantage *= settings.advantage_max / a
+        together = math.exp(sum(current[row] - old[row] for row in sample) / rows.draws)
+        for row in sample:
+            ratio = together if settings.ratio == "sum_first" else math.exp(current[row] - old[row])
+            clipped = min(max(ratio, 1 - settings.clip_range), 1 + settings.clip_range)
+            losses.append(max(-advantage * ratio, -advantage * clipped) + pulls[row])
+    return losses
+
+
+def sample_rows(**changes):
+    """Makes two samples of three draws, each with one advantage."""
+    changes.setdefault("advantage", torch.tensor([3.0] * 3 + [-7.0] * 3, dtype=changes.get("dtype", torch.float64)))
+    return make_rows(draws=3, **changes)
+
+
+@dtypes
+@ratios
+@weightings
+def test_the_loss_of_awm_is_the_formula_row_by_row(weighting, ratio, dtype, tolerance):
+    pulls = {"kl_coef": 0.2, "ema_coef": 1.0, "ema_coef_end": 0.3, "kl_form": "elbo"}
+    algorithm = awm_of(weighting=weighting, power=0.3, ratio=ratio, clip_range=0.4, **pulls)
+    rows = sample_rows(dtype=dtype, progress=0.25)
+    close(awm(rows, algorithm).loss, naive_losses(rows, algorithm), tolerance)
+
+
+@pytest.mark.parametrize("advantage_max", [None, 1.0, 0.5])
+def test_advantages_are_clamped_and_rescaled(advantage_max):
+    algorithm = awm_of(clip_max=2.0, advantage_max=advantage_max)
+    rows = sample_rows()
+    close(awm(rows, algorithm).loss, naive_losses(rows, algorithm))
+    on_policy = awm(sample_rows(without=["old_velocity"]), algorithm).loss  # -A alone
+    largest = 2.0 if advantage_max is None else advantage_max
+    close(on_policy, [-largest] * 3 + [largest] * 3)
+
+
+@ratios
+@weightings
+@pytest.mark.parametrize("kl_form", ["velocity", "elbo"])
+def test_the_gradient_of_awm_is_that_of_the_loss(kl_form, weighting, ratio):
+    algorithm = awm_of(kl_coef=0.2, weighting=weighting, ratio=ratio, clip_range=0.9, ema_coef=0.5, kl_form=kl_form)
+    rows = sample_rows()
+
+    def losses(velocity):
+        return awm(replace(rows, velocity=velocity), algorithm).loss
+
+    assert torch.autograd.gradcheck(losses, (rows.velocity,), atol=1e-7)
+
+
+@dtypes
+@ratios
+@weightings
+def test_on_policy_the_gradient_of_awm_is_that_of_the_weighted_error(weighting, ratio, dtype, tolerance):
+    """Checks that the gradient of -A p(m) is -A p'(m) 2 (v - target) / D, whichever ratio is taken."""
+    algorithm = awm_of(weighting=weighting, power=0.3, ratio=ratio)
+    rows = sample_rows(dtype=dtype, without=["old_velocity"])
+    out = awm(rows, algorithm)
+    torch.testing.assert_close(out.loss, -rows.advantage.clamp(-5, 5) / 5, atol=tolerance, rtol=0)
+    deviation = (rows.velocity - (rows.noise - rows.final)).detach()
+    error, sigma = deviation.square().mean(dim=(1, 2)), rows.sigma
+    slope = {
+        "uniform": torch.ones_like(sigma),
+        "sigma": sigma,
+        "sigma_squared": sigma**2,
+        "huber": 0.5 * sigma / (error + 1e-10).sqrt(),
+        "ghuber": sigma * (error + 1e-10) ** (0.3 - 1),
+    }[weighting]
+    expected = (rows.advantage.clamp(-5, 5) / 5 * slope * 2 / 6)[:, None, None] * deviation
+    close(per_row_gradient(out, rows), expected, tolerance)
+    explicit = awm(sample_rows(dtype=dtype, old_velocity=rows.velocity.detach()), algorithm)
+    assert torch.equal(out.loss, explicit.loss)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "clipped"),
+    [(5.0, 0.3, True), (5.0, -0.3, False), (-5.0, 0.3, False), (-5.0, -0.3, True), (5.0, 0.1, False)],
+)
+def test_the_clip_stops_the_gradient_only_where_the_surrogate_would_improve(advantage, log_ratio, clipped):
+    """Sets target 0, velocity 1 everywhere: p = -1 under `uniform`, and old_velocity sqrt(1 + l) has p - p_old = l."""
+    zeros = torch.zeros(1, 2, 3, dtype=torch.float64)
+    velocity, one = torch.ones_like(zeros).requires_grad_(), torch.ones(1, dtype=torch.float64)
+    old = torch.full_like(zeros, math.sqrt(1 + log_ratio))
+    rows = ForwardInputs(velocity, zeros, zeros, 0.5 * one, advantage * one, old)
+    out = awm(rows, awm_of(weighting="uniform", clip_range=0.2))
+    ratio = math.exp(log_ratio)
+    assert out.loss.item() == pytest.approx(-advantage / 5 * (min(max(ratio, 0.8), 1.2) if clipped else ratio))
+    expected = 0.0 if clipped else advantage / 5 * ratio * 2 / 6
+    torch.testing.assert_close(per_row_gradient(out, rows), torch.full_like(zeros, expected))
+    assert out.metrics["ratio_deviation"].item() == pytest.approx(abs(ratio - 1))
+    assert out.metrics["approx_kl"].item() == pytest.approx(log_ratio**2 / 2)
+    assert out.metrics["clipped_high"].item() == (ratio > 1.2)
+    assert out.metrics["clipped_low"].item() == (ratio < 0.8)
+
+
+@weightings
+def test_the_likelihood_is_greatest_and_finite_where_there_is_no_error(weighting):
+    error = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    value = log_likelihood(error, torch.full((1,), 0.5, dtype=torch.float64), Awm(weighting=weighting))
+    assert value.item() == pytest.approx(0.0, abs=1e-18)
+    value.backward()
+    assert error.grad.isfinite().all() and error.grad < 0
+
+
+def test_the_elbo_form_weights_by_the_reference_variance():
+    """Expects std^2 = .49 sigma / (1 - sigma), where 1 - sigma is at least .01."""
+    rows = make_rows(3, sigma=torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64))
+    plain, elbo = (awm(rows, awm_of(kl_form=form)).metrics for form in ("velocity", "elbo"))
+    factor = torch.tensor([1 / 0.98, 0.01 / (0.98 * 0.99), 0.01 / 0.98], dtype=torch.float64)
+    for name in ("kl_ref", "kl_ema"):
+        close(elbo[name], factor * plain[name])
+
+
+def test_metrics_of_awm_are_absent_without_their_velocities():
+    metrics = awm(sample_rows(), awm_of(kl_coef=0.1, ema_coef=0.1)).metrics
+    rows = sample_rows(without=["ref_velocity", "ema_velocity"])
+    fewer = awm(rows, awm_of()).metrics
+    assert metrics.keys() - fewer.keys() == {"kl_ref", "kl_ema"}
+    pairs = zip(numbers(rows.velocity), numbers(rows.noise - rows.final), strict=True)
+    close(fewer["flow_error"], [mean_of_squares(a, b) for a, b in pairs])
+
+
+# Diffusion-DPO
+
+LOSSES = ("sigmoid", "hinge", "ipo")
+
+
+def dpo(**changes):
+    return Algorithm(dpo=Dpo(**changes))
+
+
+def naive_pairs(rows):
+    """Returns (d, winner error, loser error) of every pair, in Python floats."""
+    v, v_ref, x0, noise = (numbers(tensor) for tensor in (rows.velocity, rows.ref_velocity, rows.final, rows.noise))
+    aims = [[eps - clean for eps, clean in zip(*row, strict=True)] for row in zip(noise, x0, strict=True)]
+    errors, gains = [], []
+    for mine, reference, aim in zip(v, v_ref, aims, strict=True):
+        errors.append(mean_of_squares(mine, aim))
+        gains.append(errors[-1] - mean_of_squares(reference, aim))
+    return [(gains[row] - gains[row + 1], errors[row], errors[row + 1]) for row in range(0, len(v), 2)]
+
+
+def naive_loss(difference, settings):
+    strength = settings.beta / 2 if settings.halved else settings.beta
+    z = -difference
+    return {
+        "sigmoid": math.log1p(math.exp(-strength * z)),
+        "hinge": max(1 - strength * z, 0.0),
+        "ipo": (z - 1 / (2 * strength)) ** 2,
+    }[settings.loss]
+
+
+@dtypes
+@pytest.mark.parametrize("halved", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_of_diffusion_dpo_is_the_formula_pair_by_pair_and_its_gradient_that_of_it(
+    loss, halved, dtype, tolerance
+):
+    algorithm = dpo(loss=loss, halved=halved, beta=0.7)
+    rows = make_pairs(dtype=dtype)
+    close(
+        diffusion_dpo(rows, algorithm).loss,
+        [naive_loss(d, algorithm.dpo) for d, _, _ in naive_pairs(rows) for _ in range(2)],
+        tolerance,
+    )
+    if dtype == torch.float64:
+        assert torch.autograd.gradcheck(
+            lambda velocity: diffusion_dpo(replace(rows, velocity=velocity), algorithm).loss, (rows.velocity,)
+        )
+
+
+@dtypes
+@pytest.mark.parametrize(("halved", "strength"), [(True, 1000.0), (False, 2000.0)])
+def test_at_the_reference_the_loss_is_log_two_and_winner_and_loser_are_moved_alike(halved, strength, dtype, tolerance):
+    rows = make_pairs(dtype=dtype)
+    rows = replace(rows, ref_velocity=rows.velocity.detach())
+    out = diffusion_dpo(rows, dpo(halved=halved))
+    torch.testing.assert_close(out.loss, torch.full((6,), math.log(2), dtype=dtype), atol=tolerance, rtol=0)
+    deviation = (rows.velocity - (rows.noise - rows.final)).detach()
+    sign = torch.tensor([1.0, -1.0], dtype=dtype).repeat(3)[:, None, None]
+    # both rows carry the loss, so the sum counts it twice: 2 * strength * sigmoid(0) * 2 deviation / D
+    close(per_row_gradient(out, rows), sign * (2 * strength * 0.5 * 2 / 6) * deviation, tolerance)
+    assert out.metrics["margin"].abs().max() == 0
+    assert out.metrics["accuracy"].max() == 0
+
+
+def test_saturated_pairs_stay_finite():
+    rows = make_pairs(dtype=torch.float32)
+    out = diffusion_dpo(rows, dpo(beta=1e6))
+    assert out.loss.isfinite().all()
+    assert per_row_gradient(out, rows).isfinite().all()
+    wrong = torch.tensor([d > 0 for d, _, _ in naive_pairs(rows) for _ in range(2)])
+    assert 0 < wrong.sum() < 6
+    assert (out.loss[~wrong] == 0).all()
+    torch.testing.assert_close(out.loss[wrong], -out.metrics["margin"][wrong])
+
+
+def test_metrics_of_diffusion_dpo_by_hand():
+    rows = make_pairs()
+    metrics = diffusion_dpo(rows, dpo(beta=3.0)).metrics
+    pairs = [pair for pair in naive_pairs(rows) for _ in range(2)]
+    expected = {
+        "margin": [-1.5 * d for d, _, _ in pairs],
+        "accuracy": [float(d < 0) for d, _, _ in pairs],
+        "winner_error": [winner for _, winner, _ in pairs],
+        "loser_error": [loser for _, _, loser in pairs],
+    }
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        close(metrics[name], value)
+    assert 0 < metrics["accuracy"].sum() < 6
+
+
+def missing(name):
+    return make_rows(without=[f"{name}_velocity"])
+
+
+def moved(name, *index):
+    """Makes pairs of which one number is another."""
+    value = getattr(make_pairs(), name).clone()
+    value[index] += 1e-9
+    return replace(make_pairs(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows", "algorithm", "message"),
+    [
+        (diffusion_nft, missing("old"), nft(), "diffusion_nft needs old_velocity"),
+        (diffusion_nft, missing("ref"), nft(kl_coef=0.1), "kl_coef is 0.1 but there is no ref_velocity"),
+        (awm, missing("ref"), awm_of(kl_coef=0.1), "kl_coef is 0.1 but there is no ref_velocity"),
+        (awm, missing("ema"), awm_of(ema_coef=0.1), "ema_coef is 0.1 and ema_coef_end None, but .* no ema_velocity"),
+        (awm, missing("ema"), awm_of(ema_coef_end=0.3), "ema_coef is 0.0 and ema_coef_end 0.3, but .* no ema_velocity"),
+        (awm, missing("old"), awm_of(off_policy=True), "awm.off_policy is set but there is no old_velocity"),
+        (awm, make_rows(progress=1.5), awm_of(), r"progress must be in \[0, 1\], got 1.5"),
+        (diffusion_dpo, missing("ref"), dpo(), "diffusion_dpo needs ref_velocity"),
+        (diffusion_dpo, make_rows(3), dpo(), "odd number of rows, 3"),
+        (diffusion_dpo, moved("noise", 3, 1, 2), dpo(), r"noise .* differs in pair 1 \(rows 2, 3\)"),
+        (diffusion_dpo, moved("sigma", 5), dpo(), r"sigma .* pair 2"),
+    ],
+)
+def test_missing_velocities_and_rows_that_are_no_pairs_are_named(objective, rows, algorithm, message):
+    with pytest.raises(ValueError, match=message):
+        objective(rows, algorithm)
