@@ -1,8 +1,10 @@
-"""Tests which bundle every actor is placed in, and what it asks of it."""
+"""Tests which bundle every actor is placed in, what it asks of it, and what it is built with."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,24 +12,24 @@ import pytest
 import torch
 
 from omni_async.config.schema import Config, Resources
+from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.families import find_family
+from omni_async.preflight.check import preflight
 from omni_async.role_table import BUILT_IN, CONTROL
-from omni_async.runtime.builders import WorkerContext, trainer
+from omni_async.runtime.builders import WorkerContext, coordinator, trainer
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.placement import ActorPlacement, plan_placements
 from omni_async.store import LocalStore
 from omni_async.worker import Worker
+from tests.runtime.runtime_world import write_world
 
 GPUS = {"rollout": {"cpus": 2, "gpus": 1}, "reward": {"cpus": 4}, "trainer": {"cpus": 2.5, "gpus": 1}}
 
 
-TWO = {"rollout": {"workers": 2}, "trainer": {"workers": 2}}
-
-
 def config(placement: dict[str, Any], **sections: Any) -> Config:
     """Returns a job of two engines, a reward worker and two ranks."""
-    raw = {"model": {"path": "m"}, "data": {"prompts": "p"}, "placement": placement} | TWO
-    return msgspec.convert(raw | sections, Config)
+    raw = {"model": {"path": "m"}, "data": {"prompts": "p"}, "placement": placement}
+    return msgspec.convert(raw | {"rollout": {"workers": 2}, "trainer": {"workers": 2}} | sections, Config)
 
 
 def names(made: Config) -> dict[str, list[str]]:
@@ -50,18 +52,12 @@ def test_every_actor_has_a_bundle_of_its_own() -> None:
 def test_roles_that_share_devices_sit_in_one_bundle_and_ask_for_their_share() -> None:
     actors = plan_placements(config(GPUS | {"colocated": True}))
     assert actors.bundles == (CONTROL, Resources(cpus=4, gpus=1), Resources(cpus=2.5, gpus=1))
-    assert {name: placement.bundle for name, placement in actors.actors.items()} == {
-        "coordinator": 0,
-        "rollout-0": 1,
-        "reward-0": 1,
-        "trainer": 1,
-        "rollout-1": 2,
-        "trainer-1": 2,
-    }
-    assert [actors.actors[name].gpus for name in ("rollout-0", "reward-0", "trainer")] == [0.5, 0, 0.5]
-    assert [actors.actors[name].threads for name in ("rollout-0", "reward-0", "trainer")] == [2, 4, 2], (
-        "they take turns"
-    )
+    slots = ("coordinator", "rollout-0", "reward-0", "trainer", "rollout-1", "trainer-1")
+    bundles = dict(zip(slots, (0, 1, 1, 1, 2, 2), strict=True))
+    assert {name: placement.bundle for name, placement in actors.actors.items()} == bundles
+    first = [actors.actors[name] for name in slots[1:4]]
+    assert [one.gpus for one in first] == [0.5, 0, 0.5]
+    assert [one.threads for one in first] == [2, 4, 2], "they take turns"
 
 
 @pytest.mark.parametrize("cpus", [(1, 1, 1), (2, 2, 2), (0.3, 0.7, 4), (7, 11, 13)])
@@ -73,25 +69,21 @@ def test_shares_never_exceed_their_bundle(cpus: tuple[float, float, float]) -> N
         assert bundle.cpus - 0.001 < asked <= bundle.cpus
 
 
-def test_emulated_devices_ask_for_nothing() -> None:
-    actors = plan_placements(config(GPUS, emulation={"profile": "p.json"}))
-    assert actors.bundles == () and actors.cpus == 0
-    assert set(actors.actors) == {"coordinator", "rollout-0", "rollout-1", "reward-0", "trainer"}
-    assert set(actors.actors.values()) == {ActorPlacement(None, 0.0, 0.0, 1)}
-
-
-def test_every_worker_has_a_name_and_one_emulated_rank_stands_for_all() -> None:
+def test_every_worker_has_a_name_and_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
     found = names(config({}, trainer={"workers": 3}))
     assert found["rollout"] == ["rollout-0", "rollout-1"] and found["reward"] == ["reward-0"]
     assert found["trainer"] == ["trainer", "trainer-1", "trainer-2"] and found["coordinator"] == ["coordinator"]
-    assert names(config({}, trainer={"workers": 3}, emulation={"profile": "p"}))["trainer"] == ["trainer"]
-
-
-def test_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
     made = config({"rollout": {"cpus": 3}}, data={"preferences": "p.parquet"})
     found = names(made)
     assert found["reader"] == ["reader"] and found["reward"] == [] == found["rollout"]
     assert plan_placements(made).actors["reader"].cpus == 3
+
+
+def test_emulated_devices_ask_for_nothing_and_one_rank_stands_for_all() -> None:
+    actors = plan_placements(config(GPUS, emulation={"profile": "p.json"}))
+    assert actors.bundles == () and actors.cpus == 0
+    assert set(actors.actors) == {"coordinator", "rollout-0", "rollout-1", "reward-0", "trainer"}
+    assert set(actors.actors.values()) == {ActorPlacement(None, 0.0, 0.0, 1)}
 
 
 def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine() -> None:
@@ -115,3 +107,15 @@ def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(
         RuntimeError, match=r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
     ):
         asyncio.run(rank.setup(None, None))
+
+
+@pytest.mark.parametrize(("untouched", "wrong"), [(False, False), (True, True)])
+async def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_process_may_have_known_otherwise(
+    tmp_path: Path, untouched: bool, wrong: bool
+) -> None:
+    """Distinguishes a resumed run, whose scorer may have been edited, from a process that begins again after a loss."""
+
+    start = ControlState(version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0}))
+    inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)
+    made = coordinator(WorkerContext(Worker("coordinator"), inputs, tmp_path, LocalStore()))
+    assert await made.scorer_wrong("scorer 'x': AttributeError: y") is wrong

@@ -32,17 +32,19 @@ COUNTER = {"name": "counter", "workers": 2, "resources": {"cpus": 0.1}, "setting
 ROOT = Path(__file__).parents[2]
 
 
+def register(site: Path, package: str, **roles: str) -> None:
+    """Puts a package on the path whose entry points lead to `outside_role`, for this process and actors'."""
+    folder = site / f"{package}-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    points = "".join(f"{name} = tests.runtime.outside_role:{made}\n" for name, made in roles.items())
+    (folder / "entry_points.txt").write_text("[omni_async.roles]\n" + points)
+
+
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Installs a package whose entry points lead to `outside_role`, here and in the processes of actors."""
     site = tmp_path / "site"
-    package = site / "outside-1.0.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        "[omni_async.roles]\ncounter = tests.runtime.outside_role:ROLE\ntrainer = tests.runtime.outside_role:ROLE\n"
-        "broken = tests.runtime.outside_role:CounterSettings\nnone = tests.runtime.outside_role:NONE\n"
-    )
+    register(site, "outside", counter="ROLE", trainer="ROLE", broken="CounterSettings", none="NONE")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     services.find_service.cache_clear()
@@ -62,10 +64,7 @@ def recipe(folder: Path, *roles: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("role", "said"),
     [
-        (
-            {"name": "clock"},
-            "roles: expected one of ['broken', 'counter', 'none', 'trainer'], which",
-        ),
+        ({"name": "clock"}, "roles: expected one of ['broken', 'counter', 'none', 'trainer'], which"),
         ({"name": "trainer"}, "roles: 'trainer' is a role that every run has"),
         (COUNTER | {"twice": True}, "roles.1.name: 'counter' is there twice"),
         ({"name": "broken"}, "is a StructMeta, not a ServiceRole"),
@@ -187,25 +186,18 @@ def test_a_service_on_ray_is_replaced_when_it_is_killed_or_stopped_and_is_scaled
     assert json.loads((run.job.run / "summary.json").read_text())["faults"] == 2
 
 
-def test_a_recipe_without_the_package_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = recipe(tmp_path, COUNTER)
-    monkeypatch.setattr(services, "entry_points", lambda **_: EntryPoints())
-    services.find_service.cache_clear()
-    with pytest.raises(ConfigError, match=r"no installed package brings a role; install the one that brings .counter."):
-        load(path)
-
-
-def test_a_name_that_two_packages_register_is_refused_whatever_the_order_of_the_path(
+def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_order_of_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tmp_path / "other" / "other-1.0.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (other / "entry_points.txt").write_text("[omni_async.roles]\ncounter = tests.runtime.outside_role:NONE\n")
-    monkeypatch.syspath_prepend(other.parent)
-    services.find_service.cache_clear()
+    path = recipe(tmp_path, COUNTER)
+    with monkeypatch.context() as patched:
+        patched.setattr(services, "entry_points", lambda **_: EntryPoints())
+        with pytest.raises(ConfigError, match=r"no installed package brings a role; install the one that brings .coun"):
+            load(path)
+    register(tmp_path / "other", "other", counter="NONE")
+    monkeypatch.syspath_prepend(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"roles.*'counter' is registered more than once, as \['tests\.runtime\."):
-        load(recipe(tmp_path, COUNTER))
+        load(path)
 
 
 def test_the_documented_role_is_accepted_and_answers(

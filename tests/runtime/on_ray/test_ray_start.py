@@ -4,6 +4,7 @@ stand for Ray."""
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -71,10 +72,8 @@ def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then
         connect(None, 1, 25.0)
     assert len(starts.read_text().splitlines()) == 3
     text = str(failed.value)
-    assert (
-        text.startswith(f"Ray did not start within run.startup_timeout_s = 25, tried 3 times: {TIMED_OUT}")
-        and "\n" not in text
-    )
+    said = f"Ray did not start within run.startup_timeout_s = 25, tried 3 times: {TIMED_OUT}"
+    assert text.startswith(said) and "\n" not in text
     assert "is the machine overloaded?" in text
     assert f"Ray did not start ({TIMED_OUT}); trying again" in caplog.text
 
@@ -89,9 +88,8 @@ def test_a_start_that_hangs_ends_when_the_time_is_over(
 
 def test_what_another_try_would_not_change_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = instead(monkeypatch, tmp_path, "print(json.dumps({'error': 'no room in /dev/shm', 'final': True}))")
-    with pytest.raises(
-        StartError, match=r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: "
-    ) as failed:
+    said = r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: "
+    with pytest.raises(StartError, match=said) as failed:
         connect(None, 1, 60.0)
     assert len(starts.read_text().splitlines()) == 1
     folder = Path(str(failed.value).rpartition(" ")[2])
@@ -131,16 +129,6 @@ def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_f
     assert not psutil.pid_exists(local.pid)
 
 
-def test_a_token_of_the_users_own_and_doing_without_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "somewhere")
-    ray_local.use_a_token()
-    assert "RAY_AUTH_TOKEN" not in os.environ
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    ray_local.use_a_token()
-    assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_MODE"] == "disabled"
-
-
 def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_is_a_loss_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,23 +146,14 @@ def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_i
         LocalRay(1).address(10.0, threading.Event())
 
 
-def test_an_address_without_a_listener_is_refused_at_once(unused_port: int) -> None:
-    began = time.monotonic()
-    with pytest.raises(
-        StartError, match=rf"^run\.ray_address: nobody answers at 127\.0\.0\.1:{unused_port}: .*refused"
-    ):
-        connect(f"127.0.0.1:{unused_port}", 1)
-    assert time.monotonic() - began < 5
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
+def test_an_address_without_a_listener_is_refused_at_once() -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-    return port
+        unused = f"127.0.0.1:{one.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(StartError, match=rf"^run\.ray_address: nobody answers at {unused}: .*refused"):
+        connect(unused, 1)
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(
@@ -189,17 +168,25 @@ def test_a_cluster_that_cannot_be_joined_is_reported_with_what_a_token_asks_for(
     monkeypatch.setattr(ray_connection.ray, "init", refuse)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    with pytest.raises(
-        StartError, match=r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; "
-    ) as failed:
+    refused = r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; "
+    with pytest.raises(StartError, match=refused) as failed:
         connect("auto", 1)
     assert said in str(failed.value)
 
 
-def test_what_is_set_for_the_driver_alone_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_set_for_the_driver_alone_is_not_handed_on_and_a_users_own_token_or_doing_without_is_respected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = ("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_RAYLET_PID")
     for name in own:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     ray_local.prepare_driver()
     assert all(os.environ[name] and name not in ray_local.environment() for name in own)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "somewhere")
+    ray_local.use_a_token()
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    ray_local.use_a_token()
+    assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_MODE"] == "disabled"
