@@ -1,13 +1,14 @@
-"""Computes velocities of rows that different components of a policy take.
+"""Makes rows of samples: their conditioning, and velocities by different components of a policy.
 
-A policy has trained components (`transformer`, `transformer_2`, ...), and each row of a batch needs one of them, by its
-sigma. Rows are computed component by component, in the policy's order.
+Conditioning is stacked by a rule for every key, which the family states. A policy has trained components
+(`transformer`, `transformer_2`, ...), and each row of a batch needs one of them, by its sigma: rows are computed
+component by component, in the policy's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -71,3 +72,33 @@ def _sigma_of(policy: Policy, component: str) -> float:
         if policy.component_of(1 - step / 1000) == component:
             return 1 - step / 1000
     raise ValueError(f"no sigma in [0, 1] needs the component {component!r}")
+
+
+# ---- conditioning ----------------------------------------------------------------------------------------------------
+
+Rule = Literal["same", "pad", "jagged"]
+
+
+def stack_rows(rows: Sequence[TensorDict], rules: Mapping[str, Rule]) -> TensorDict:
+    """Stack conditioning of batch size [] to one of batch size [B]. The rules:
+
+    same    tensors of one shape
+    pad     tensors (L, ...) of different lengths L, padded at the end with zeros (False)
+    jagged  tensors (L, ...) of different lengths that stay as they are: `stacked.get(key, as_list=True)` lists them
+
+    Raises ValueError for a key without a rule."""
+    keys = {str(key) for row in rows for key in row.keys()}  # noqa: SIM118 - a TensorDict iterates over its rows
+    if unknown := sorted(keys - rules.keys()):
+        raise ValueError(f"conditioning {unknown[0]!r} has no rule to stack it by; there are rules for {sorted(rules)}")
+    longest = {key: max(len(row[key]) for row in rows) for key in keys if rules[key] == "pad"}
+    padded = [row.copy().update({key: _pad(row[key], length) for key, length in longest.items()}) for row in rows]
+    if any(rules[key] == "jagged" for key in keys):
+        return TensorDict.lazy_stack(padded)
+    stacked: TensorDict = torch.stack(padded)  # type: ignore[arg-type, assignment]
+    return stacked
+
+
+def _pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    if len(tensor) == length:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])

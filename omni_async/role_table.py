@@ -40,14 +40,6 @@ class Peers(Protocol):
     def trainer(self) -> Any: ...
 
 
-async def _nobody_joins(peers: Peers, name: str, worker: Any) -> None:
-    """Tell nobody of a new worker: it asks for work by itself."""
-
-
-async def _nobody_minds(peers: Peers, name: str, reason: str) -> None:
-    """Tell nobody of a lost worker."""
-
-
 @dataclass(frozen=True)
 class RoleSpec:
     """A row of the table.
@@ -68,7 +60,7 @@ class RoleSpec:
     emulated: `emulation` replaces its devices, so that it needs none.
     scales: `omni-async scale` changes the number of its workers; a worker that is not needed any more gets `leave`.
     loading: what a new worker does before it is at work, for the console.
-    joins, lost: whom a worker that has started, and one that is gone, is reported to."""
+    joins, lost: who is told of a worker that has started, and of one that is gone; None: nobody, it asks by itself."""
 
     role: str
     workers: Callable[[Config], tuple[Worker, ...]]
@@ -84,8 +76,8 @@ class RoleSpec:
     emulated: bool = True
     scales: bool = False
     loading: str = "starting"
-    joins: Callable[[Peers, str, Any], Awaitable[None]] = _nobody_joins
-    lost: Callable[[Peers, str, str], Awaitable[None]] = _nobody_minds
+    joins: Callable[[Peers, str, Any], Awaitable[None]] | None = None
+    lost: Callable[[Peers, str, str], Awaitable[None]] | None = None
 
     def resources(self, config: Config) -> Resources:
         """Return what one worker asks for."""
@@ -127,10 +119,6 @@ async def _service_lost(peers: Peers, name: str, reason: str) -> None:
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _online(config: Config) -> bool:
-    return config.data.preferences is None
-
-
 def _slots(role: str, number: int) -> tuple[Worker, ...]:
     return tuple(Worker(role, index) for index in range(number))
 
@@ -153,7 +141,7 @@ BUILT_IN = (
     ),
     RoleSpec(
         ROLLOUT,
-        lambda config: _slots(ROLLOUT, config.rollout.workers) if _online(config) else (),
+        lambda config: _slots(ROLLOUT, config.rollout.workers) if config.data.preferences is None else (),
         f"{_BUILDERS}:producer",
         "placement.rollout",
         "replace",
@@ -166,14 +154,14 @@ BUILT_IN = (
     ),
     RoleSpec(
         READER,
-        lambda config: () if _online(config) else (Worker(READER),),
+        lambda config: () if config.data.preferences is None else (Worker(READER),),
         f"{_BUILDERS}:reader",
         "placement.rollout",
         starts_last=True,
     ),
     RoleSpec(
         REWARD,
-        lambda config: _slots(REWARD, config.reward.workers) if _online(config) else (),
+        lambda config: _slots(REWARD, config.reward.workers) if config.data.preferences is None else (),
         f"{_BUILDERS}:rewarder",
         "placement.reward",
         "replace",

@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
-from omni_async.entry_points import load_registered, the_one
+from omni_async.entry_points import load_named, load_registered, the_one
 from omni_async.worker import BUILT_IN_ROLES
 
 GROUP = "omni_async.roles"
@@ -85,8 +84,7 @@ class ServiceRole:
 
     def load(self) -> Callable[[ServiceSite], Service]:
         """Load the function that builds a worker, with all that it imports."""
-        module, _, name = self.build.partition(":")
-        function: Callable[[ServiceSite], Service] = getattr(import_module(module), name)
+        function: Callable[[ServiceSite], Service] = load_named(self.build)
         return function
 
 

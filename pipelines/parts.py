@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.conditioning import Rule, stack_rows
+from omni_async.components import Rule, stack_rows
 from omni_async.media import Media, require_media
 from omni_async.policy import SequencePlan
 from omni_async.types import Prompt
@@ -85,7 +85,7 @@ class DiffusersPolicy(ABC):
     denoiser: name of the denoisers' class in diffusers.
     parts: the other parts as `library.Class`, by folder, which is also their argument of `codec`.
     codec: class of the family's codec.
-    text_rules: how the tensors of a text are stacked (`omni_async.conditioning.stack_rows`).
+    text_rules: how the tensors of a text are stacked (`omni_async.components.stack_rows`).
     guidance: key of the spec that has the scale of classifier-free guidance."""
 
     denoiser: str

@@ -58,7 +58,7 @@ class Observer:
     ) -> None:
         self._config = config
         self._run = run
-        self._console = console
+        self._console, self.tell = console, console.note
         self._mlflow = mlflow
         self._clock = clock
         self._roles = (*WORKING, *(role.name for role in config.roles))
@@ -74,16 +74,8 @@ class Observer:
         start = start or ControlState()
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
         self._untimed_images = 0 if self._wall_before else start.images
-        self._rewards: list[float] = []
-        self._staleness: Counter[int] = Counter()
-        self._finished: list[tuple[float, int]] = []
-        self._latest: dict[str, float] = {}  # numbers of the newest update
-        self._gradients = GradientWatch()
-        self._validation: list[ValidationPoint] = []
         self.started = clock.now()
         self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
-        self.closing = asyncio.Event()
-        self.ended: dict[str, Any] | None = None
         self.faults: list[Fault] = []
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
@@ -94,22 +86,19 @@ class Observer:
 
         Spans and faults of this process are all kept; validation rounds that were held are made again."""
         self.closing = asyncio.Event()
-        self.ended = None
+        self.ended: dict[str, Any] | None = None
         self._held_rounds.clear()
-        self._start = start
-        ledger = start.ledger
-        self._images_before = start.images
+        self._start, ledger = start, start.ledger
         self._paces.clear()
-        self._version = start.version
-        self._latest, self._gradients = {}, GradientWatch()
+        self.version = start.version  # the last update that was made, in another's run where it began with that
+        self._latest: dict[str, float] = {}  # numbers of the newest update
+        self._gradients = GradientWatch()
         self._finished = [(self._clock.now(), start.images)]
         self._staleness = Counter(ledger.staleness)
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
         # What the summary reports if the coordinator is lost before its last event.
-        self._last: dict[str, Any] = {
-            "conservation": {**events, "admitted": ledger.lines, "live": 0},
-            "images": start.images,
-        }
+        conservation = {**events, "admitted": ledger.lines, "live": 0}
+        self._last: dict[str, Any] = {"conservation": conservation, "images": start.images}
         self._rewards = [_number(reward) for reward in start.rewards]
         self._validation = [
             ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()})
@@ -121,13 +110,6 @@ class Observer:
                 f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from"
                 " that file is not"
             )
-
-    @property
-    def version(self) -> int:
-        """Return the number of the last update that was made.
-
-        If the run began with another's checkpoint, that run's updates are included."""
-        return self._version
 
     def take_over(self) -> None:
         """Make the folder and the MLflow run this attempt's, with what was held, because there is something to record.
@@ -147,9 +129,6 @@ class Observer:
         for numbers, version in held:
             self._log(numbers, version)
         self._samples.may_save.set()
-
-    def tell(self, text: str) -> None:
-        self._console.note(text)
 
     def fault(self, fault: Fault) -> None:
         """Record that a part was lost and is back."""
@@ -217,11 +196,9 @@ class Observer:
         version, reward, staleness = data["version"], data["reward"], data["staleness"]
         self._counted(data)
         self._finished.append((data["finished"], data["images"]))
-        self._paces.extend(
-            [(data["finished"], version)]
-            if self._paces
-            else [(data["started"], version - 1), (data["finished"], version)]
-        )
+        if not self._paces:
+            self._paces.append((data["started"], version - 1))
+        self._paces.append((data["finished"], version))
         while len(self._finished) > 2 and self._finished[1][0] < data["finished"] - _RECENT_S:
             del self._finished[0]
         rate = self._images_per_s(data["finished"])
@@ -240,16 +217,11 @@ class Observer:
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],
             **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
-            **{
-                f"buffers/{name}": statistics["reserved"]
-                for name, statistics in buffers.items()
-                if "reserved" in statistics
-            },
+            **{f"buffers/{name}": held["reserved"] for name, held in buffers.items() if "reserved" in held},
             "buffers/bytes_held/max": buffers["bytes"]["most"],
         }
-        self._run.append_metrics(
-            version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]}
-        )
+        more = {name: data[name] for name in ("finished", "conservation")}
+        self._run.append_metrics(version, {**numbers, **more})
         if self._mlflow:
             self._mlflow.log_metrics(numbers, version)
         self._latest = numbers
@@ -262,13 +234,13 @@ class Observer:
         self._last = {"conservation": data["conservation"], "images": data["images"]}
         self._rewards.append(data["reward"])
         self._staleness.update(data["staleness"])
-        self._version = data["version"]
+        self.version = data["version"]
 
     def _show(
         self, version: int, numbers: dict[str, float], data: dict[str, Any], busy: dict[str, dict[str, float]]
     ) -> None:
-        buffers, staleness = data["buffers"], data["staleness"]
-        slots = buffers["slots"]
+        buffers, slots = data["buffers"], data["buffers"]["slots"]
+        held = {name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")}
         # Where pairs are given, the chosen one earns 1 and the other 0, whatever is learned: that is no reward to
         # watch.
         reward: UpdateView = {"reward": numbers["reward"]} if self._config.data.preferences is None else {}
@@ -277,15 +249,9 @@ class Observer:
                 "update": version,
                 **reward,
                 "staleness": numbers["staleness/mean"],
-                "staleness_counts": dict(sorted(Counter(staleness).items())),
+                "staleness_counts": dict(sorted(Counter(data["staleness"]).items())),
                 "images_per_s": numbers["images_per_s"],
-                "buffers": {
-                    "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),
-                    **{
-                        name: (buffers[name]["reserved"], buffers[name]["capacity"])
-                        for name in ("trajectories", "replay")
-                    },
-                },
+                "buffers": {"slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]), **held},
                 "busy": {role: busy[role]["busy"] for role in self._roles if role in busy},
                 "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
             }
@@ -303,7 +269,7 @@ class Observer:
         rewards = self._rewards[-_RECENT:] if self._config.data.preferences is None else []
         validation = self._validation[-1] if self._validation else None
         return {
-            "update": self._version,
+            "update": self.version,
             "updates": self._config.trainer.updates,
             "eta_s": eta,
             "reward": sum(rewards) / len(rewards) if rewards else None,
@@ -318,10 +284,8 @@ class Observer:
 
     def _images_per_s(self, now: float) -> float:
         """Return the rate over the recent past, or since the start of the run while that is shorter."""
-        earlier = [
-            (self.started, self._images_before),
-            *(point for point in self._finished if point[0] < now - _RECENT_S),
-        ][-1]
+        before = [point for point in self._finished if point[0] < now - _RECENT_S]
+        earlier = before[-1] if before else (self.started, self._start.images)
         seconds = now - earlier[0]
         return (self._finished[-1][1] - earlier[1]) / seconds if seconds > 0 else 0.0
 

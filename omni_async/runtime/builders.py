@@ -5,7 +5,6 @@ Heavy imports happen inside, in the process that needs them.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from omni_async.services import Service, ServiceSite, find_service
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.weights.transport import build_receiver, build_sender
-from omni_async.worker import Worker
+from omni_async.worker import COORDINATOR, ROLLOUT, TRAINER, Worker
 
 if TYPE_CHECKING:
     from omni_async.actors.trainer import Trainer
@@ -68,7 +67,7 @@ class WorkerContext:
 
     @property
     def coordinator(self) -> Any:
-        return self.peers[str(Worker("coordinator"))]
+        return self.peers[COORDINATOR]
 
     def limit_threads(self, cpus: float) -> None:
         """Keep torch to the worker's share of the machine; OMP_NUM_THREADS, set at the start, covers the rest."""
@@ -76,12 +75,6 @@ class WorkerContext:
             import torch
 
             torch.set_num_threads(max(1, int(cpus)))
-
-
-def build_role(path: str, context: WorkerContext) -> Any:
-    """Build a worker. `path`: what its row says that builds it."""
-    module, _, function = path.partition(":")
-    return getattr(importlib.import_module(module), function)(context)
 
 
 # ---- what the rows name --------------------------------------------------------------------------------------------
@@ -155,12 +148,11 @@ def trainer(context: WorkerContext) -> Trainer | Rank:
     else:
         from omni_async.actors.update import PolicyGradient
 
-        others = sorted((name for name in context.peers if _role(name) == context.worker.role), key=_index)
-        ranks = [_rank(context, 0), *(context.peers[name] for name in others)]
+        others = sorted(_peers(context, TRAINER).items(), key=lambda peer: Worker.parse(peer[0]).index or 0)
+        ranks = [_rank(context, 0), *(peer for _, peer in others)]
         rule = PolicyGradient(config, plan, ranks)
-    producers = {name: peer for name, peer in context.peers.items() if _role(name) == "rollout"}
     sender = build_sender(config, context.store, run.weights, context.host)
-    publisher = WeightPublisher(config, producers, context.coordinator, sender, context.clock)
+    publisher = WeightPublisher(config, _peers(context, ROLLOUT), context.coordinator, sender, context.clock)
     return Trainer(
         config,
         ranks,
@@ -174,12 +166,8 @@ def trainer(context: WorkerContext) -> Trainer | Rank:
     )
 
 
-def _role(name: str) -> str:
-    return Worker.parse(name).role
-
-
-def _index(name: str) -> int:
-    return Worker.parse(name).index or 0
+def _peers(context: WorkerContext, role: str) -> dict[str, Any]:
+    return {name: peer for name, peer in context.peers.items() if Worker.parse(name).role == role}
 
 
 def _rank(context: WorkerContext, rank: int) -> Rank:

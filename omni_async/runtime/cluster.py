@@ -17,7 +17,7 @@ from omni_async.role_table import RoleSpec, roles_of
 from omni_async.runtime.inputs import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.worker import Worker
+from omni_async.worker import COORDINATOR, TRAINER, Worker
 
 Work = Coroutine[Any, Any, Any]
 
@@ -57,11 +57,11 @@ class Cluster(ABC):
 
     @property
     def coordinator(self) -> RunControl:
-        return self._actors[str(Worker("coordinator"))]
+        return self._actors[COORDINATOR]
 
     @property
     def trainer(self) -> Any:
-        return self._actors[str(Worker("trainer"))]
+        return self._actors[TRAINER]
 
     def spec_of(self, name: str) -> RoleSpec:
         """Return the row of a worker's role."""
@@ -114,10 +114,9 @@ class Cluster(ABC):
         """Return whom a worker calls: the coordinator, or everybody.
 
         The first of several that work together calls every worker there is."""
-        spec, name = self._table[worker.role], str(Worker("coordinator"))
-        if spec.works == "first" and spec.is_at_work(worker):
-            return dict(self._actors)
-        return {name: self._actors[name]} if name in self._actors else {}
+        spec = self._table[worker.role]
+        everybody = spec.works == "first" and spec.is_at_work(worker)
+        return {name: actor for name, actor in self._actors.items() if everybody or name == COORDINATOR}
 
     def _at_work(self) -> Iterator[tuple[str, RoleSpec]]:
         """Yield the workers that have work of their own, with their rows."""
@@ -164,18 +163,19 @@ class Cluster(ABC):
     async def remove_worker(self, name: str, reason: str) -> None:
         """End the worker, and notify the roles that count on it."""
         await self._end(name)
-        await self.spec_of(name).lost(self, name, reason)
+        if (tell := self.spec_of(name).lost) is not None:
+            await tell(self, name, reason)
 
     async def start_worker(self, name: str) -> Work:
         """Start a worker and return its work. Raises what its start raises."""
         try:
             worker = await self._start_late(name)
-            await self.spec_of(name).joins(self, name, worker)
+            if (tell := self.spec_of(name).joins) is not None:
+                await tell(self, name, worker)
         except BaseException:
-            await self._end(name)
             # The roles to notify may be gone too; the first error is what counts, a cancellation above all.
             with contextlib.suppress(Exception):
-                await self.spec_of(name).lost(self, name, "it did not join")
+                await self.remove_worker(name, "it did not join")
             raise
         return self._run_worker(name)
 

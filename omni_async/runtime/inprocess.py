@@ -10,7 +10,8 @@ from typing import Any
 
 from omni_async.actors.service import ServiceHost
 from omni_async.aio.clock import Clock, WallClock
-from omni_async.runtime.builders import WorkerContext, build_role
+from omni_async.entry_points import load_named
+from omni_async.runtime.builders import WorkerContext
 from omni_async.runtime.cluster import Cluster
 from omni_async.runtime.inputs import RunInputs
 from omni_async.store import LocalStore, ObjectStore
@@ -36,7 +37,7 @@ class InProcessCluster(Cluster):
         context = WorkerContext(
             worker, self._inputs, self._run.path, self.store, self._peers_of(worker), clock=self._clock
         )
-        self._actors[str(worker)] = role = build_role(self._table[worker.role].build, context)
+        self._actors[str(worker)] = role = load_named(self._table[worker.role].build)(context)
         return role
 
     async def connect(self) -> None:

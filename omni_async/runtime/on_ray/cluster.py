@@ -24,8 +24,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from omni_async.aio.waiting import first_of
+from omni_async.entry_points import load_named
 from omni_async.role_table import RoleSpec
-from omni_async.runtime.builders import WorkerContext, build_role
+from omni_async.runtime.builders import WorkerContext
 from omni_async.runtime.cluster import Cluster, PeerLost, StartError
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.on_ray import resources as ray_resources
@@ -275,4 +276,4 @@ class _DriverStore(RayStore):
 def _build_there(path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any]) -> Any:
     """Build a role in its actor's process."""
     host = ray.util.get_node_ip_address()
-    return build_role(path, WorkerContext(worker, inputs, folder, RayStore(), peers, host, own_process=True))
+    return load_named(path)(WorkerContext(worker, inputs, folder, RayStore(), peers, host, own_process=True))
