@@ -18,11 +18,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omni_async.layout import ParallelLayout
+from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows
 
 Reduction = Literal["mean", "max", "absmax", "variance", "ess"]
 _Key: TypeAlias = tuple[str, Reduction]
 
+# What names of the run's own metrics begin with (docs/run-directory.md).
+_OF_THE_RUN = [
+    "update",
+    "reward",
+    "staleness",
+    "images",
+    "images_per_s",
+    "update_s",
+    "wall_s",
+    "loss",
+    "grad_norm",
+    "lr",
+    "advantage_abs",
+    "log_ratio_nats",
+    "ess",
+    "gamma",
+    "kappa_nats",
+    "row_staleness",
+    "engine_mismatch_nats",
+    "fresh_fraction",
+    "weight",
+    "masked",
+    "busy",
+    "buffers",
+    "finished",
+    "conservation",
+]
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
@@ -46,9 +74,11 @@ class Metrics:
         self._by_step[name, reduction].append((values.detach(), steps))
 
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
-        """Record an objective's output.
+        """Record an objective's losses (R,), the advantages they were computed with, and its own metrics, each (R,).
 
-        Its losses (R,), the advantages they were computed with, and its own metrics, each (R,)."""
+        TrainingError for a metric with the name of one of the run's, which it would hide."""
+        if taken := sorted(name for name in others if name.partition("/")[0] in _OF_THE_RUN):
+            raise TrainingError(f"the objective's metrics {taken} have names of the run's own; give them others")
         self.record("loss", loss)
         self.record("advantage_abs", advantage.abs())
         for name, values in others.items():

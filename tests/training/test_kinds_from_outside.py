@@ -1,12 +1,16 @@
 """Tests that another package can bring a kind of rows and an objective on it, which are trained by the engine as
 built-in ones are."""
 
+import re
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from omni_async.actors.plan import plan_updates
 from omni_async.algorithms.kinds import find_kind, trajectory_fields
@@ -16,10 +20,10 @@ from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import assert_gradients, make_config, started, stepped
+from tests.training.engines import assert_gradients, make_config, nudge, started, stepped
 from tests.training.exports import export
 from tests.training.outside import KIND, OBJECTIVE, EnergySettings
-from tests.training.plain import gradients_of, model_of
+from tests.training.plain import gradients_of, model_of, steps_of
 
 OURS = {"algorithm.name": "weighted_energy", "rollout.sde": None, "algorithm.clip_range": None}
 
@@ -125,6 +129,33 @@ def test_a_wrong_setting_is_refused_by_its_key(tmp_path, override, said):
     with pytest.raises(ConfigError) as caught:
         load(recipe, [override])
     assert said in str(caught.value)
+
+
+def test_the_objective_that_the_documentation_writes_is_trained_as_it_is_written(install, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "algorithms" / "own.md").read_text(encoding="utf-8")
+    code, points, recipe = (
+        re.search(rf"```{language}\n(.*?)```", page, flags=re.S)[1] for language in ("python", "toml", "yaml")
+    )
+    [(group, entries)] = tomllib.loads(points)["project"]["entry-points"].items()
+    folder = install(f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items()))
+    (folder / "my_objectives.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "my_objectives", raising=False)
+    assert main(["list"]) == 0
+    assert "algorithm.settings.pull: float >= 0. Weight of the squared log-ratio." in capsys.readouterr().out
+
+    asked = {f"algorithm.{key}": value for key, value in yaml.safe_load(recipe)["algorithm"].items()}
+    config = with_settings(make_config(**{"algorithm.clip_range": None, **asked}))
+    assert list(problems(config)) == []
+    engine, group = started(config), tiny_group(TinyPolicy(), config)
+    nudge(engine)
+    model = model_of(engine)
+    logs = [(s.log_prob - s.recorded, s.advantage) for s in steps_of(model, config, group)]
+    expected = torch.stack([-advantage * log.exp() + 5.0 * log.square() for log, advantage in logs]).mean()
+    engine.accumulate(group, 1 / len(logs))
+    metrics, found = stepped(engine)
+    assert_gradients(found, gradients_of(expected, model))
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert metrics["pull"] > 0
 
 
 def test_a_kind_that_is_not_installed_is_refused_with_the_known_ones():

@@ -1,11 +1,14 @@
 """Tests that reductions are those declared at recording."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from omni_async.layout import ParallelLayout
+from omni_async.training import TrainingError
 from omni_async.training.metrics import Metrics
 
 
@@ -63,3 +66,18 @@ def test_the_ess_of_log_ratios_of_any_size_is_that_of_their_differences(values, 
     assert got == pytest.approx(
         {"ess": expected, "beside": 2.0, "ess/step_01": expected, "ess/step_03": 1.0, "beside/step_01": 0.0}
     )
+
+
+def test_a_metric_of_an_objective_that_would_hide_one_of_the_runs_is_refused():
+    """Holds what is refused to the page that lists the run's metrics."""
+    page = (Path(__file__).parents[2] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    table = page.partition("| `update` |")[2].partition("\n\n")[0]
+    names = {name for row in table.splitlines() for name in re.findall(r"`([a-z_]+)[`/]", row.split("|")[1])}
+    objectives = {"ratio_deviation", "clipped_low", "clipped_high", "clip_fraction", "approx_kl", "kl_ref"}
+    assert {"reward", "loss", "ess", "busy"} <= names
+    one = torch.ones(2)
+    Metrics(ParallelLayout()).record_loss(one, one, dict.fromkeys(objectives, one))
+    for name in names - objectives:
+        for own in (name, f"{name}/mine"):
+            with pytest.raises(TrainingError, match=rf"metrics \['{own}'\] have names of the run's own"):
+                Metrics(ParallelLayout()).record_loss(one, one, {own: one})
