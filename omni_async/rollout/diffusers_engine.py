@@ -15,8 +15,7 @@ import asyncio
 import queue
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -35,19 +34,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     request: SampleRequest
     result: asyncio.Future[Trajectory]
 
     @property
     def batch_key(self) -> tuple[object, ...]:
-        r = self.request
-        return r.spec, r.num_inference_steps
+        return self.request.spec, self.request.num_inference_steps
 
 
-@dataclass(frozen=True)
-class _Swap:
+class _Swap(NamedTuple):
     staged: Staged
     done: asyncio.Future[WeightReport]
 
@@ -124,9 +120,7 @@ class DiffusersEngine:
             raise EngineError(f"{self.name} is not running")
 
     def _report(self, staged_s: float = 0.0, swap_s: float = 0.0) -> WeightReport:
-        return WeightReport(
-            engine=self.name, version=self._version, digest=self._digest, staged_s=staged_s, swap_s=swap_s
-        )
+        return WeightReport(self.name, self._version, self._digest, staged_s, swap_s)
 
     # ---- the runner: one task, at most one worker thread at a time ---------------------------------------------------
 
@@ -200,11 +194,10 @@ class DiffusersEngine:
             velocity = compute_velocity(self._policy, self._components, latents, sigma, stacked, first.spec, needs)
             latents = take_steps(samples, velocity, self._version)
         decoded = self._codec.decode(latents, first.spec)
-        made = []
-        for sample, row, media in zip(samples, conditioning, decoded, strict=True):
-            tensors = TensorDict(sample.tensors(row), batch_size=[]).cpu()
-            made.append(Trajectory(tensors, media, VersionSpans.of(sample.versions)))
-        return made
+        return [
+            Trajectory(TensorDict(sample.tensors(row), batch_size=[]).cpu(), media, VersionSpans.of(sample.versions))
+            for sample, row, media in zip(samples, conditioning, decoded, strict=True)
+        ]
 
     def _swap_pending(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._swaps.empty():
@@ -212,9 +205,8 @@ class DiffusersEngine:
             try:
                 outcome: WeightReport | Exception = self._swap_in(swap.staged)
             except Exception as error:  # noqa: BLE001 - reported to the caller of swap
-                outcome = EngineError(
-                    f"{self.name}: version {swap.staged.manifest.version} could not be loaded: {error}"
-                )
+                version = swap.staged.manifest.version
+                outcome = EngineError(f"{self.name}: version {version} could not be loaded: {error}")
             loop.call_soon_threadsafe(_settle, swap.done, outcome)
 
     @torch.no_grad()

@@ -66,7 +66,7 @@ class EngineTimes(ABC):
 
 
 class StepTimes(EngineTimes):
-    """The times of `rollout.emulated`."""
+    """The times of the recipe's section `rollout.emulated`."""
 
     def __init__(self, times: Emulated) -> None:
         self._times = times

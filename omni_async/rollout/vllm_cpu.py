@@ -31,12 +31,15 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         return "vllm_omni/deploy"
 
     @classmethod
-    def supports_torch_inductor(cls) -> bool:
+    def _no(cls) -> bool:
         return False
 
     @classmethod
-    def supports_diffusion_dense_flash_attention(cls) -> bool:
-        return False
+    def _do_nothing(cls, device: Any = None) -> None:
+        return None
+
+    supports_torch_inductor = supports_diffusion_dense_flash_attention = _no
+    set_device = synchronize = empty_cache = record_device_event = reset_peak_memory_stats = _do_nothing
 
     @classmethod
     def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
@@ -50,10 +53,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def get_device_version(cls) -> str | None:
         return None
 
-    @classmethod
-    def set_device(cls, device: Any) -> None:
-        return None
-
     def is_available(self) -> bool:
         return True
 
@@ -63,31 +62,13 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def current_device(self) -> int:
         return 0
 
-    @classmethod
-    def synchronize(cls, device: Any = None) -> None:
-        return None
-
-    @classmethod
-    def empty_cache(cls) -> None:
-        return None
-
-    @classmethod
-    def record_device_event(cls) -> None:
-        return None
-
-    @classmethod
-    def reset_peak_memory_stats(cls, device: Any = None) -> None:
-        return None
-
     # vLLM-Omni asks for the peak after every denoising step of every batch; reading /proc that often costs more than
     # the number is worth.
     @classmethod
     def max_memory_reserved(cls, device: Any = None) -> int:
         return 0
 
-    @classmethod
-    def max_memory_allocated(cls, device: Any = None) -> int:
-        return 0
+    max_memory_allocated = max_memory_reserved
 
     @classmethod
     def get_free_memory(cls, device: Any = None) -> int:

@@ -1,8 +1,6 @@
 """Tests the preference file: every pair as it was stored, whatever the order, and one line for anything that is wrong
 with it."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct
@@ -45,26 +43,23 @@ def write(folder: Path, columns: dict[str, Any], **how: Any) -> str:
     return str(path)
 
 
-def one_pair(folder: Path, chosen: Any, rejected: Any = None) -> PreferencePairs:
-    """Writes a file of one pair; None stands for a good image of the same type."""
-    good = encoded(random_image(0))
+def one_pair(folder: Path, chosen: Any) -> PreferencePairs:
+    """Writes a file of one pair, whose other image is a good one of the same type."""
+    rejected: Any = encoded(random_image(0))
     if isinstance(chosen, str):
-        (folder / "good.png").write_bytes(good)
-        good = "good.png"
+        (folder / "good.png").write_bytes(rejected)
+        rejected = "good.png"
     elif isinstance(chosen, dict):
-        good = {"bytes": good, "path": None}
-    return PreferencePairs(
-        write(folder, {"prompt": ["a cat"], "chosen": [chosen], "rejected": [good if rejected is None else rejected]})
-    )
+        rejected = {"bytes": rejected, "path": None}
+    return PreferencePairs(write(folder, {"prompt": ["a cat"], "chosen": [chosen], "rejected": [rejected]}))
 
 
 def refusal(folder: Path, chosen: Any) -> str:
     pairs = one_pair(folder, chosen)
-    with pytest.raises(ConfigError) as caught:
-        pixels_of(pairs, 0)
+    with pytest.raises(ConfigError, match="^data.preferences: ") as caught:
+        pairs.media(0)
     message = str(caught.value)
-    assert message.startswith(f"data.preferences: {pairs.path}: row 0, column chosen: ")
-    assert "\n" not in message
+    assert message.startswith(f"data.preferences: {pairs.path}: row 0, column chosen: ") and "\n" not in message
     return message
 
 
@@ -82,23 +77,17 @@ def of_header(width: int, height: int) -> bytes:
 def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, as_dictionary, monkeypatch):
     monkeypatch.setattr("omni_async.data.preferences._DICTIONARY_ROWS", 4)
     chosen, rejected = [random_image(i) for i in range(10)], [random_image(100 + i, 4, 4) for i in range(10)]
-    columns = {
-        "prompt": [f"prompt {i}" for i in range(10)],
-        "chosen": [*map(encoded, chosen)],
-        "rejected": [*map(encoded, rejected)],
-    }
+    columns: dict[str, Any] = {"prompt": [f"prompt {i}" for i in range(10)]}
+    columns |= {"chosen": [*map(encoded, chosen)], "rejected": [*map(encoded, rejected)]}
     if as_dictionary:
-        columns["prompt"], columns["chosen"] = (
-            pa.array(columns[name]).dictionary_encode() for name in ("prompt", "chosen")
-        )
+        columns |= {name: pa.array(columns[name]).dictionary_encode() for name in ("prompt", "chosen")}
     pairs = PreferencePairs(write(tmp_path, columns, row_group_size=rows_per_group))
     assert len(pairs) == 10
     assert pairs.prompts() == [Prompt(i, f"prompt {i}") for i in range(10)]
     for i in [*range(10), 9, 9, 0, 7, 2, 3, 8, 1]:
         first, second = pixels_of(pairs, i)
         assert first.dtype == second.dtype == np.uint8
-        assert np.array_equal(first, chosen[i])
-        assert np.array_equal(second, rejected[i])
+        assert np.array_equal(first, chosen[i]) and np.array_equal(second, rejected[i])
 
 
 def test_images_may_be_structs_or_paths(tmp_path):
@@ -119,24 +108,15 @@ def test_images_may_be_structs_or_paths(tmp_path):
 def test_other_ways_to_say_bytes_and_text_are_understood(tmp_path, kind):
     image = {"bytes": encoded(random_image(2))} if pa.types.is_struct(kind) else encoded(random_image(2))
     images = pa.array([image], kind)
-    pairs = PreferencePairs(
-        write(
-            tmp_path,
-            {"prompt": pa.array(["x"]).dictionary_encode(), "chosen": images, "rejected": images, "extra": [1.0]},
-        )
-    )
+    table = {"prompt": pa.array(["x"]).dictionary_encode(), "chosen": images, "rejected": images, "extra": [1.0]}
+    pairs = PreferencePairs(write(tmp_path, table))
     assert pairs.prompts() == [Prompt(0, "x")]
     assert np.array_equal(pixels_of(pairs, 0)[1], random_image(2))
 
 
-def turned(image: np.ndarray) -> bytes:
-    """Encodes a photo whose camera was turned: it is to be shown a quarter turn clockwise."""
-    sideways = Image.fromarray(image)
-    exif = sideways.getexif()
-    exif[0x0112] = 6
-    return encoded(sideways, exif=exif)
-
-
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # of a camera that was turned: to be shown a quarter turn clockwise
+EMPTY = ((b"", None), (None, None), (None, ""))
 FLAT = np.full((16, 24, 3), (200, 40, 90), np.uint8)
 FRAMES = [Image.fromarray(random_image(i)) for i in range(3)]
 
@@ -147,12 +127,8 @@ FRAMES = [Image.fromarray(random_image(i)) for i in range(3)]
         (encoded(FLAT, "JPEG", quality=95), FLAT),
         (encoded(FLAT, "WEBP", lossless=True), FLAT),
         (encoded(FLAT, "WEBP", quality=95), FLAT),
-        (turned(random_image(3)), np.rot90(random_image(3), -1)),
-        pytest.param(
-            encoded(FRAMES[0], save_all=True, append_images=FRAMES[1:]),
-            random_image(0),
-            id="an animation's first frame",
-        ),
+        (encoded(random_image(3), exif=TURNED), np.rot90(random_image(3), -1)),
+        (encoded(FRAMES[0], save_all=True, append_images=FRAMES[1:]), random_image(0)),  # an animation's first frame
         *(
             (encoded(Image.new("RGB", (5, 4), "white").convert(mode)), np.full((4, 5, 3), 255))
             for mode in ("L", "LA", "RGBA", "P", "1")
@@ -166,38 +142,33 @@ def test_images_of_every_kind_and_mode_stand_upright_in_rgb(tmp_path, content, e
     assert np.abs(found.astype(int) - expected).max() <= 8 * lossy
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
     ("image", "why"),
     [
-        (b"no image", "not a PNG, JPEG or WebP image"),
-        (encoded(random_image(0), "GIF"), "not a PNG, JPEG or WebP image"),
-        (encoded(random_image(0), "BMP"), "not a PNG, JPEG or WebP image"),
-        (encoded(random_image(0, 64, 64))[:-200], "cannot be decoded"),
-        (encoded(random_image(0, 64, 64), "JPEG")[:-200], "cannot be decoded"),
-        (b"", "there is no image"),
-        ({"bytes": b"", "path": None}, "there is no image"),
-        ({"bytes": None, "path": None}, "there is no image"),
-        ({"bytes": None, "path": ""}, "there is no image"),
+        *(
+            (image, "not a PNG, JPEG or WebP image")
+            for image in (b"no image", *(encoded(FLAT, k) for k in ("GIF", "BMP")))
+        ),
+        *((encoded(random_image(0, 64, 64), kind)[:-200], "cannot be decoded") for kind in ("PNG", "JPEG")),
+        *((image, "there is no image") for image in (b"", *({"bytes": b, "path": p} for b, p in EMPTY))),
         (encoded(Image.new("I;16", (4, 4), 40_000)), "mode I;16; expected 8 bits a channel"),
+        (of_header(8000, 8000), "cannot be decoded"),  # not for its size: it has no pixels
+        (of_header(8001, 8000), "8001 x 8000 pixels, at most 64000000 are decoded"),
+        (of_header(10_000, 10_000), "10000 x 10000 pixels"),
+        (of_header(30_000, 30_000), "DecompressionBombError"),
+        (of_header(2**31 - 1, 2**31 - 1), "DecompressionBombError"),
+        ("x" * 65537, "the path has 65537 bytes, at most 65536 are taken"),
     ],
 )
 def test_what_is_no_image_is_refused_with_its_row_and_column(tmp_path, image, why):
     assert why in refusal(tmp_path, image)
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize(
-    ("width", "height", "why"),
-    [
-        (8000, 8000, "cannot be decoded"),  # not for its size: it has no pixels
-        (8001, 8000, "8001 x 8000 pixels, at most 64000000 are decoded"),
-        (10_000, 10_000, "10000 x 10000 pixels"),
-        (30_000, 30_000, "DecompressionBombError"),
-        (2**31 - 1, 2**31 - 1, "DecompressionBombError"),
-    ],
-)
-def test_an_image_of_too_many_pixels_is_refused_by_its_header(tmp_path, width, height, why):
-    assert why in refusal(tmp_path, of_header(width, height))
+def test_an_encoded_image_that_is_too_long_is_refused_unread(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_async.data.preferences.MAX_IMAGE_BYTES", 100)
+    image = encoded(random_image(0))[:101].ljust(101)
+    assert "the image has 101 bytes, at most 100 are decoded" in refusal(tmp_path, image)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +212,7 @@ def columns(**changed: Any) -> dict[str, Any]:
     return {name: values for name, values in made.items() if values is not None}
 
 
+TWICE = ["prompt", "chosen", "rejected", "chosen"]
 NO_IMAGES = "expected encoded images .*, got "
 
 
@@ -254,12 +226,7 @@ NO_IMAGES = "expected encoded images .*, got "
         (columns(rejected=[{"path": "x.png"}]), f"rejected: {NO_IMAGES}struct"),
         (columns(rejected=[{"bytes": b"x", "n": [1]}]), f"rejected: {NO_IMAGES}struct"),
         (columns(chosen=[{"bytes": "text"}]), f"chosen: {NO_IMAGES}struct"),
-        (
-            pa.Table.from_arrays(
-                [pa.array(["x"]), *[pa.array(IMAGES)] * 3], ["prompt", "chosen", "rejected", "chosen"]
-            ),
-            "chosen occurs 2 times",
-        ),
+        (pa.Table.from_arrays([pa.array(["x"]), *[pa.array(IMAGES)] * 3], TWICE), "chosen occurs 2 times"),
         (pa.table(columns()).slice(0, 0), "holds no pairs; expected one a row"),
     ],
 )
@@ -294,9 +261,12 @@ def test_a_file_that_is_not_there_or_no_parquet_is_refused(tmp_path, name, conte
         (None, "expected a non-empty prompt, got None"),
         (" \n", "expected a non-empty prompt"),
         ("x" * 51, "the prompt has 51 characters"),
+        ("y" * 23, "the prompts up to here have more than 25 bytes; split the file"),
     ],
 )
-def test_a_row_without_a_usable_prompt_is_refused(tmp_path, prompt, why):
+def test_a_row_without_a_usable_prompt_is_refused(tmp_path, prompt, why, monkeypatch):
+    if "split" in why:
+        monkeypatch.setattr("omni_async.data.preferences._MAX_PROMPT_BYTES", 25)
     pairs = PreferencePairs(write(tmp_path, {"prompt": ["fine", prompt], "chosen": IMAGES * 2, "rejected": IMAGES * 2}))
     with pytest.raises(ConfigError, match=rf"row 1, column prompt: {why}"):
         pairs.prompts(max_chars=50)
@@ -313,12 +283,8 @@ def test_texts_that_are_not_utf8_are_refused(tmp_path):
 
 def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
     images = [encoded(random_image(i)) for i in range(6)]
-    path = write(
-        tmp_path,
-        {"prompt": list("abcdef"), "chosen": images, "rejected": images},
-        row_group_size=2,
-        use_dictionary=False,
-    )
+    table = {"prompt": list("abcdef"), "chosen": images, "rejected": images}
+    path = write(tmp_path, table, row_group_size=2, use_dictionary=False)
     damaged = pq.ParquetFile(path).metadata.row_group(1).column(1)
     with Path(path).open("r+b") as file:
         file.seek(damaged.data_page_offset)
@@ -382,28 +348,9 @@ def test_a_value_that_a_small_file_repeats_often_is_in_memory_once(tmp_path, as_
     with counted():
         pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
         assert np.array_equal(pixels_of(pairs, 200)[1], random_image(0))
-        with pytest.raises(
-            ConfigError, match=r"row 0, column prompt: the prompt has 262144 bytes, .*max_prompt_chars allows 1000 char"
-        ):
+        with pytest.raises(ConfigError, match=r"row 0, .* has 262144 bytes, .*max_prompt_chars allows 1000 char"):
             pairs.prompts(max_chars=1000)
         assert 2**19 < COUNTED.max_memory() < 16 * 2**20
-
-
-def test_prompts_that_fill_the_memory_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_async.data.preferences._MAX_PROMPT_BYTES", 25)
-    pairs = PreferencePairs(write(tmp_path, {"prompt": ["x" * 10] * 3, "chosen": IMAGES * 3, "rejected": IMAGES * 3}))
-    with pytest.raises(
-        ConfigError, match="row 2, column prompt: the prompts up to here have more than 25 bytes; split the file"
-    ):
-        pairs.prompts()
-
-
-def test_an_encoded_image_and_a_path_of_any_length_are_refused_unread(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_async.data.preferences.MAX_IMAGE_BYTES", 100)
-    assert "the image has 101 bytes, at most 100 are decoded" in refusal(
-        tmp_path, encoded(random_image(0))[:101].ljust(101)
-    )
-    assert "the path has 65537 bytes, at most 65536 are taken" in refusal(tmp_path, "x" * 65537)
 
 
 @pytest.mark.parametrize("as_dictionary", [False, True])
@@ -433,9 +380,6 @@ def test_damaged_images_are_decoded_or_refused(tmp_path, kind, position, damage)
     try:
         found, _ = pixels_of(one_pair(tmp_path, content), 0)
     except ConfigError as error:
-        assert "row 0, column chosen: " in str(error)
-        assert "\n" not in str(error)
+        assert "row 0, column chosen: " in str(error) and "\n" not in str(error)
     else:
-        assert found.dtype == np.uint8
-        assert found.ndim == 3
-        assert found.shape[2] == 3
+        assert found.dtype == np.uint8 and found.ndim == 3 and found.shape[2] == 3

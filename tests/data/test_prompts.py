@@ -1,7 +1,5 @@
 """Tests prompt files: what is read, and that anything else in one is refused in one line that says where."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -17,15 +15,15 @@ from omni_async.data.prompts import load_prompts
 from omni_async.types import Prompt
 
 
-def read(folder: Path, content: str | bytes, name: str = "prompts.txt", max_chars: int = 50) -> list[Prompt]:
+def read(folder: Path, content: str | bytes, name: str = "prompts.txt") -> list[Prompt]:
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return load_prompts(str(path), "data.prompts", max_chars)
+    return load_prompts(str(path), "data.prompts", max_chars=50)
 
 
-def refusal(folder: Path, content: str | bytes, name: str = "prompts.txt", max_chars: int = 50) -> str:
+def refusal(folder: Path, content: str | bytes, name: str = "prompts.txt") -> str:
     with pytest.raises(ConfigError) as refused:
-        read(folder, content, name, max_chars)
+        read(folder, content, name)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -55,9 +53,7 @@ def test_a_json_line_has_a_prompt_a_target_and_whatever_else(tmp_path):
     assert plain == Prompt(1, "x", None, {})
 
 
-def test_a_long_prompt_is_refused_with_its_line_and_the_key_that_allows_more(tmp_path):
-    message = refusal(tmp_path, "short\n" + "x" * 51)
-    assert "prompts.txt:2: the prompt has 51 characters, data.max_prompt_chars allows 50" in message
+NO_PROMPTS = ('["a cat"]', '{"text": "a cat"}', '{"prompt": ""}', '{"prompt": 7}')
 
 
 @pytest.mark.parametrize(
@@ -65,10 +61,7 @@ def test_a_long_prompt_is_refused_with_its_line_and_the_key_that_allows_more(tmp
     [
         ('{"prompt": "a cat"', "not valid JSON"),
         ("a cat", "not valid JSON"),
-        ('["a cat"]', 'expected an object with a non-empty string "prompt"'),
-        ('{"text": "a cat"}', 'expected an object with a non-empty string "prompt"'),
-        ('{"prompt": ""}', 'expected an object with a non-empty string "prompt"'),
-        ('{"prompt": 7}', 'expected an object with a non-empty string "prompt"'),
+        *((line, 'expected an object with a non-empty string "prompt"') for line in NO_PROMPTS),
         ('{"prompt": "x", "target": 7}', "target: expected a string, got 7"),
         ("[" * 100_000, "not valid JSON: nested more than 50 levels deep"),
         (nested(900), "nested more than 50 levels deep"),
@@ -83,9 +76,7 @@ def test_a_long_prompt_is_refused_with_its_line_and_the_key_that_allows_more(tmp
 )
 def test_a_broken_json_line_is_refused_with_its_number(tmp_path, line, why):
     message = refusal(tmp_path, f'{{"prompt": "fine"}}\n\n{line}\n', "p.jsonl")
-    assert "p.jsonl:3: " in message
-    assert message.startswith("data.prompts: ")
-    assert why in message
+    assert message.startswith("data.prompts: ") and "p.jsonl:3: " in message and why in message
 
 
 def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
@@ -93,18 +84,18 @@ def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
         load_prompts(str(tmp_path / "nowhere.txt"), "validation.prompts", 10)
     with pytest.raises(ConfigError, match="cannot be read: it is a folder, not a file"):
         load_prompts(str(tmp_path), "data.prompts", 10)
-    for empty in ("", "\n\n", "  \t \n"):
-        assert "holds no prompts; expected one a line" in refusal(tmp_path, empty)
-    assert "prompts.txt:2: not UTF-8 text: byte 0xe9: " in refusal(tmp_path, b"fine\ncaf\xe9\n")
-    assert "prompts.txt:1: holds the character U+0000" in refusal(tmp_path, b"a\0b\n")
+    for content, why in {
+        **dict.fromkeys(("", "\n\n", "  \t \n"), "holds no prompts; expected one a line"),
+        b"fine\ncaf\xe9\n": "prompts.txt:2: not UTF-8 text: byte 0xe9: ",
+        b"a\0b\n": "prompts.txt:1: holds the character U+0000",
+        "short\n" + "x" * 51: "prompts.txt:2: the prompt has 51 characters, data.max_prompt_chars allows 50",
+    }.items():
+        assert why in refusal(tmp_path, content)
 
 
 def test_metadata_may_be_nested_and_hold_colons(tmp_path):
-    [deep] = read(tmp_path, nested(49), "p.jsonl")
-    assert deep.metadata.keys() == {"note"}
-    assert read(tmp_path, '{"prompt": "at 10:30", "of": {"a": {"a": 1}}}', "p.jsonl")[0].metadata == {
-        "of": {"a": {"a": 1}}
-    }
+    deep, colons = read(tmp_path, nested(49) + '\n{"prompt": "at 10:30", "of": {"a": {"a": 1}}}', "p.jsonl")
+    assert deep.metadata.keys() == {"note"} and colons.metadata == {"of": {"a": {"a": 1}}}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +131,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path, separator):
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "target", "x"]), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "target", "x"]), inner),
     max_leaves=6,
 )
 
@@ -163,8 +152,7 @@ def test_any_bytes_and_json_lines_are_prompts_or_a_refusal(tmp_path, content, su
         return
     assert [prompt.index for prompt in prompts] == list(range(len(prompts)))
     for prompt in prompts:
-        assert prompt.text.strip()
-        assert len(prompt.text) <= 50
+        assert prompt.text.strip() and len(prompt.text) <= 50
         assert msgspec.json.decode(msgspec.json.encode(prompt), type=Prompt).text == prompt.text  # it can be sent
 
 

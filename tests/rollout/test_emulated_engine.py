@@ -173,7 +173,7 @@ async def test_jobs_take_random_times_that_depend_on_seed_and_engine_alone():
     first = await drawn(1)
     assert await drawn(1) == pytest.approx(first)
     assert await drawn(2) != pytest.approx(first)
-    assert first[0] == pytest.approx(random_times.sample(random.Random("1/rollout-0"), 4))
+    assert first[0] == pytest.approx(random_times.sampler(random.Random("1/rollout-0"))(4))
 
 
 async def test_closing_fails_what_waits_and_what_runs():
