@@ -14,6 +14,7 @@ from omni_async.media import Media, require_media
 from omni_async.sde.noise import initial_noise
 from omni_async.types import Prompt
 from tests.fakes import load_model
+from tests.pipelines import families
 from tests.pipelines.families import FAMILIES, PROMPTS, STEPS, euler, parameters
 
 
@@ -26,20 +27,15 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     pipeline.set_progress_bar_config(disable=True)
     if shift := pipeline.scheduler.config.get("flow_shift"):  # Wan's multistep solver has no steps to add noise to
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-    return SimpleNamespace(
-        case=case,
-        policy=policy,
-        pipeline=pipeline,
-        model=load_model(policy),
-        codec=policy.load_codec(torch.float32),
-    )
+    model, codec = load_model(policy), policy.load_codec(torch.float32)
+    return SimpleNamespace(case=case, policy=policy, pipeline=pipeline, model=model, codec=codec)
 
 
 def test_noise_free_samples_are_the_pipelines_and_so_are_schedule_and_pixels(family):
     policy, pipeline = family.policy, family.pipeline
     for spec in family.case.specs:
         noise = initial_noise(3, policy.latent_shape(spec))[None]
-        call = {"prompt": PROMPTS[1], "num_inference_steps": STEPS, **family.case.call(spec)}
+        call = {"prompt": PROMPTS[1], "num_inference_steps": STEPS, **families.call(spec)}
         expected = pipeline(**call, latents=noise.clone(), output_type="latent", return_dict=False)[0]
         assert torch.equal(policy.sigmas(STEPS, spec), pipeline.scheduler.sigmas)
         final = euler(policy, family.model, noise, family.codec.encode(Prompt(0, PROMPTS[1]), spec), spec)
@@ -62,9 +58,8 @@ def test_rows_of_a_batch_do_not_know_of_each_other(family):
             batch = compute_velocity(policy, components, x, sigma, policy.stack_conditioning(rows), spec, needs)
             assert batch.dtype == torch.float32
             for i, row in enumerate(rows):
-                alone = policy.velocity(
-                    family.model, x[i : i + 1], sigma[i : i + 1], policy.stack_conditioning([row]), spec
-                )
+                stacked = policy.stack_conditioning([row])
+                alone = policy.velocity(family.model, x[i : i + 1], sigma[i : i + 1], stacked, spec)
                 assert_close(batch[i : i + 1], alone, rtol=0, atol=1e-5)
 
 

@@ -1,10 +1,8 @@
-"""Tests images to latents: what diffusers' encoder says, and the way back from `decode`."""
+"""Tests Qwen-Image's prompts, pixels and latents: what diffusers' own encoder and decoder say, and the way back."""
 
 import random
 from pathlib import Path
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
-import omni_async  # noqa: F401  # isort: skip
 import numpy as np
 import pytest
 import torch
@@ -12,18 +10,23 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from torch.testing import assert_close
 
 from omni_async.media import Media
+from omni_async.types import Prompt
 from pipelines.qwen_image import policy as policy_module
+from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
 from recipes.quickstart.glyphs import render_digit
+from tests.pipelines.families import PROMPTS
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart" / "checkpoint"
+PLAIN = QwenImageSampling(height=64, width=32)
+GUIDED = QwenImageSampling(height=64, width=32, true_cfg_scale=2.0)
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> QwenImagePolicy:
-    return QwenImagePolicy(str(build(tmp_path_factory.mktemp("encode"), layers=1)))
+    return QwenImagePolicy(str(build(tmp_path_factory.mktemp("qwen_image"), layers=1)))
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +34,9 @@ def codec(policy: QwenImagePolicy) -> QwenImageCodec:
     return policy.load_codec(torch.float32)
 
 
-def random_images(count: int, height: int = 64, width: int = 32, seed: int = 0) -> torch.Tensor:
-    return torch.randint(
-        0, 256, (count, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
+def random_images(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, 64, 32), dtype=torch.uint8, generator=generator)
 
 
 def encode(codec: QwenImageCodec, images: torch.Tensor) -> torch.Tensor:
@@ -47,13 +49,15 @@ def decode(codec: QwenImageCodec, latents: torch.Tensor, height: int = 64, width
     return torch.stack([media.image for media in made])
 
 
-def by_diffusers(path: str, images: torch.Tensor) -> torch.Tensor:
+def untouched_vae(policy: QwenImagePolicy) -> AutoencoderKLQwenImage:
+    return AutoencoderKLQwenImage.from_pretrained(policy.path, subfolder="vae")
+
+
+def by_diffusers(policy: QwenImagePolicy, images: torch.Tensor) -> torch.Tensor:
     """Encodes with an untouched VAE on a video of one frame, in float64, and diffusers' own packing."""
-    vae = AutoencoderKLQwenImage.from_pretrained(path, subfolder="vae").double()
-    mean, std = (
-        torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1, 1)
-        for v in (vae.config.latents_mean, vae.config.latents_std)
-    )
+    vae = untouched_vae(policy).double()
+    both = (vae.config.latents_mean, vae.config.latents_std)
+    mean, std = (torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1, 1) for v in both)
     with torch.no_grad():
         mode = vae.encode(images.double()[:, :, None] / 255 * 2 - 1).latent_dist.mode()
     latents = ((mode - mean) / std)[:, :, 0]
@@ -64,16 +68,14 @@ def test_encoding_is_diffusers_encoding(policy, codec):
     images = random_images(3)
     latents = encode(codec, images)
     assert latents.dtype == torch.float32
-    assert latents.shape == (3, *policy.latent_shape(QwenImageSampling(height=64, width=32)))
-    assert_close(latents.double(), by_diffusers(policy.path, images), rtol=0, atol=1e-5)
+    assert latents.shape == (3, *policy.latent_shape(PLAIN))
+    assert_close(latents.double(), by_diffusers(policy, images), rtol=0, atol=1e-5)
 
 
 def test_a_specialised_vae_still_encodes_as_diffusers_calls_it(policy, codec):
     frames = random_images(2)[:, :, None].float() / 127.5 - 1
     with torch.no_grad():
-        expected = (
-            AutoencoderKLQwenImage.from_pretrained(policy.path, subfolder="vae").encode(frames).latent_dist.mode()
-        )
+        expected = untouched_vae(policy).encode(frames).latent_dist.mode()
         assert_close(codec.vae.encode(frames).latent_dist.mode(), expected, rtol=0, atol=1e-5)
 
 
@@ -86,8 +88,8 @@ def test_packing_is_undone_by_decode(codec, monkeypatch):
         seen.append(latents)
         return torch.zeros(len(latents), 3, 64, 32)
 
-    monkeypatch.setattr(policy_module.single_frame, "encode", lambda vae, pixels: maps)
-    monkeypatch.setattr(policy_module.single_frame, "decode", keep)
+    monkeypatch.setattr(single_frame, "encode", lambda vae, pixels: maps)
+    monkeypatch.setattr(single_frame, "decode", keep)
     decode(codec, encode(codec, random_images(2)))
     assert_close(torch.cat(seen), maps, rtol=0, atol=1e-6)
 
@@ -100,10 +102,10 @@ def test_pixels_reach_the_vae_as_they_left_it(codec, monkeypatch):
         seen.append(pixels)
         return torch.zeros(1, 16, 1, 2, 2)
 
-    monkeypatch.setattr(policy_module.single_frame, "encode", keep)
+    monkeypatch.setattr(single_frame, "encode", keep)
     encode(codec, images)
     assert (seen[0].min(), seen[0].max()) == (-1, 1)
-    monkeypatch.setattr(policy_module.single_frame, "decode", lambda vae, latents: seen[0])
+    monkeypatch.setattr(single_frame, "decode", lambda vae, latents: seen[0])
     assert torch.equal(decode(codec, torch.zeros(1, 1, 64), 16, 16), images)
 
 
@@ -128,7 +130,7 @@ def test_bfloat16_weights_give_float32_latents(policy):
     images = random_images(1)
     latents = encode(policy.load_codec(torch.bfloat16), images)
     assert latents.dtype == torch.float32
-    expected = by_diffusers(policy.path, images)
+    expected = by_diffusers(policy, images)
     assert (latents - expected).norm() < 0.05 * expected.norm()
 
 
@@ -142,3 +144,28 @@ def test_the_quickstarts_vae_gives_back_what_it_drew():
     error = (again.float() - drawn.float()) / 255
     assert error.square().mean((1, 2, 3)).sqrt().max() < 0.03
     assert drawn.float().std() / 255 > 0.2
+
+
+def test_encode_is_diffusers_encode_prompt(policy, codec):
+    pipeline = QwenImagePipeline.from_pretrained(policy.path)
+    for prompt in PROMPTS:
+        expected, _ = pipeline.encode_prompt(prompt)
+        conditioning = codec.encode(Prompt(0, prompt), GUIDED)
+        assert_close(conditioning["prompt_embeds"], expected[0], rtol=0, atol=1e-6)
+        assert_close(conditioning["negative_prompt_embeds"], pipeline.encode_prompt(" ")[0][0], rtol=0, atol=1e-6)
+        assert conditioning["prompt_mask"].all()
+    assert "negative_prompt_embeds" not in codec.encode(Prompt(0, "x"), PLAIN)
+
+
+def test_single_frame_decoding_is_exact_to_rounding(policy, codec):
+    latents = torch.randn(2, 16, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = untouched_vae(policy).decode(latents).sample[:, :, 0]
+        assert_close(single_frame.decode(codec.vae, latents), expected, rtol=0, atol=2e-5)
+        with pytest.raises(ValueError, match="single frames"):
+            single_frame.decode(codec.vae, latents.repeat(1, 1, 2, 1, 1))
+
+
+def test_sizes_that_cannot_work_are_named(policy):
+    with pytest.raises(ValueError, match="multiples of 16, got 64 x 40"):
+        policy.latent_shape(QwenImageSampling(height=64, width=40))
