@@ -60,15 +60,13 @@ def test_an_engine_that_is_not_asked_for_is_not_imported():
         "import sys; from omni_async.rollout.factory import build_engine; "
         "print([m for m in ('torch', 'diffusers', 'vllm', 'vllm_omni') if m in sys.modules])"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 def test_an_engine_that_was_given_an_accelerator_does_not_run_on_the_cpu_instead(checkpoint):
     placed = msgspec.structs.replace(config("diffusers", checkpoint), placement=Placement(rollout=Resources(gpus=1)))
-    with pytest.raises(
-        RuntimeError, match=r"placement\.rollout\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
-    ):
+    expected = r"placement\.rollout\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
+    with pytest.raises(RuntimeError, match=expected):
         build_engine(placed, "e0", find_family("qwen_image"))
