@@ -185,9 +185,9 @@ def test_weights_that_are_not_what_was_published_are_refused(family, engine):
 @QWEN_IMAGE
 def test_a_failing_worker_call_is_an_error_and_impossible_requests_fail_alone(engine):
     with pytest.raises(EngineError, match="always fails"):
-        engine("call", "fail")
+        engine("_call", "fail")
     with pytest.raises(EngineError, match="no_such_method"):
-        engine("call", "no_such_method")
+        engine("_call", "no_such_method")
     long = make_request(1, prompt=Prompt(index=1, text="x y " * 1100))
     fine, refused, misfit = engine("generate", [make_request(), long, make_request(2, height=40)])
     assert isinstance(fine, Trajectory) and isinstance(misfit, ValueError)
@@ -200,9 +200,9 @@ def test_a_failing_worker_call_is_an_error_and_impossible_requests_fail_alone(en
 @REQUEST_BATCHING
 def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_batch(family, batcher):
     requests = [*mixed(family), families.make_request(family.case.specs[0], 7, window=None, noise_level=0.0)]
-    batcher("call", "forget_batches")
+    batcher("_call", "forget_batches")
     together = batcher("generate", requests)
-    assert batcher("call", "batches")["samples"] == [len(requests)]
+    assert batcher("_call", "batches")["samples"] == [len(requests)]
     for request, one, other in zip(requests, together, family.engine("generate", requests), strict=True):
         assert_same(one, other, 1e-6)
         [alone] = batcher("generate", [request])

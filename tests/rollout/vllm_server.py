@@ -17,7 +17,8 @@ EXTENSION = "tests.rollout.vllm_extension.CountingExtension"
 
 
 class RemoteEngine:
-    """An engine in a child process. Commands are methods of `_Server`; what they raise is raised here."""
+    """An engine in a child process. Commands are methods of `_Server` or of the engine;
+    what they raise is raised here."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -46,12 +47,6 @@ class _Server:
     async def generate(self, requests: list[SampleRequest]) -> list[Trajectory | BaseException]:
         return list(await asyncio.gather(*[self.engine.generate(r) for r in requests], return_exceptions=True))
 
-    async def stage(self, *published: Any) -> str:
-        return await self.engine.stage(*published)
-
-    async def swap(self, version: int) -> Any:
-        return await self.engine.swap(version)
-
     async def swap_in_flight(self, requests: list[SampleRequest], version: int, after: int) -> Any:
         """Swaps once every sample has taken `after` steps."""
         running = asyncio.create_task(self.generate(requests))
@@ -72,9 +67,6 @@ class _Server:
         made = await self.engine.generate(request)
         return not any(t.is_inference() for t in made.tensors.flatten_keys().values())
 
-    async def call(self, method: str) -> Any:
-        return await self.engine._call(method)
-
 
 async def _serve(connection: Connection, checkpoint: str, family: str, options: dict[str, Any]) -> None:
     server = _Server(checkpoint, family, options)
@@ -82,7 +74,8 @@ async def _serve(connection: Connection, checkpoint: str, family: str, options: 
     while (message := await asyncio.to_thread(connection.recv)) is not None:
         command, arguments = message
         try:
-            answer = (False, await getattr(server, command)(*arguments))
+            of = server if hasattr(server, command) else server.engine
+            answer = (False, await getattr(of, command)(*arguments))
         except Exception as error:  # noqa: BLE001 - raised in the test
             answer = (True, error)
         connection.send(answer)
