@@ -1,12 +1,26 @@
-"""Makes media of images as scorers see them."""
+"""Makes media of images as scorers see them, and has a whole reward score them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from omni_async.media import Media
+from omni_async.rewards.base import shown_to
+from omni_async.rewards.checks import require_media, require_scores
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.types import Prompt, Score
 
 
 def as_media(pixels: np.ndarray) -> Media:
     """Makes the media of an image (height, width, 3) uint8."""
     return Media(image=np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def score_all(reward: WeightedScorer, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+    """Scores without threads, retries and waiting; what a scorer raises is raised."""
+    require_media(media, prompts)
+    rows = [
+        require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
+        for label, _, scorer in reward.members
+    ]
+    return [reward.combine(row, prompt) for row, prompt in zip(zip(*rows, strict=True), prompts, strict=True)]

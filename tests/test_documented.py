@@ -21,6 +21,7 @@ from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.types import Prompt, Score
+from tests.images import score_all
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -155,7 +156,7 @@ def test_the_documented_scorer_of_audio_scores_audio() -> None:
     exec(snippet("class Loudness:"), namespace)
     tone = Media(audio=np.full((2, 10), 0.5, np.float32), sample_rate=8000)
     reward = WeightedScorer.alone(namespace["Loudness"]())
-    assert reward.score([tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
+    assert score_all(reward, [tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
 
 
 EXCERPTS = list(blocks(ROOT / "docs" / "integrate-a-model.md", "python|toml"))

@@ -29,24 +29,22 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
     """Return the file that `text` names, a path relative to `folder`, which is resolved and `whose` folder it is.
 
     One that leads out of it, by `..` or by a link, is refused, and one of more than 256 MiB."""
+    shown = repr(text[:200])
     try:
         file = (folder / text).resolve()
         inside = not Path(text).is_absolute() and file.is_relative_to(folder)
         exists = inside and file.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle
-        raise ConfigError(
-            f"{where}: {text[:200]!r} is no usable path: {getattr(error, 'strerror', None) or one_line(error)}"
-        ) from None
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(f"{where}: {shown} is no usable path: {why}") from None
     if not inside:
         raise ConfigError(
-            f"{where}: {text[:200]!r} leads out of {whose} folder; expected a path relative to it, to a file inside"
+            f"{where}: {shown} leads out of {whose} folder; expected a path relative to it, to a file inside"
         )
     if not exists:
-        raise ConfigError(f"{where}: no such file: {text[:200]!r}")
-    if file.stat().st_size > MAX_IMAGE_BYTES:
-        raise ConfigError(
-            f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {MAX_IMAGE_BYTES} are decoded"
-        )
+        raise ConfigError(f"{where}: no such file: {shown}")
+    if (size := file.stat().st_size) > MAX_IMAGE_BYTES:
+        raise ConfigError(f"{where}: {shown} has {size} bytes, at most {MAX_IMAGE_BYTES} are decoded")
     return file
 
 
@@ -103,14 +101,11 @@ def _opened(source: Path | io.BytesIO, where: str, use: Callable[[Any], T]) -> T
         with Image.open(source, formats=_FORMATS) as image:
             width, height = image.size
             if width * height > _MAX_PIXELS:
-                raise ConfigError(
-                    f"{where}: the image has {width} x {height} pixels, at most {_MAX_PIXELS} are decoded"
-                )
+                pixels = f"{width} x {height} pixels"
+                raise ConfigError(f"{where}: the image has {pixels}, at most {_MAX_PIXELS} are decoded")
             if image.mode[0] in "IF":
-                raise ConfigError(
-                    f"{where}: the image has mode {image.mode}; expected 8 bits a channel, which more would be cut"
-                    " off to"
-                )
+                expected = "expected 8 bits a channel, which more would be cut off to"
+                raise ConfigError(f"{where}: the image has mode {image.mode}; {expected}")
             return use(image)
     except ConfigError:
         raise

@@ -59,19 +59,15 @@ class PreferencePairs:
         except FileNotFoundError:
             raise ConfigError(f"{_KEY}: no such file: {path}") from None
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that no file can have
-            raise ConfigError(
-                f"{_KEY}: {path} cannot be read as parquet: {getattr(error, 'strerror', None) or one_line(error)}"
-            ) from None
+            why = getattr(error, "strerror", None) or one_line(error)
+            raise ConfigError(f"{_KEY}: {path} cannot be read as parquet: {why}") from None
         for column in _COLUMNS:
             self._check_column(schema, column)
-        metadata = self._file.metadata
-        if metadata.num_rows == 0:
+        self._num_rows: int = self._file.metadata.num_rows
+        if self._num_rows == 0:
             raise ConfigError(f"{_KEY}: {path} holds no pairs; expected one a row")
-        if metadata.num_rows > _MAX_PAIRS:
-            raise ConfigError(
-                f"{_KEY}: {path} holds {metadata.num_rows} pairs, at most {_MAX_PAIRS} are read; split it"
-            )
-        self._num_rows: int = metadata.num_rows
+        if self._num_rows > _MAX_PAIRS:
+            raise ConfigError(f"{_KEY}: {path} holds {self._num_rows} pairs, at most {_MAX_PAIRS} are read; split it")
         self._columns = {column: _Column(self._file, path, column) for column in _COLUMNS}
         self._folder = Path(path).resolve().parent
 
@@ -90,22 +86,19 @@ class PreferencePairs:
             size = _size(value)
             held += size
             if held > _MAX_PROMPT_BYTES:
-                raise ConfigError(
-                    f"{where}: the prompts up to here have more than {_MAX_PROMPT_BYTES} bytes; split the file"
-                )
+                more = f"more than {_MAX_PROMPT_BYTES} bytes"
+                raise ConfigError(f"{where}: the prompts up to here have {more}; split the file")
             if max_chars is not None and size > 4 * max_chars:  # a character has four bytes at most
-                raise ConfigError(
-                    f"{where}: the prompt has {size} bytes, data.max_prompt_chars allows {max_chars} characters"
-                )
+                allowed = f"data.max_prompt_chars allows {max_chars} characters"
+                raise ConfigError(f"{where}: the prompt has {size} bytes, {allowed}")
             text = _text(value, where)
             if text is None or not text.strip():
                 raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
             if "\0" in text:
                 raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text")
             if max_chars is not None and len(text) > max_chars:
-                raise ConfigError(
-                    f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}"
-                )
+                allowed = f"data.max_prompt_chars allows {max_chars}"
+                raise ConfigError(f"{where}: the prompt has {len(text)} characters, {allowed}")
             prompts.append(Prompt(row, text))
         return prompts
 
@@ -115,9 +108,8 @@ class PreferencePairs:
         Raises ConfigError if one cannot be decoded, IndexError if there is no such pair."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
-        chosen, rejected = (
-            self._image(self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:]
-        )
+        cells = ((self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:])
+        chosen, rejected = (self._image(cell, where) for cell, where in cells)
         return chosen, rejected
 
     def _where(self, row: int, column: str) -> str:
@@ -138,19 +130,15 @@ class PreferencePairs:
         if column == "prompt":
             fits, expected = _is_text(flat), "text"
         else:
-            stored = (
-                flat.field("bytes").type if pa.types.is_struct(flat) and flat.get_field_index("bytes") >= 0 else None
-            )
-            # A struct whose `bytes` are all null has paths.
-            fits = (
-                _is_text(flat) or _is_bytes(flat) if stored is None else _is_bytes(stored) or pa.types.is_null(stored)
-            )
+            if pa.types.is_struct(flat) and flat.get_field_index("bytes") >= 0:
+                stored = flat.field("bytes").type
+                fits = _is_bytes(stored) or pa.types.is_null(stored)  # where all are null there are paths
+            else:
+                fits = _is_text(flat) or _is_bytes(flat)
             expected = "encoded images (binary, or a struct with binary `bytes`) or their paths (text)"
         leaves = (self._file.schema.column(i) for i in range(len(self._file.schema)))
-        lists = any(
-            leaf.max_repetition_level and leaf.path.split(".")[0] == column for leaf in leaves
-        )  # one row of them has no end
-        if not fits or lists:
+        repeated = {leaf.path.split(".")[0] for leaf in leaves if leaf.max_repetition_level}
+        if not fits or column in repeated:  # one row of a list has no end
             raise ConfigError(f"{_KEY}: {self.path}: column {column}: expected {expected}, got {kind}")
 
     def _image(self, cell: Any, where: str) -> Media:

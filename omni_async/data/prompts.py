@@ -43,7 +43,7 @@ def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptChe
         ConfigError: one line with the number of the first line that is wrong, or misses what a check requires."""
     text = _read(path, key)
     parse = _parser(path, key)
-    images = _Images(Path(path))
+    folder, images = Path(path).resolve().parent, dict[Path, PromptImage]()
     prompts: list[Prompt] = []
     # Not splitlines(): it also cuts at U+2028 and form feeds, which may stand in a prompt, and in a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -57,7 +57,7 @@ def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptChe
         for check in checks:
             if (missing := check(prompt)) is not None:
                 raise ConfigError(f"{where}: {missing}")
-        prompts.append(images.checked(prompt, where) if prompt.images else prompt)
+        prompts.append(_with_images(prompt, folder, images, where) if prompt.images else prompt)
     if not prompts:
         raise ConfigError(f"{key}: {path} holds no prompts; expected one a line")
     return prompts
@@ -86,16 +86,10 @@ def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
         case ".jsonl":
             return _parse_json
         case ".txt":
-            return _parse_text
+            return lambda index, line, where: Prompt(index, line.strip())
         case suffix:
-            raise ConfigError(
-                f"{key}: {path}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got"
-                f" {suffix or 'no suffix'}"
-            )
-
-
-def _parse_text(index: int, line: str, where: str) -> Prompt:
-    return Prompt(index, line.strip())
+            expected = "expected a .txt file (a prompt a line) or .jsonl (an object a line)"
+            raise ConfigError(f"{key}: {path}: {expected}, got {suffix or 'no suffix'}")
 
 
 def _parse_json(index: int, line: str, where: str) -> Prompt:
@@ -126,24 +120,15 @@ def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]
     return tuple(PromptImage(name, "") for name in names)
 
 
-class _Images:
-    """The images of a prompt file, each checked once."""
+def _with_images(prompt: Prompt, folder: Path, checked: dict[Path, PromptImage], where: str) -> Prompt:
+    """Return the prompt with its images found and checked, each file once."""
+    from omni_async.data.image_files import find_image, prompt_image
 
-    def __init__(self, file: Path) -> None:
-        self._folder = file.resolve().parent
-        self._checked: dict[Path, PromptImage] = {}
-
-    def checked(self, prompt: Prompt, where: str) -> Prompt:
-        """Return the prompt with its images found and checked."""
-        from omni_async.data.image_files import find_image, prompt_image
-
-        found = []
-        for image in prompt.images:
-            file = find_image(self._folder, image.path, f"{where}: image", "the prompt file's")
-            if file not in self._checked:
-                self._checked[file] = prompt_image(file, f"{where}: image {image.path[:200]!r}")
-            found.append(self._checked[file])
-        return replace(prompt, images=tuple(found))
+    files = [find_image(folder, image.path, f"{where}: image", "the prompt file's") for image in prompt.images]
+    for file, image in zip(files, prompt.images, strict=True):
+        if file not in checked:
+            checked[file] = prompt_image(file, f"{where}: image {image.path[:200]!r}")
+    return replace(prompt, images=tuple(checked[file] for file in files))
 
 
 def _decode(line: str, where: str) -> Any:
@@ -162,12 +147,8 @@ def _depth_exceeds(value: Any, deepest: int) -> bool:
     """Return whether lists and objects are nested deeper than `deepest` levels, without recursion."""
     level: list[Any] = [value]
     for _ in range(deepest):
-        level = [
-            item
-            for outer in level
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(item, dict | list)
-        ]
+        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return False
     return True

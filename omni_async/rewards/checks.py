@@ -47,10 +47,8 @@ def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[
     Raises ScoreError, whatever a scorer may have returned, unless every value and part is a finite number."""
     if isinstance(scores, Coroutine):
         scores.close()  # it will never be awaited
-        raise ScoreError(
-            f"scorer {scorer!r} is asynchronous: score must be a plain method; it is called in a thread of its own, and"
-            " may block"
-        )
+        why = "score must be a plain method; it is called in a thread of its own, and may block"
+        raise ScoreError(f"scorer {scorer!r} is asynchronous: {why}")
     if not isinstance(scores, list | tuple):
         raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
     if len(scores) != len(prompts):
@@ -83,10 +81,8 @@ def _require_parts(where: str, parts: Any) -> dict[str, float]:
         if not isinstance(name, str):
             raise ScoreError(f"{where}: a part's name is a {_kind(name)}, expected a str")
         if not 0 < len(name) <= _LONGEST_NAME or _UNFIT.search(name):
-            raise ScoreError(
-                f"{where}: a part is called {name[:_LONGEST_NAME]!r}, expected 1 to {_LONGEST_NAME} characters without"
-                " control characters"
-            )
+            expected = f"expected 1 to {_LONGEST_NAME} characters without control characters"
+            raise ScoreError(f"{where}: a part is called {name[:_LONGEST_NAME]!r}, {expected}")
     numbers = {str.__str__(name): _finite(where, name, number) for name, number in parts.items()}
     for name, number in numbers.items():
         if abs(number) > _LARGEST_PART:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from omni_async.config import schema
 from omni_async.config.redact import one_line
-from omni_async.media import Media
 from omni_async.rewards import registry
-from omni_async.rewards.base import Scorer, Unbounded, WrongScorer, shown_to
-from omni_async.rewards.checks import describe, require_media, require_scores
+from omni_async.rewards.base import Scorer, Unbounded, WrongScorer
+from omni_async.rewards.checks import describe
 from omni_async.rewards.failures import Discreet, place_of, told
 from omni_async.types import Prompt, Score
 
 
-def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
+def _labels(names: Sequence[str]) -> list[str]:
     """Return one label per scorer: its name, numbered from the second of the same name on."""
-    seen: Counter[str] = Counter()
-    labels = []
-    for config in configs:
-        seen[config.name] += 1
-        labels.append(config.name if seen[config.name] == 1 else f"{config.name}_{seen[config.name]}")
-    return labels
+    numbers = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [name if number == 1 else f"{name}_{number}" for name, number in zip(names, numbers, strict=True)]
 
 
 def _built(label: str, config: schema.Scorer) -> Scorer:
@@ -59,7 +53,7 @@ class WeightedScorer:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
         self.members = [
             Member(label, config.weight, Discreet(_built(label, config), registry.secrets_of(config)))
-            for label, config in zip(_labels(configs), configs, strict=True)
+            for label, config in zip(_labels([one.name for one in configs]), configs, strict=True)
         ]
 
     @classmethod
@@ -69,28 +63,14 @@ class WeightedScorer:
         reward.members = [Member(scorer.name, 1.0, scorer)]
         return reward
 
-    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
-        require_media(media, prompts)
-        if not media:
-            return []
-        columns = [
-            require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
-            for label, _, scorer in self.members
-        ]
-        return [self.combine(row, prompt) for row, prompt in zip(zip(*columns, strict=True), prompts, strict=True)]
-
     def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:
         """Combine the scores of every member, in their order, into one sample's score.
 
         Unbounded if the sum, or what a member adds to it, is beyond `max_abs`."""
         for (label, weight, _), score in zip(self.members, row, strict=True):
             _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
-        combined = self._combine(row)
-        _require_bounded("the sum of all scorers", combined.value, prompt, max_abs)
-        return combined
-
-    def _combine(self, row: Sequence[Score]) -> Score:
         value = sum(weight * score.value for (_, weight, _), score in zip(self.members, row, strict=True))
+        _require_bounded("the sum of all scorers", value, prompt, max_abs)
         values = tuple(score.value for score in row)
         if len(row) == 1:
             return Score(value=value, parts=row[0].parts, text=row[0].text, values=values)

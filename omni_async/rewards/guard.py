@@ -237,16 +237,12 @@ class GuardedScorer:
             raise ScorerHangs(f"{self._hanging()}, and reward.outage_s = {self._config.outage_s:g} is over")
         if not self._reported_given_up:
             self._reported_down = self._reported_given_up = True
-            await self._report(
-                f"warning: scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s; its samples"
-                " fail now"
-            )
+            seconds = f"{self._breaker.open_s:.0f} s"
+            await self._report(f"warning: scorer {self._label!r} has been failing for {seconds}; its samples fail now")
 
     def _hanging(self) -> str:
-        return (
-            f"scorer {self._label!r}: {self._threads.busy} calls have not returned; give its calls a timeout of"
-            " their own"
-        )
+        calls = f"{self._threads.busy} calls have not returned"
+        return f"scorer {self._label!r}: {calls}; give its calls a timeout of their own"
 
     async def _call(self, media: MediaList, prompts: Prompts) -> Answer:
         """Return the first answer of a call, or of a second one beside a slow one if the scorer allows that."""
@@ -259,7 +255,8 @@ class GuardedScorer:
         waits = [began + config.timeout_s]
         if config.hedge_s is not None and is_concurrent(self._scorer):
             waits.insert(0, began + config.hedge_s)
-        calls = {self._begin(media, prompts)}
+        ask = partial(_answer, self._label, self._scorer, list(media), list(prompts))
+        calls = {self._threads.run(ask)}
         while True:
             done, running = await asyncio.wait(
                 calls, timeout=max(0.0, waits[0] - loop.time()), return_when=asyncio.FIRST_COMPLETED
@@ -274,11 +271,8 @@ class GuardedScorer:
                 waits.pop(0)
                 if not waits:
                     return Outage(f"scorer {self._label!r}: no score within {config.timeout_s:g} s")
-                running.add(self._begin(media, prompts))
+                running.add(self._threads.run(ask))
             calls = running
-
-    def _begin(self, media: MediaList, prompts: Prompts) -> asyncio.Future[Answer]:
-        return self._threads.run(partial(_answer, self._label, self._scorer, list(media), list(prompts)))
 
     def close(self) -> None:
         self._threads.close()
@@ -362,16 +356,15 @@ class Panel:
             left = [i for i in range(len(media)) if i not in failures]
             if not left:
                 break
-            for i, outcome in zip(
-                left, await guard.score([media[i] for i in left], [prompts[i] for i in left]), strict=True
-            ):
+            outcomes = await guard.score([media[i] for i in left], [prompts[i] for i in left])
+            for i, outcome in zip(left, outcomes, strict=True):
                 if isinstance(outcome, Failure):
                     failures[i] = outcome
                 else:
                     rows[i].append(outcome)
-        return [failures.get(i) or self._combine(row, prompts[i]) for i, row in enumerate(rows)]
+        return [failures.get(i) or self._combined(row, prompts[i]) for i, row in enumerate(rows)]
 
-    def _combine(self, row: list[Score], prompt: Prompt) -> Score | Failure:
+    def _combined(self, row: list[Score], prompt: Prompt) -> Score | Failure:
         try:
             return self._reward.combine(row, prompt, self._max_abs)
         except Unbounded as error:

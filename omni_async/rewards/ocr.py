@@ -187,9 +187,8 @@ class OcrScorer:
         if text is None or text.isascii():  # all of ASCII is known, and loading the alphabet takes a second
             return missing_text(prompt)
         known = _alphabet()
-        unknown = {
-            c for c in text if c not in known and (params["case_sensitive"] or not known & {c.lower(), c.upper()})
-        }
+        folds = not params["case_sensitive"]
+        unknown = {c for c in text if c not in known and not (folds and known & {c.lower(), c.upper()})}
         return f"the recogniser's alphabet lacks {''.join(sorted(unknown))!r}" if unknown else None
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
@@ -224,6 +223,4 @@ class OcrScorer:
         if not self._dense:
             return Score(value=similarity, parts=parts, text=reading.text)
         probability = text_probability(reading.frames, [self._entries[character] for character in wanted], self._silent)
-        return Score(
-            value=(similarity + probability) / 2, parts={**parts, "ocr_target": probability}, text=reading.text
-        )
+        return Score((similarity + probability) / 2, {**parts, "ocr_target": probability}, reading.text)

@@ -39,10 +39,8 @@ class Probe:
     def failed(self, reason: str) -> str:
         """Return the sentence about a scorer that fails the probe, with the scorer's own error."""
         tried = describe(0, self.prompts[0]).partition("(")[2].removesuffix(")")
-        return (
-            f"{reason} (the same twice, for a synthetic sample of {tried}; a scorer that needs drawn ones wants"
-            " reward.probe=false)"
-        )
+        hint = "a scorer that needs drawn ones wants reward.probe=false"
+        return f"{reason} (the same twice, for a synthetic sample of {tried}; {hint})"
 
 
 def _synthetic(shapes: Sequence[MediaShape], flipped: bool) -> Media:

@@ -78,18 +78,14 @@ def _load(name: str) -> type:
     loaded: Any = _imported(name, point.module)
     for attribute in point.attr.split("."):
         if not hasattr(loaded, attribute):
-            found = [
-                key
-                for key, value in vars(loaded).items()
-                if isinstance(value, type) and value.__module__ == point.module
-            ]
+            classes = (value for value in vars(loaded).values() if isinstance(value, type))
+            found = [value.__name__ for value in classes if value.__module__ == point.module]
             defined = f"it defines {', '.join(found)}" if found else "it defines no class"
             raise ScorerConfigError(f"scorer {name!r}: module {point.module!r} has no {point.attr!r}; {defined}")
         loaded = getattr(loaded, attribute)
     if not isinstance(loaded, type) or not callable(getattr(loaded, "score", None)):
-        raise ScorerConfigError(
-            f"scorer {name!r}: {point.value!r} is not a class with a method `score(media, prompts)`"
-        )
+        why = f"{point.value!r} is not a class with a method `score(media, prompts)`"
+        raise ScorerConfigError(f"scorer {name!r}: {why}")
     return loaded
 
 
@@ -99,9 +95,8 @@ def _imported(name: str, module: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise ScorerConfigError(
-                f"scorer {name!r}: cannot import {module!r}: there is no {error.name!r} in {_searched()}"
-            ) from None
+            why = f"there is no {error.name!r} in {_searched()}"
+            raise ScorerConfigError(f"scorer {name!r}: cannot import {module!r}: {why}") from None
         problem: BaseException = error
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code; KeyboardInterrupt stays the user's)
         problem = error
@@ -143,9 +138,8 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
     converted: dict[str, Any] = {}
     for key, value in params.items():
         if key not in allowed:
-            raise ScorerConfigError(
-                f"scorer {name!r} takes no parameter {key!r}; it takes {', '.join(allowed) or 'none'}"
-            )
+            takes = ", ".join(allowed) or "none"
+            raise ScorerConfigError(f"scorer {name!r} takes no parameter {key!r}; it takes {takes}")
         where = f"scorer {name!r}, parameter {key!r}"
         try:
             given = resolve_references(value, where)
@@ -158,10 +152,8 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
             raise ScorerConfigError(f"{where}: {why}, got {redact({key: value})[key]!r}") from None
         except (TypeError, ValueError) as error:
             raise ScorerConfigError(f"{where}: a recipe cannot give a {allowed[key]}: {error}") from None
-    missing = [
-        key for key in allowed if key not in converted and signature.parameters[key].default is inspect.Parameter.empty
-    ]
-    if missing:
+    needed = {key for key in allowed if signature.parameters[key].default is inspect.Parameter.empty}
+    if missing := sorted(needed - converted.keys(), key=[*allowed].index):
         raise ScorerConfigError(f"scorer {name!r} needs the parameter {', '.join(map(repr, missing))}")
     return converted
 
@@ -195,11 +187,8 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
         )
     parts = [one.part for one in made]
     if not set(declared) & set(parts):
-        undeclared = "" if hasattr(scorer, "accepts") else " (it has no `accepts`)"
-        raise ScorerConfigError(
-            f"scorer {config.name!r} accepts {' or '.join(declared)}{undeclared}, but the samples are"
-            f" {' and '.join(parts)}"
-        )
+        takes = " or ".join(declared) + ("" if hasattr(scorer, "accepts") else " (it has no `accepts`)")
+        raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {' and '.join(parts)}")
 
 
 def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:

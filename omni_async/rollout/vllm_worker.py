@@ -139,11 +139,9 @@ class RolloutPipelineMixin:
         before, stacked = self._stacked.get(spec, ([], None))
         if stacked is None or samples != before:
             stacked = self.policy.stack_conditioning([state.extra[_CONDITIONING] for state in states])
-        last = any(sample.step == sample.request.num_inference_steps - 1 for sample in samples)
-        if last:  # the next batch is another one, if there is one
-            self._stacked.pop(spec, None)
-        else:
-            self._stacked[spec] = samples, stacked
+        self._stacked[spec] = samples, stacked
+        if any(sample.step == sample.request.num_inference_steps - 1 for sample in samples):
+            del self._stacked[spec]  # the next batch is another one, if there is one
         return stacked
 
     def step_scheduler(self, state: Any, noise_pred: torch.Tensor, **kwargs: Any) -> None:
@@ -180,16 +178,8 @@ class RolloutPipelineMixin:
         return [outputs[request.request_id] for request in req.requests]
 
     @property
-    def model_dtype(self) -> torch.dtype:
-        return self._a_parameter.dtype
-
-    @property
     def model_device(self) -> torch.device:
-        return self._a_parameter.device
-
-    @property
-    def _a_parameter(self) -> torch.nn.Parameter:
-        return next(parameter for _, parameter in named_parameters(self.components))
+        return next(parameter.device for _, parameter in named_parameters(self.components))
 
     def _decode(self, states: list[Any], spec: SamplingSpec) -> None:
         """Decode finished samples of one spec in one batch."""
@@ -240,8 +230,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             loaded = set(pipeline.load_weights(named(base)))
         if staged.manifest.payload == "full":
             wanted = {name for name, _ in named_parameters(components)}
-        fused = _fused_names(components)
-        if missing := sorted(name for name in wanted if not {name, fused(name)} & loaded):
+        missing = sorted(name for name in wanted if not {name, _fused_name(name, components)} & loaded)
+        if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(wanted)} parameters were not loaded, beginning with {missing[0]!r}"
             )
@@ -261,7 +251,10 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
     def __init__(self, path: Path, components: Iterable[str], stack: ExitStack) -> None:
         self._where: dict[str, tuple[Any, str]] = {}
         for component in components:
-            parameters = _parameter_names(path / component)
+            config = json.loads((path / component / "config.json").read_text())
+            with torch.device("meta"):  # without memory, for the names that parameters have in diffusers
+                model = getattr(diffusers, config["_class_name"]).from_config(config)
+            parameters = {name for name, _ in model.named_parameters()}
             for file in sorted((path / component).glob("*.safetensors")):
                 opened = stack.enter_context(safe_open(file, "pt"))
                 # Files may hold buffers, too, which are not trained and so never published.
@@ -280,20 +273,7 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
         return len(self._where)
 
 
-def _fused_names(components: Mapping[str, torch.nn.Module]) -> Callable[[str], str]:
-    """Return a function from the name of a weight to that of the parameter that vLLM-Omni keeps it in, with others."""
-    mappings: Any = {name: getattr(module, "stacked_params_mapping", ()) for name, module in components.items()}
-
-    def name_of(name: str) -> str:
-        mapping = mappings[name.partition(".")[0]]
-        return next((name.replace(shard, fused) for fused, shard, _ in mapping if shard in name), name)
-
-    return name_of
-
-
-def _parameter_names(folder: Path) -> set[str]:
-    """Return the names that the parameters of a checkpoint's denoiser have in diffusers. Builds it without memory."""
-    config = json.loads((folder / "config.json").read_text())
-    with torch.device("meta"):
-        model = getattr(diffusers, config["_class_name"]).from_config(config)
-    return {name for name, _ in model.named_parameters()}
+def _fused_name(name: str, components: Mapping[str, torch.nn.Module]) -> str:
+    """Return the name of the parameter in which vLLM-Omni keeps a weight, with others."""
+    mapping: Any = getattr(components[name.partition(".")[0]], "stacked_params_mapping", ())
+    return next((name.replace(shard, fused) for fused, shard, _ in mapping if shard in name), name)

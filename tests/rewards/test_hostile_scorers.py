@@ -28,7 +28,7 @@ from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 from tests.config.test_secret_forms import ENCODERS
-from tests.images import as_media
+from tests.images import as_media, score_all
 
 IMAGE = (MediaShape("image", (3, 4, 4)),)
 MEDIA = [as_media(np.full((4, 4, 3), i, np.uint8)) for i in range(3)]
@@ -252,7 +252,7 @@ def config(scorer: str = "Judge", **params: object) -> schema.Scorer:
 
 def failure(scorer: schema.Scorer) -> str:
     with pytest.raises(Exception) as raised:
-        WeightedScorer([scorer]).score(MEDIA[:1], PROMPTS[:1])
+        score_all(WeightedScorer([scorer]), MEDIA[:1], PROMPTS[:1])
     assert raised.value.__cause__ is None
     return f"{type(raised.value).__name__}: {raised.value}"
 

@@ -20,7 +20,7 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.types import Prompt, Score
-from tests.images import as_media
+from tests.images import as_media, score_all
 
 IMAGES = [np.random.default_rng(i).integers(0, 1 + 80 * i, (32, 48, 3), dtype=np.uint8) for i in range(3)]
 IMAGE = MediaShape("image", (3, 32, 48))
@@ -80,20 +80,20 @@ def test_jpeg_size_is_what_pillow_writes():
 
 
 def test_one_scorer_keeps_its_parts():
-    scores = WeightedScorer([config(f"{__name__}:Constant", weight=3.0, text="hi")]).score(MEDIA, PROMPTS)
+    scores = score_all(WeightedScorer([config(f"{__name__}:Constant", weight=3.0, text="hi")]), MEDIA, PROMPTS)
     assert scores == [Score(value=6.0, parts={"part": 2.0}, text="hi", values=(2.0,))] * 3
 
 
 def test_a_scorer_goes_by_the_name_that_the_recipe_gives_it_whether_or_not_it_has_one():
     nameless = f"{__name__}:Nameless"
-    [score, *_] = WeightedScorer([config(nameless), config("jpeg_size")]).score(MEDIA, PROMPTS)
+    [score, *_] = score_all(WeightedScorer([config(nameless), config("jpeg_size")]), MEDIA, PROMPTS)
     assert score.parts[f"{nameless}/value"] == 1.0
 
 
 def test_several_scorers_are_weighed_and_prefixed():
     constant = f"{__name__}:Constant"
     members = [config("jpeg_size", 0.1), config(constant, 1.0, text="a"), config(constant, -1.0, value=5.0, text="b")]
-    [score, *_] = WeightedScorer(members).score(MEDIA, PROMPTS)
+    [score, *_] = score_all(WeightedScorer(members), MEDIA, PROMPTS)
     size = kilobytes(IMAGES[0], 95)
     assert score.value == pytest.approx(-0.1 * size + 2.0 - 5.0)
     assert score.parts["jpeg_size/jpeg_kb"] == size and score.parts["jpeg_size/value"] == -size
@@ -140,22 +140,22 @@ def test_a_scorer_is_refused_that_accepts_nothing_of_the_samples(name, made, err
 
 def test_a_scorer_that_declares_what_it_accepts_gets_media_and_one_that_does_not_gets_images():
     both = Media(image=MEDIA[2].image, audio=np.full((1, 8), -0.5, np.float32), sample_rate=8000)
-    [score] = WeightedScorer([config(f"{__name__}:Loud"), config(f"{__name__}:Bright")]).score([both], PROMPTS[:1])
+    [score] = score_all(WeightedScorer([config(f"{__name__}:Loud"), config(f"{__name__}:Bright")]), [both], PROMPTS[:1])
     assert score.values == (0.5, IMAGES[2][:, :, 0].mean())
     with pytest.raises(ScoreError, match=r"scorer 'test_scorers:Loud' accepts audio, the sample is image"):
-        WeightedScorer([config(f"{__name__}:Loud")]).score(MEDIA, PROMPTS)
+        score_all(WeightedScorer([config(f"{__name__}:Loud")]), MEDIA, PROMPTS)
 
 
 def test_a_failed_score_never_becomes_a_number():
-    assert WeightedScorer([config("jpeg_size")]).score([], []) == []
+    assert score_all(WeightedScorer([config("jpeg_size")]), [], []) == []
     with pytest.raises(ScoreError, match=r"NanAtOne.*sample 1 \(prompt 11: 'prompt 1'\): value is nan"):
-        WeightedScorer([config("jpeg_size"), config(f"{__name__}:NanAtOne")]).score(MEDIA, PROMPTS)
+        score_all(WeightedScorer([config("jpeg_size"), config(f"{__name__}:NanAtOne")]), MEDIA, PROMPTS)
     with pytest.raises(ScoreError, match="TooFew' returned 1 scores for 3 samples"):
-        WeightedScorer([config(f"{__name__}:TooFew")]).score(MEDIA, PROMPTS)
+        score_all(WeightedScorer([config(f"{__name__}:TooFew")]), MEDIA, PROMPTS)
     with pytest.raises(ScoreError, match=r"Constant', sample 0.*a reward of inf, beyond"):
-        WeightedScorer([config(f"{__name__}:Constant", weight=1e300, value=1e99)]).score(MEDIA, PROMPTS)
+        score_all(WeightedScorer([config(f"{__name__}:Constant", weight=1e300, value=1e99)]), MEDIA, PROMPTS)
     with pytest.raises(ScoreError, match="3 samples but 2 prompts"):
-        WeightedScorer([config("jpeg_size")]).score(MEDIA, PROMPTS[:2])
+        score_all(WeightedScorer([config("jpeg_size")]), MEDIA, PROMPTS[:2])
 
 
 @pytest.mark.parametrize(
