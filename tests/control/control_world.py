@@ -175,6 +175,19 @@ async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
         await coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
 
 
+async def started(**config: Any) -> tuple[Coordinator, list[LedgerEntry]]:
+    """Makes a coordinator whose engines all hold version 0, and the list its ledger writes to."""
+    coordinator, entries = make_coordinator(make_config(**config))
+    await hold(coordinator, 0, *(f"rollout-{i}" for i in range(config.get("engines", 1))))
+    return coordinator, entries
+
+
+async def drawn(coordinator: Coordinator, count: int, limit: int | None = None) -> list[ScoreJob]:
+    """Has `count` samples drawn, with version 0, and returns those that a reward worker takes, `limit` at most."""
+    await finish(coordinator, "rollout-0", await coordinator.next_samples("rollout-0", count, count), 0)
+    return await coordinator.next_to_score("reward-0", count if limit is None else limit)
+
+
 async def finish(
     coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int, *, stored: bool = False
 ) -> None:

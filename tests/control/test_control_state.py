@@ -15,7 +15,6 @@ from omni_async.version_spans import VersionSpans
 
 async def test_groups_in_every_state_go_on() -> None:
     """Keeps one trained group, one ready, two unfinished, the rest not begun."""
-
     before = Bench(S=3, P=1, updates=6)
 
     config = make_config(S=3, P=1, updates=6)
@@ -79,7 +78,6 @@ def test_a_run_that_was_cut_anywhere_trains_every_group_once(S: int, stop_at: in
 async def test_an_interrupted_run_keeps_what_it_drops() -> None:
     """Checks that groups in this attempt's ledger as dropped are admitted again by the next one, and those lines are
     void."""
-
     bench = Bench(S=1, P=2, updates=3)
 
     await bench.generate(0, 0)

@@ -25,6 +25,7 @@ from control_world import (
     play,
     report,
     score,
+    started,
 )
 from msgspec.structs import replace
 
@@ -350,9 +351,7 @@ def test_samples_with_missing_or_impossible_versions_are_refused() -> None:
 
 async def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> None:
     """Imitates a bug, since it cannot happen, by a trainer that is ahead of what it reported."""
-
-    c, entries = make_coordinator(make_config(S=1, P=1))
-    await hold(c, 0)
+    c, entries = await started(S=1, P=1)
     await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
     await score(c, now(c.next_to_score("reward-0", 8)), distinct)
     assert await c.next_groups(2, 1) == []
@@ -369,8 +368,7 @@ def test_nothing_is_admitted_before_every_engine_has_weights() -> None:
 
 
 async def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
-    c, _ = make_coordinator(make_config(S=0, P=1, engines=2))
-    await hold(c, 0, "rollout-0", "rollout-1")
+    c, _ = await started(S=0, P=1, engines=2)
     await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
     await finish(c, "rollout-1", now(c.next_samples("rollout-1", 8, 8)), 0)
     await score(c, now(c.next_to_score("reward-0", 8)), distinct)
@@ -437,7 +435,6 @@ def reserved(c: Coordinator) -> int:
 
 async def test_a_cancelled_waiter_loses_nothing() -> None:
     """Cancels the waiter before it was woken, or after that and before it ran."""
-
     c, _ = make_coordinator(make_config(S=0, P=1))
     first, second = (asyncio.create_task(c.next_samples("rollout-0", 8, 8)) for _ in range(2))
     await asyncio.sleep(0)
@@ -486,7 +483,6 @@ INTERRUPTED = ("dropped", "run interrupted: ctrl-c")
 async def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:
     """Checks that its groups are not in the ledger as dropped: its optimizer steps are in the checkpoint that
     follows."""
-
     bench = Bench(S=1, P=1, updates=3)
     await bench.generate(0, 0)
     group = bench.take()
@@ -551,8 +547,7 @@ async def test_nothing_is_said_after_the_end() -> None:
 
 
 async def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
-    c, entries = make_coordinator(make_config(S=1, P=1, updates=2))
-    await hold(c, 0)
+    c, entries = await started(S=1, P=1, updates=2)
     requests = now(c.next_samples("rollout-0", 2, 8))
     await c.samples_done("rollout-0", [make_result(r, "rollout-0", (0, 0)) for r in requests])
     jobs = now(c.next_to_score("reward-0", 8))

@@ -73,7 +73,6 @@ async def test_nothing_is_taken_before_the_newest_version_is_held() -> None:
 
 async def test_a_trainer_that_waits_for_the_newest_version_is_woken_by_it() -> None:
     """Waits at the end of a run, where nothing more is admitted, so no score will come that could wake it."""
-
     bench = Bench(S=1, P=1, updates=2, exact=True)
     for group in (0, 1):
         await bench.generate(group, 0)

@@ -9,6 +9,7 @@ import pytest
 from control_world import (
     digest_of,
     distinct,
+    drawn,
     finish,
     hold,
     make_config,
@@ -16,6 +17,7 @@ from control_world import (
     now,
     report,
     score,
+    started,
 )
 
 from omni_async.control.coordinator import Coordinator
@@ -24,8 +26,7 @@ from omni_async.types import LedgerEntry, ReadyGroup, SampleRequest, ScoreJob, S
 
 async def begin(**config: int) -> tuple[Coordinator, list[LedgerEntry], dict[int, list[SampleRequest]]]:
     """Begins a run whose one engine has leased all samples there are; returns the requests of each group."""
-    c, entries = make_coordinator(make_config(**config))
-    await hold(c, 0)
+    c, entries = await started(**config)
     groups: dict[int, list[SampleRequest]] = {}
     for request in await c.next_samples("rollout-0", 100, 100):
         groups.setdefault(request.group, []).append(request)
@@ -118,8 +119,7 @@ async def test_a_late_score_of_a_lost_image_does_not_count() -> None:
 
 
 async def test_unscored_samples_of_a_validation_round_are_made_again_and_scores_are_kept() -> None:
-    c, _ = make_coordinator(make_config(S=0, P=1, validation={"every": 1}))
-    await hold(c, 0)
+    c, _ = await started(S=0, P=1, validation={"every": 1})
     requests = [r for r in await c.next_samples("rollout-0", 100, 100) if r.kind == "validation"]
     await finish(c, "rollout-0", requests, 0)
     scored, *_ = await c.next_to_score("reward-0", 1)
@@ -131,9 +131,7 @@ async def test_unscored_samples_of_a_validation_round_are_made_again_and_scores_
 
 async def test_a_validation_sample_that_failed_is_not_made_again() -> None:
     """Its round goes on without it: made again it would be scored and counted as failed, or outlive its round."""
-
-    c, _ = make_coordinator(make_config(S=0, P=1, score_retries=0, validation={"every": 1}))
-    await hold(c, 0)
+    c, _ = await started(S=0, P=1, score_retries=0, validation={"every": 1})
     requests = [r for r in await c.next_samples("rollout-0", 100, 100) if r.kind == "validation"]
     await finish(c, "rollout-0", requests, 0)
     failed, *_ = await c.next_to_score("reward-0", 1)
@@ -256,8 +254,7 @@ async def test_images_that_are_gone_too_often_drop_the_group() -> None:
 
 
 async def test_an_engine_that_leaves_gets_no_work_and_its_answers_count() -> None:
-    c, _ = make_coordinator(make_config(S=0, P=2, engines=2))
-    await hold(c, 0, "rollout-0", "rollout-1")
+    c, _ = await started(S=0, P=2, engines=2)
     mine = await c.next_samples("rollout-0", 2, 4)
     await c.next_samples("rollout-1", 100, 100)
     asking = asyncio.create_task(c.next_samples("rollout-0", 2, 4))
@@ -301,12 +298,9 @@ async def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_no
 @pytest.mark.virtual_time
 async def test_a_retry_of_an_image_that_is_lost_meanwhile_does_not_come_back() -> None:
     """Ends the retry's pause when the sample made anew waits for its score, or is being scored."""
-
     for taken in (False, True):
-        c, entries = make_coordinator(make_config(S=0, P=1, backoff_s=10.0))
-        await hold(c, 0)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
-        first, second = await c.next_to_score("reward-0", 2)
+        c, entries = await started(S=0, P=1, backoff_s=10.0)
+        first, second = await drawn(c, 2)
         await c.scored("reward-0", [ScoreResult(first.sample_id, 1, error="timeout")])
         await score(c, [second], distinct)
         await c.objects_lost("rollout-0")
@@ -324,8 +318,7 @@ async def test_a_retry_of_an_image_that_is_lost_meanwhile_does_not_come_back() -
 
 
 async def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
-    c, entries = make_coordinator(make_config(S=0, P=1, score_retries=2))
-    await hold(c, 0)
+    c, entries = await started(S=0, P=1, score_retries=2)
     await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
     for number in range(3):
         assert not entries
@@ -338,9 +331,7 @@ async def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> N
 
 async def test_a_sample_that_reward_workers_die_of_takes_no_other_with_it() -> None:
     """Scores whole batches."""
-
-    c, entries = make_coordinator(make_config(S=0, P=4, score_retries=3))
-    await hold(c, 0)
+    c, entries = await started(S=0, P=4, score_retries=3)
     await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8), 0)
     worker, scored = 0, []
     while len(scored) < 7:
@@ -356,8 +347,7 @@ async def test_a_sample_that_reward_workers_die_of_takes_no_other_with_it() -> N
 
 
 async def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_end() -> None:
-    c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
-    await hold(c, 0)
+    c, entries = await started(S=0, P=1, score_retries=1)
     await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
     c._samples.blame.scores("reward-0")
     for _ in range(2):
@@ -370,9 +360,7 @@ async def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_i
 
 async def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_the_same() -> None:
     """Has little to score, so that a sample that one worker has put back goes to the next."""
-
-    c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
-    await hold(c, 0)
+    c, entries = await started(S=0, P=1, score_retries=1)
     await finish(c, "rollout-0", await c.next_samples("rollout-0", 1, 1), 0)
 
     async def goes_down(worker: str) -> None:
@@ -396,8 +384,7 @@ async def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_
 
 
 async def test_the_samples_of_a_lost_engine_are_made_again_from_the_same_seeds() -> None:
-    c, _ = make_coordinator(make_config(engines=2, S=1, P=2))
-    await hold(c, 0, "rollout-0", "rollout-1")
+    c, _ = await started(engines=2, S=1, P=2)
     lost = await c.next_samples("rollout-0", 4, 4)
     await c.engine_lost("rollout-0", "killed")
     again = await c.next_samples("rollout-1", 8, 8)
@@ -409,8 +396,7 @@ async def test_the_samples_of_a_lost_engine_are_made_again_from_the_same_seeds()
 
 
 async def test_a_lost_engine_that_had_asked_gets_nothing() -> None:
-    c, _ = make_coordinator(make_config(engines=2, S=0, P=1))
-    await hold(c, 0, "rollout-0", "rollout-1")
+    c, _ = await started(engines=2, S=0, P=1)
     first = await c.next_samples("rollout-1", 8, 8) + await c.next_samples("rollout-1", 8, 8)
     asking = asyncio.create_task(c.next_samples("rollout-0", 8, 8))
     await asyncio.sleep(0)
@@ -426,8 +412,7 @@ async def test_a_lost_engine_that_had_asked_gets_nothing() -> None:
 
 
 async def test_the_slowest_engine_is_lost_and_its_slots_are_free() -> None:
-    c, _ = make_coordinator(make_config(engines=2, S=0, P=1, updates=3))
-    await hold(c, 0, "rollout-0", "rollout-1")
+    c, _ = await started(engines=2, S=0, P=1, updates=3)
     requests = await c.next_samples("rollout-0", 8, 8) + await c.next_samples("rollout-1", 8, 8)
     for request in requests:
         await finish(c, c._samples.samples[request.sample_id].engine, [request], 0)
@@ -443,7 +428,6 @@ async def test_the_slowest_engine_is_lost_and_its_slots_are_free() -> None:
 
 async def test_one_that_joins_with_weights_all_others_have_left_behind_gets_no_work() -> None:
     """Checks that it gets no samples: they could reach the trainer beyond the budget."""
-
     c, _ = make_coordinator(make_config(engines=1, updates=5))
     await hold(c, 0)
     c.versions.trained = 1
@@ -456,10 +440,8 @@ async def test_one_that_joins_with_weights_all_others_have_left_behind_gets_no_w
 
 
 async def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_by_one() -> None:
-    c, _ = make_coordinator(make_config(S=1, P=2))
-    await hold(c, 0)
-    await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8), 0)
-    lost = await c.next_to_score("reward-0", 3)
+    c, _ = await started(S=1, P=2)
+    lost = await drawn(c, 8, 3)
     await c.scorer_lost("reward-0")
     batches = [await c.next_to_score("reward-1", 4) for _ in range(4)]
     again = [job for batch in batches for job in batch]
@@ -478,9 +460,7 @@ async def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_b
 
 async def test_weights_that_a_lost_engine_reports_are_no_news() -> None:
     """Gives an engine up after it swapped, before its report arrives: no engine has wrong weights."""
-
-    c, _ = make_coordinator(make_config(engines=2))
-    await hold(c, 0, "rollout-0", "rollout-1")
+    c, _ = await started(engines=2)
     await c.engine_lost("rollout-1", "killed")
     await c.engine_holds(WeightReport("rollout-1", 0, digest_of(0)))
     assert c.versions.engines == {"rollout-0": 0} and not c._closed
@@ -488,7 +468,6 @@ async def test_weights_that_a_lost_engine_reports_are_no_news() -> None:
 
 async def test_the_last_version_is_validated_although_an_engine_is_lost_that_had_kept_it_back() -> None:
     """Loses an engine that also had the samples of another round, which ends without them."""
-
     c, _ = make_coordinator(
         make_config(engines=2, S=0, P=1, updates=1, retries=0, validation={"every": 1}), validation_prompts=1
     )
@@ -510,9 +489,7 @@ async def test_the_last_version_is_validated_although_an_engine_is_lost_that_had
 
 async def test_workers_that_wait_hear_at_once_that_they_are_not_needed() -> None:
     """Removes workers while there is no work, or no room for it: they would hold their devices until there is."""
-
-    c, _ = make_coordinator(make_config(S=0, P=1, engines=2))
-    await hold(c, 0, "rollout-0", "rollout-1")
+    c, _ = await started(S=0, P=1, engines=2)
     for engine in ("rollout-0", "rollout-1"):
         await c.next_samples(engine, 2, 2)
     waiting = [asyncio.create_task(c.next_samples(f"rollout-{i}", 2, 2)) for i in (0, 1)]

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from control_world import Run, distinct, finish, hold, make_config, make_coordinator, now, score
+from control_world import Run, distinct, drawn, finish, hold, make_config, make_coordinator, now, score, started
 
 from omni_async.control.coordinator import Coordinator
 from omni_async.simulation.virtual_time import run
@@ -42,10 +42,8 @@ def test_a_failed_score_is_tried_again_after_ever_longer_pauses_while_others_are
 
 def test_a_run_ends_without_waiting_for_retries() -> None:
     async def main() -> None:
-        c, entries = make_coordinator(make_config(S=0, P=1, backoff_s=30.0))
-        await hold(c, 0)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
-        jobs = await c.next_to_score("reward-0", 2)
+        c, entries = await started(S=0, P=1, backoff_s=30.0)
+        jobs = await drawn(c, 2)
         await c.scored(
             "reward-0",
             [ScoreResult(job.sample_id, job.attempt, error="x") for job in jobs],
@@ -66,10 +64,8 @@ def test_a_run_ends_without_waiting_for_retries() -> None:
 
 def test_a_retry_of_a_group_that_ended_meanwhile_does_not_come_back() -> None:
     async def main() -> None:
-        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1, backoff_s=30.0))
-        await hold(c, 0)
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
-        first, second = await c.next_to_score("reward-0", 2)
+        c, entries = await started(S=0, P=1, score_retries=1, backoff_s=30.0)
+        first, second = await drawn(c, 2)
         for job, pause_s in ((first, 20), (second, 15)):
             await c.scored("reward-0", [ScoreResult(job.sample_id, job.attempt, error="x")])
             await asyncio.sleep(pause_s)

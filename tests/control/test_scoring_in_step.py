@@ -19,6 +19,7 @@ from control_world import (
     play,
     report,
     score,
+    started,
 )
 
 from omni_async.control.coordinator import Coordinator
@@ -88,8 +89,7 @@ def test_with_a_budget_the_samples_of_all_updates_ahead_are_waited_for() -> None
 
 
 async def test_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_is_a_failure() -> None:
-    c, entries = make_coordinator(make_config(score_at_once=False, S=0, P=2, group_size=2, retries=0, updates=1))
-    await hold(c, 0)
+    c, entries = await started(score_at_once=False, S=0, P=2, group_size=2, retries=0, updates=1)
     requests = await c.next_samples("rollout-0", 16, 16)
     await finish(c, "rollout-0", requests[:3], 0)
     worker = asyncio.create_task(c.next_to_score("reward-0", 8))
@@ -130,8 +130,7 @@ def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
 
 
 async def test_the_next_update_is_generated_before_it_is_scored() -> None:
-    c, _ = make_coordinator(make_config(score_at_once=False, S=0, P=1, group_size=2))
-    await hold(c, 0)
+    c, _ = await started(score_at_once=False, S=0, P=1, group_size=2)
     for version in range(2):
         await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), version)
         await score(c, await c.next_to_score("reward-0", 8), distinct)
@@ -157,7 +156,6 @@ def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_s
 @pytest.mark.parametrize("engines", [1, 30])
 async def test_producers_that_asked_before_there_were_weights_all_get_work(engines: int) -> None:
     """Checks that an engine without weights takes nothing and keeps no other from it."""
-
     c, _ = make_coordinator(make_config(S=0, P=engines, group_size=1, engines=engines, groups=engines))
     names = [f"rollout-{i}" for i in range(engines)]
     producers = {name: asyncio.create_task(c.next_samples(name, 4, 4)) for name in names}
