@@ -17,7 +17,6 @@ from control_world import (
     make_result,
     now,
     play,
-    report,
     score,
     started,
 )
@@ -59,14 +58,6 @@ def test_samples_are_scored_when_the_last_one_is_generated() -> None:
     assert [job.sample_id for job in jobs(c, 3)] == ["g1.s1"]
 
 
-def test_nothing_is_scored_while_a_queued_sample_has_a_place() -> None:
-    c, _ = make_in_step(S=0, P=2, group_size=2)
-    done(c, *now(c.next_samples("rollout-0", 3, 3)))
-    assert jobs(c) == [], "no engine works, but a sample waits for one"
-    done(c, *now(c.next_samples("rollout-0", 3, 3)))
-    assert len(jobs(c)) == 4
-
-
 def test_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:
     c, _ = make_in_step(S=0, P=2, group_size=2, trajectories=3)
     done(c, *now(c.next_samples("rollout-0", 16, 16)))
@@ -76,16 +67,6 @@ def test_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:
     assert jobs(c) == [], "there is a slot again, and a sample for it"
     done(c, *now(c.next_samples("rollout-0", 16, 16)))
     assert len(jobs(c)) == 3
-
-
-def test_with_a_budget_the_samples_of_all_updates_ahead_are_waited_for() -> None:
-    c, _ = make_in_step(S=1, P=1, group_size=2)
-    requests = now(c.next_samples("rollout-0", 16, 16))
-    assert {request.group for request in requests} == {0, 1}
-    done(c, *requests[:2])
-    assert jobs(c) == []
-    done(c, *requests[2:])
-    assert len(jobs(c)) == 4
 
 
 async def test_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_is_a_failure() -> None:
@@ -103,16 +84,6 @@ async def test_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_
         assert {job.sample_id for job in await worker} == {"g0.s0", "g0.s1", "g2.s0", "g2.s1"}
 
 
-def test_a_retried_sample_holds_scoring_back_until_it_is_made() -> None:
-    c, _ = make_in_step(S=0, P=1, group_size=2, retries=1)
-    first, second = now(c.next_samples("rollout-0", 16, 16))
-    done(c, first)
-    now(c.sample_failed("rollout-0", second.sample_id, "boom"))
-    assert jobs(c) == []
-    done(c, *now(c.next_samples("rollout-0", 16, 16)))
-    assert len(jobs(c)) == 2
-
-
 def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
     c, _ = make_coordinator(
         make_config(score_at_once=False, S=0, P=1, group_size=2, validation={"every": 1}), validation_prompts=2
@@ -127,17 +98,6 @@ def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
     now(c.samples_done("rollout-0", [make_result(by_kind["validation"][1], "rollout-0", ())]))
     done(c, by_kind["train"][1])
     assert [job.kind for job in jobs(c, 2)] == ["validation", "train"]
-
-
-async def test_the_next_update_is_generated_before_it_is_scored() -> None:
-    c, _ = await started(score_at_once=False, S=0, P=1, group_size=2)
-    for version in range(2):
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), version)
-        await score(c, await c.next_to_score("reward-0", 8), distinct)
-        (group,) = await c.next_groups(version, 1)
-        assert group.group == version
-        await c.update_done(report(version + 1, [group]))
-        await hold(c, version + 1)
 
 
 def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_scored() -> None:

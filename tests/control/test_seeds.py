@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -163,59 +161,30 @@ def test_random_is_drawn_for_every_update_and_shared_by_its_groups() -> None:
     assert shared == starts(30, P=3, schedule="random", size=2, range=(1, 6))
 
 
-def test_random_starts_are_uniform_over_every_place_they_fit() -> None:
-    counts = Counter(starts(8000, schedule="random", size=2, range=(1, 6)))
-    assert sorted(counts) == [1, 2, 3, 4]
-    # Four positions, 2000 draws each; five standard deviations are 194.
-    assert all(abs(count - 2000) < 194 for count in counts.values())
-
-
-def test_progressive_stays_then_moves_then_rolls_back() -> None:
-    assert starts(10, schedule="progressive", size=2, range=(0, 5), updates_per_position=2) == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        0,
-        0,
-    ]
-    assert starts(8, P=4, schedule="progressive", size=1, range=(2, 4), updates_per_position=1) == [
-        2,
-        2,
-        2,
-        2,
-        3,
-        3,
-        3,
-        3,
-    ]
-
-
-def test_progressive_may_stay_at_the_end() -> None:
-    got = starts(12, schedule="progressive", size=2, range=(0, 5), updates_per_position=2, at_end="stay")
-    assert got == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
-
-
-def test_a_stride_that_overshoots_ends_at_the_last_place_that_fits() -> None:
-    assert starts(6, schedule="progressive", size=2, range=(1, 6), updates_per_position=1, stride=2) == [
-        1,
-        3,
-        4,
-        1,
-        3,
-        4,
-    ]
-    assert starts(5, schedule="progressive", size=2, range=(1, 6), updates_per_position=1, stride=9, at_end="stay") == [
-        1,
-        4,
-        4,
-        4,
-        4,
-    ]
+@pytest.mark.parametrize(
+    ("expected", "options"),
+    [
+        pytest.param("0011223300", {"updates_per_position": 2}, id="rolls back"),
+        pytest.param("22223333", {"size": 1, "range": (2, 4), "P": 4}, id="is shared by an update's groups"),
+        pytest.param("001122333333", {"updates_per_position": 2, "at_end": "stay"}, id="stays at the end"),
+        pytest.param("134134", {"range": (1, 6), "stride": 2}, id="ends at the last place that fits"),
+        pytest.param("14444", {"range": (1, 6), "stride": 9, "at_end": "stay"}, id="and stays there"),
+        # From 3 to max(1, 3 // 4): 3, 2.5, 2, 1.5.
+        pytest.param(
+            "000112230",
+            {"schedule": "decay", "size": 1, "range": (0, 4), "updates_per_position": 3},
+            id="decay stays one update at least",
+        ),
+        pytest.param(
+            "00120",
+            {"schedule": "exp_decay", "size": 1, "range": (0, 3), "updates_per_position": 2, "decay_rate": 2000.0},
+            id="a steep exp_decay still visits every position",
+        ),
+    ],
+)
+def test_a_sliding_window_stays_then_moves(expected: str, options: dict[str, Any]) -> None:
+    defaults = {"schedule": "progressive", "size": 2, "range": (0, 5), "updates_per_position": 1}
+    assert starts(len(expected), **{**defaults, **options}) == [int(digit) for digit in expected]
 
 
 def test_decay_interpolates_as_mixgrpos_public_code() -> None:
@@ -232,22 +201,11 @@ def test_decay_stays_ever_shorter() -> None:
     # 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6 updates at 0 to 3,
     # rounded down.
     positions = [0] * 25 + [1] * 21 + [2] * 17 + [3] * 13
-    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25) == [*positions, 0, 0]
-    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25, at_end="stay") == [
-        *positions,
-        3,
-        3,
-    ]
+    decay: dict[str, Any] = {"schedule": "decay", "size": 2, "range": (0, 5), "updates_per_position": 25}
+    assert starts(78, **decay) == [*positions, 0, 0]
+    assert starts(78, **decay, at_end="stay") == [*positions, 3, 3]
     # A stride that overshoots counts by where the window is, 0, 2 and 3, not by how often it moved.
-    assert (
-        starts(57, schedule="decay", size=2, range=(0, 5), updates_per_position=25, stride=2)
-        == [0] * 25 + [2] * 17 + [3] * 13 + [0] * 2
-    )
-
-
-def test_decay_stays_one_update_at_least() -> None:
-    # From 3 to max(1, 3 // 4): 3, 2.5, 2, 1.5.
-    assert starts(9, schedule="decay", size=1, range=(0, 4), updates_per_position=3) == [0, 0, 0, 1, 1, 2, 2, 3, 0]
+    assert starts(57, **decay, stride=2) == [0] * 25 + [2] * 17 + [3] * 13 + [0] * 2
 
 
 def test_exp_decay_starts_to_shorten_beyond_decay_from() -> None:
@@ -263,16 +221,6 @@ def test_exp_decay_starts_to_shorten_beyond_decay_from() -> None:
     }
     assert starts(36, schedule="exp_decay", **options) == [*positions, 0, 0]
     assert starts(36, schedule="exp_decay", **options, at_end="stay") == [*positions, 4, 4]
-
-
-def test_a_steep_exp_decay_still_visits_every_position() -> None:
-    assert starts(5, schedule="exp_decay", size=1, range=(0, 3), updates_per_position=2, decay_rate=2000.0) == [
-        0,
-        0,
-        1,
-        2,
-        0,
-    ]
 
 
 sliding = st.fixed_dictionaries(
@@ -346,11 +294,6 @@ def test_without_an_sde_section_samples_are_noise_free() -> None:
     requests = factory.training(5, make_prompts(1)[0], None) + factory.validation(0, tuple(make_prompts(1)))
     assert {r.kind for r in requests} == {"train", "validation"}
     assert {(r.window, r.noise_level, r.sde_kind) for r in requests} == {(None, 0.0, "flow")}
-
-
-def test_it_needs_no_torch() -> None:
-    code = "import sys, omni_async.control.seeds; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 WEIGHTS = (1.0, 2.0, 5.0)
