@@ -75,6 +75,11 @@ def random_config(dice: random.Random) -> Config:
 PICK = st.integers(0, 2**16)
 
 
+def number_of(sample: str) -> int:
+    """Returns the number of a sample's group or round."""
+    return int(sample[1:].split(".")[0])
+
+
 class Lease:
     """A sample an engine works on; `seen` are the versions the engine held since."""
 
@@ -143,13 +148,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def nothing_more_could_be_generated(self) -> None:
         """Checks `reward.streaming: false` at the moment samples are handed out to be scored."""
         assert not self.at_engines, f"scored although engines work on {self.at_engines}"
-        samples = {
-            f"g{group}.s{i}"
-            for group in self.admitted()
-            if self.is_live(group)
-            for i in range(self.config.rollout.group_size)
-        }
-        slots = now(self.coordinator.statistics())["buffers"]["trajectories"]
+        samples = self.live_samples()
+        slots = self.buffers()["trajectories"]
         assert samples <= self.generated or slots["reserved"] == slots["capacity"], (
             f"scored although {samples - self.generated} wait"
         )
@@ -190,6 +190,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def num_versions(self, request: SampleRequest) -> int:
         return 0 if self.stored else len(trained_steps(request))
 
+    def tell_done(self, lease: Lease, versions: tuple[int, ...] | None = None, engine: str | None = None) -> None:
+        """Reports the lease's sample; unless said otherwise by its engine, all steps taken with the first version."""
+        versions = (lease.seen[0],) * self.num_versions(lease.request) if versions is None else versions
+        engine = engine or lease.engine
+        now(
+            self.coordinator.samples_done(engine, [make_result(lease.request, engine, versions, version=lease.seen[0])])
+        )
+
+    def tell_score(
+        self, worker: str, job: ScoreJob, score: Score | None = None, error: str = "late", fault: Any = "retry"
+    ) -> None:
+        error_or_none = None if score else error
+        now(self.coordinator.scored(worker, [ScoreResult(job.sample_id, job.attempt, score, error_or_none, fault)]))
+
     def got_jobs(self, worker: str, jobs: list[ScoreJob]) -> None:
         if worker in self.lost:
             return
@@ -221,9 +235,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             for lease in self.leases
             if lease.request.kind == "train" and self.is_live(lease.request.group)
         ]
-        unscored = [
-            i for i, kind in self.unscored.items() if kind == "train" and self.is_live(int(i[1:].split(".")[0]))
-        ]
+        unscored = [i for i, kind in self.unscored.items() if kind == "train" and self.is_live(number_of(i))]
         assert not making and not unscored, f"trained although {making} and {unscored} are on their way"
         expected = min(self.version - self.start, self.config.staleness.max_updates)
         assert staleness == expected or (staleness < expected and self.made_again), (
@@ -262,11 +274,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         request = lease.request
         alive = request.kind == "validation" or self.is_live(request.group)
         self.at_engines.pop(request.sample_id, None)
-        now(
-            self.coordinator.samples_done(
-                lease.engine, [make_result(request, lease.engine, versions, version=lease.seen[0])]
-            )
-        )
+        self.tell_done(lease, versions)
         self.answered.append(lease)
         if alive and not self.coordinator_closed():
             self.unscored[request.sample_id] = request.kind
@@ -290,9 +298,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         lease = self.answered[-1 - pick % len(self.answered)]
         again = {x.engine for x in self.leases if x.request.sample_id == lease.request.sample_id}
         asking = [task for who, task in self.waiting.items() if who.startswith("samples:") and task.done()]
-        again |= {
-            who.removeprefix("samples:") for who, task in self.waiting.items() if task in asking
-        }  # leased, not yet seen here
+        # Those that leased it, not yet seen here.
+        again |= {who.removeprefix("samples:") for who, task in self.waiting.items() if task in asking}
         everybody = [*self.engines, *self.lost]
         engine = everybody[number % len(everybody)]
         if engine in again:
@@ -300,8 +307,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if failed:
             now(self.coordinator.sample_failed(engine, lease.request.sample_id, "late"))
         else:
-            size = self.num_versions(lease.request)
-            now(self.coordinator.samples_done(engine, [make_result(lease.request, engine, (lease.seen[0],) * size)]))
+            self.tell_done(lease, engine=engine)
 
     # ---- rules: reward workers ---------------------------------------------------------------------------------------
 
@@ -318,13 +324,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def answer(self, held: tuple[str, ScoreJob], how: str) -> None:
         worker, job = held
         self.next_value += 1
-        value = (
-            None if how in ("error", "down") else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
-        )
+        drawn = Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
+        value = None if how in ("error", "down") else drawn
         before = self.rounds_failed(job)
-        fault = "outage" if how == "down" else "retry"
-        result = ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout", fault)
-        now(self.coordinator.scored(worker, [result]))
+        self.tell_score(worker, job, value, "timeout", "outage" if how == "down" else "retry")
         self.scored.append(held)
         if value is not None or self.rounds_failed(job) > before:
             self.unscored.pop(job.sample_id, None)
@@ -333,7 +336,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Counts the failed samples that validation reported or carries, to know when a failed score was final."""
         if job.kind == "train":
             return 0
-        round_ = self.coordinator._validation.rounds.get(int(job.sample_id[1:].split(".")[0]))
+        round_ = self.coordinator._validation.rounds.get(number_of(job.sample_id))
         return 10**6 if round_ is None else len(round_.failed)
 
     @precondition(lambda self: self.scored)
@@ -344,13 +347,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             return  # it is being scored again, then this is the first answer
         if any(who.startswith("jobs:") and task.done() for who, task in self.waiting.items()):
             return
-        score = None if failed else Score(-1.0)
-        now(
-            self.coordinator.scored(
-                worker,
-                [ScoreResult(job.sample_id, job.attempt, score, "late" if failed else None)],
-            )
-        )
+        self.tell_score(worker, job, None if failed else Score(-1.0))
 
     # ---- rules: trainer and weights ----------------------------------------------------------------------------------
 
@@ -423,7 +420,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Returns whether the sample's group waits for samples or for the trainer, or its round for scores."""
         if sample in self.unscored or sample.startswith("v"):
             return sample in self.unscored
-        group = int(sample[1:].split(".")[0])
+        group = number_of(sample)
         return group in self.untaken() and group not in {g.group for g in self.taken_unseen()}
 
     def is_made_again(self, samples: list[str]) -> None:
@@ -451,12 +448,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Reports an image that the reward worker cannot read."""
         worker, job = self.jobs.pop(pick % len(self.jobs))
         unread = job.sample_id in self.unscored
-        now(
-            self.coordinator.scored(
-                worker,
-                [ScoreResult(job.sample_id, job.attempt, error="gone", fault="replace")],
-            )
-        )
+        self.tell_score(worker, job, error="gone", fault="replace")
         self.scored.append((worker, job))
         if unread and not self.coordinator_closed():
             self.is_made_again([job.sample_id])
@@ -483,7 +475,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         # A sample that was with too many workers that were lost counts as the cause: its group is rejected, or its
         # round goes on without it.
         for sample in [sample for sample, kind in self.unscored.items() if kind == "validation"]:
-            round_ = self.coordinator._validation.rounds.get(int(sample[1:].split(".")[0]))
+            round_ = self.coordinator._validation.rounds.get(number_of(sample))
             if round_ is None or sample in round_.failed:
                 del self.unscored[sample]
 
@@ -511,6 +503,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- what must always hold ---------------------------------------------------------------------------------------
 
+    def buffers(self) -> dict[str, dict[str, Any]]:
+        return now(self.coordinator.statistics())["buffers"]  # type: ignore[no-any-return]
+
     def ledger(self) -> Counter[str]:
         return Counter(entry.event for entry in self.entries)
 
@@ -519,6 +514,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def is_live(self, group: int) -> bool:
         return group in self.admitted() and all(entry.group != group for entry in self.entries)
+
+    def live_samples(self) -> set[str]:
+        size = self.config.rollout.group_size
+        return {f"g{group}.s{i}" for group in self.admitted() if self.is_live(group) for i in range(size)}
 
     def untaken(self) -> list[int]:
         over = {entry.group for entry in self.entries} | set(self.taken)
@@ -558,55 +557,38 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def slots_are_never_overdrawn(self) -> None:
         held = self.oldest
         live = set(self.admitted()) - {entry.group for entry in self.entries}
-        trained = [
-            e
-            for e in self.entries
-            if e.event == "trained" and e.trained_version is not None and e.trained_version > held
-        ]
-        if not self.coordinator_closed():
-            assert (
-                len(live) + len(trained)
-                <= (self.config.staleness.max_updates + 1) * self.config.trainer.groups_per_update
-            )
+        trained = [e for e in self.entries if e.trained_version is not None and e.trained_version > held]
+        slots = (self.config.staleness.max_updates + 1) * self.config.trainer.groups_per_update
+        assert self.coordinator_closed() or len(live) + len(trained) <= slots
 
     def buffers_stay_within_their_bounds(self) -> None:
         if self.coordinator_closed():
             return
-        for name, buffer in now(self.coordinator.statistics())["buffers"].items():
+        for name, buffer in self.buffers().items():
             if name == "bytes":
                 self.bytes_stay_within_their_bound(buffer)
             elif name != "slots":
                 assert 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], (name, buffer)
-        waiting = [
-            i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))
-        ]
+        waiting = [i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(number_of(i))]
         # Counted here: samples at an engine, and samples generated but not scored. No more than there is room for, and
         # no slot leaks.
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
         if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
-            assert (
-                len(self.leases) + len(waiting)
-                == now(self.coordinator.statistics())["buffers"]["trajectories"]["reserved"]
-            )
+            assert len(self.leases) + len(waiting) == self.buffers()["trajectories"]["reserved"]
         returned = self.returned & set(self.untaken())
         assert len(self.untaken()) - len(self.taken_unseen()) - len(returned) <= self.config.buffer.groups
 
     def bytes_stay_within_their_bound(self, counted: dict[str, Any]) -> None:
         made = [sample for sample in self.generated if sample.startswith("g")]
-        held = sum(self.size_of(sample) for sample in made if self.is_live(int(sample[1:].split(".")[0])))
+        held = sum(self.size_of(sample) for sample in made if self.is_live(number_of(sample)))
         bound = self.config.buffer.bound
         assert held == counted["ready"] <= counted["reserved"], "counted here, and by the coordinator"
         assert bound is None or counted["reserved"] <= bound
-        reserved = {
-            f"g{group}.s{i}"
-            for group in self.admitted()
-            if self.is_live(group)
-            for i in range(self.config.rollout.group_size)
-        } | set(self.at_engines)
+        reserved = self.live_samples() | set(self.at_engines)
         assert counted["reserved"] == sum(map(self.size_of, reserved)), "no reservation leaks"
 
     def bucket_of(self, sample: str) -> int:
-        group = int(sample[1:].split(".")[0])
+        group = number_of(sample)
         if group not in self.buckets:
             self.buckets[group] = self.coordinator._factory.bucket(group)
         return self.buckets[group]
@@ -696,14 +678,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Reports work that was under way when the run ended."""
         before = [*self.entries]
         for lease in self.leases:
-            size = self.num_versions(lease.request)
-            now(
-                self.coordinator.samples_done(
-                    lease.engine, [make_result(lease.request, lease.engine, (lease.seen[0],) * size)]
-                )
-            )
+            self.tell_done(lease)
         for worker, job in self.jobs:
-            now(self.coordinator.scored(worker, [ScoreResult(job.sample_id, job.attempt, Score(1.0))]))
+            self.tell_score(worker, job, Score(1.0))
         if self.groups:
             now(self.coordinator.update_done(report(self.version + 1, self.groups)))
         for engine, version in self.sending.items():
@@ -736,63 +713,49 @@ def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
     )
     answers = ["value"] * 20 + ["equal", "error", "down"] * dice.choice([0, 1, 8])
     pick = partial(dice.randrange, 2**16)
-    moves: dict[str, tuple[float, Callable[[], Any], Callable[[], None]]] = {
-        "settle": (6, lambda: True, lambda: machine.settle()),
-        "ask_for_samples": (
-            4,
-            lambda: machine.engines,
-            lambda: machine.ask_for_samples(number=pick(), free=dice.randint(1, 4)),
-        ),
-        "finish_sample": (5, lambda: machine.leases, lambda: machine.finish_sample(pick=pick(), seed=pick())),
-        "fail_sample": (dice.choice([0, 0.3, 1]), lambda: machine.leases, lambda: machine.fail_sample(pick=pick())),
+    holds_all = config.trainer.groups_per_update
+    # How often a rule is applied, when it may be, and to what.
+    moves: dict[str, tuple[float, Callable[[], Any], Callable[[], dict[str, Any]]]] = {
+        "settle": (6, lambda: True, dict),
+        "ask_for_samples": (4, lambda: machine.engines, lambda: {"number": pick(), "free": dice.randint(1, 4)}),
+        "finish_sample": (5, lambda: machine.leases, lambda: {"pick": pick(), "seed": pick()}),
+        "fail_sample": (dice.choice([0, 0.3, 1]), lambda: machine.leases, lambda: {"pick": pick()}),
         "second_answer": (
             dice.choice([0, 0.5]),
             lambda: machine.answered,
-            lambda: machine.second_answer(pick=pick() % 8, failed=dice.random() < 0.5, number=pick()),
+            lambda: {"pick": pick() % 8, "failed": dice.random() < 0.5, "number": pick()},
         ),
-        "ask_for_jobs": (
-            4,
-            lambda: True,
-            lambda: machine.ask_for_jobs(worker=dice.randint(0, 1), limit=dice.randint(1, 3)),
-        ),
-        "answer_job": (6, lambda: machine.jobs, lambda: machine.answer_job(pick=pick(), how=dice.choice(answers))),
+        "ask_for_jobs": (4, lambda: True, lambda: {"worker": dice.randint(0, 1), "limit": dice.randint(1, 3)}),
+        "answer_job": (6, lambda: machine.jobs, lambda: {"pick": pick(), "how": dice.choice(answers)}),
         "second_score": (
             dice.choice([0, 0.5]),
             lambda: machine.scored,
-            lambda: machine.second_score(pick=pick() % 8, failed=dice.random() < 0.5),
+            lambda: {"pick": pick() % 8, "failed": dice.random() < 0.5},
         ),
-        "ask_for_group": (4, lambda: True, lambda: machine.ask_for_group()),
-        "finish_update": (
-            dice.choice([0.5, 4]),
-            lambda: len(machine.groups) == config.trainer.groups_per_update,
-            lambda: machine.finish_update(),
-        ),
-        "announce": (dice.choice([0.5, 4]), lambda: machine.announced < machine.to_publish, lambda: machine.announce()),
-        "swap": (dice.choice([0.5, 4]), lambda: machine.sending, lambda: machine.swap(pick=pick())),
-        "cancel_a_waiter": (dice.choice([0, 1]), lambda: machine.waiting, lambda: machine.cancel_a_waiter(pick=pick())),
+        "ask_for_group": (4, lambda: True, dict),
+        "finish_update": (dice.choice([0.5, 4]), lambda: len(machine.groups) == holds_all, dict),
+        "announce": (dice.choice([0.5, 4]), lambda: machine.announced < machine.to_publish, dict),
+        "swap": (dice.choice([0.5, 4]), lambda: machine.sending, lambda: {"pick": pick()}),
+        "cancel_a_waiter": (dice.choice([0, 1]), lambda: machine.waiting, lambda: {"pick": pick()}),
         "lose_engine": (
             dice.choice([0, 0, 0.3]),
             lambda: machine.engines,
-            lambda: machine.lose_engine(number=pick(), replaced=dice.random() < 0.7, store_too=dice.random() < 0.7),
+            lambda: {"number": pick(), "replaced": dice.random() < 0.7, "store_too": dice.random() < 0.7},
         ),
         "group_is_gone": (
             dice.choice([0, 0.2]),
             lambda: machine.groups and not machine.coordinator_closed(),
-            lambda: machine.group_is_gone(pick=pick()),
+            lambda: {"pick": pick()},
         ),
-        "image_is_gone": (dice.choice([0, 0.2]), lambda: machine.jobs, lambda: machine.image_is_gone(pick=pick())),
-        "join_engine": (
-            dice.choice([0, 0.2]),
-            lambda: len(machine.engines) < 4 and len(machine.lost) < 20,
-            lambda: machine.join_engine(),
-        ),
-        "lose_scorer": (dice.choice([0, 0, 0.3]), lambda: True, lambda: machine.lose_scorer(number=dice.randint(0, 1))),
-        "stop": (0.1, lambda: machine.may_stop, lambda: machine.stop()),
+        "image_is_gone": (dice.choice([0, 0.2]), lambda: machine.jobs, lambda: {"pick": pick()}),
+        "join_engine": (dice.choice([0, 0.2]), lambda: len(machine.engines) < 4 and len(machine.lost) < 20, dict),
+        "lose_scorer": (dice.choice([0, 0, 0.3]), lambda: True, lambda: {"number": dice.randint(0, 1)}),
+        "stop": (0.1, lambda: machine.may_stop, dict),
     }
     for name in dice.choices([*moves], weights=[weight for weight, _, _ in moves.values()], k=dice.randint(1, 2500)):
-        _, possible, move = moves[name]
+        _, possible, arguments = moves[name]
         if possible():
-            move()
+            getattr(machine, name)(**arguments())
             machine.all_is_well()
         if machine.coordinator_closed():
             break
