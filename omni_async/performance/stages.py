@@ -93,16 +93,13 @@ class _Job:
         self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
         self._steps = trainer.steps_per_update * profile.step.mean()
         self.train = trainer.groups_per_update * self._group + self._steps
-        self.generate = (
-            self._generated(self._samples)
-            if self._in_step
-            else _share(profile.generate, self._samples, self._engines, self._batch)
-        )
-        self.score = (
-            self._scored_at_once(self._samples)
-            if self._in_step and not reward.streaming
-            else _share(profile.score, self._samples, self._reward_workers, self._reward_batch)
-        )
+        share = _makespan if self._in_step else _share
+        self.generate = share(profile.generate, self._samples, self._engines, self._batch)
+        self.score = _share(profile.score, self._samples, reward.workers, reward.batch)
+        if self._in_step and not reward.streaming:
+            # The samples are all there, and a worker takes as many as it may.
+            rounds, rest = divmod(self._samples, reward.workers * reward.batch)
+            self.score = rounds * profile.score.mean(reward.batch) + profile.score.mean(min(reward.batch, rest))
 
     def latency(self, updates: int) -> float:
         """Return the seconds from the admission of the groups of that many updates until the last of them is made."""
@@ -150,12 +147,6 @@ class _Job:
     def _scored(self, samples: int) -> float:
         """Return the least seconds in which the reward workers score the samples, however they come."""
         return _makespan(self._profile.score, samples, self._reward_workers, self._reward_batch)
-
-    def _scored_at_once(self, samples: int) -> float:
-        """Return the seconds to score samples that are all there, of which a worker takes as many as it may."""
-        score, batch = self._profile.score, self._reward_batch
-        rounds, rest = divmod(samples, self._reward_workers * batch)
-        return rounds * score.mean(batch) + score.mean(min(batch, rest))
 
 
 def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> float:

@@ -29,10 +29,16 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
     )
     rate, per_device = found.images_per_s, found.images_per_s_per_device
     console.print(f"{_number(rate)} images/s over {found.devices:g} devices, {_number(per_device)} each\n")
-    console.print(_roles(found))
+    roles = _table("what the roles do", "", "busy", "starved", "backpressured")
+    for role, shares in found.busy.items():
+        roles.add_row(role, *(f"{shares[column]:.1%}" for column in ("busy", "starved", "backpressured")))
+    console.print(roles)
     console.print(_staleness(found))
-    console.print(_buffers(found))
-    for remark in remarks(config, found):
+    buffers = _table("slots taken in the buffers", "", "of", "mean", "most")
+    for name, occupancy in found.buffers.items():
+        buffers.add_row(name, str(occupancy.capacity), f"{occupancy.mean:.1f}", str(occupancy.largest))
+    console.print(buffers)
+    for remark in _remarks(config, found):
         console.print(remark, style="bold")
 
 
@@ -77,13 +83,6 @@ def _steps(config: Config, found: Simulated, sync: Simulated) -> Table:
     return table
 
 
-def _roles(found: Simulated) -> Table:
-    table = _table("what the roles do", "", "busy", "starved", "backpressured")
-    for role, shares in found.busy.items():
-        table.add_row(role, *(f"{shares[column]:.1%}" for column in ("busy", "starved", "backpressured")))
-    return table
-
-
 def _staleness(found: Simulated) -> Table:
     table = _table(f"groups by staleness in updates, mean {found.staleness_mean:.2f}", "", "groups")
     table.add_column("")
@@ -94,30 +93,21 @@ def _staleness(found: Simulated) -> Table:
     return table
 
 
-def _buffers(found: Simulated) -> Table:
-    table = _table("slots taken in the buffers", "", "of", "mean", "most")
-    for name, occupancy in found.buffers.items():
-        table.add_row(name, str(occupancy.capacity), f"{occupancy.mean:.1f}", str(occupancy.largest))
-    return table
-
-
-def remarks(config: Config, found: Simulated) -> list[str]:
+def _remarks(config: Config, found: Simulated) -> list[str]:
     """Say what holds the job up, and which key would change that."""
     times, budget = found.times, config.staleness.max_updates
     name, seconds = times.bottleneck
     needed = smallest_useful_budget(times)
     sentences: list[str] = []
     if async_step(times, budget) > seconds * (1 + 1e-9) and needed > budget:
-        if config.schedule in (None, "async"):
-            allowed = f"with staleness.max_updates = {needed} the law allows {_number(async_step(times, needed))} s"
-        else:
+        allowed = f"with staleness.max_updates = {needed} the law allows {_number(async_step(times, needed))} s"
+        if config.schedule not in (None, "async"):
             allowed = f"schedule: {config.schedule} decides it; with schedule: async more can overlap"
         sentences.append(f"The staleness budget holds it up: {allowed}.")
     elif found.busy[name]["busy"] > 0.97:
         busy = found.busy[name]["busy"]
         sentences.append(f"{name} is busy {busy:.0%} of the time: only more of it makes updates faster.")
-    full = {"trajectories": "buffer.trajectories", "replay": "buffer.groups"}
-    for buffer, key in full.items():
+    for buffer, key in (("trajectories", "buffer.trajectories"), ("replay", "buffer.groups")):
         occupancy = found.buffers[buffer]
         if occupancy.mean > 0.95 * occupancy.capacity and found.bound_fraction < 0.97:
             sentences.append(f"{key} = {occupancy.capacity} is full most of the time: a larger one may help.")

@@ -115,12 +115,11 @@ def simulate(
     with _rarely_collecting():
         world = run(play())
     steps = [after - before for before, after in pairwise(ends[steady.first - 1 : steady.last])]
-    step = statistics.fmean(steps)
-    times = times_of(config, profile)
-    devices = num_devices(config)
+    step, times, devices = statistics.fmean(steps), times_of(config, profile), num_devices(config)
     images = config.trainer.groups_per_update * config.rollout.group_size
     rate = images / step if step > 0 else math.inf
-    staleness = dict(sorted(world.coordinator.ledger.staleness.items()))
+    ledger, meters = world.coordinator.ledger, world.meters
+    staleness = dict(sorted(ledger.staleness.items()))
     return Simulated(
         updates=updates,
         virtual_s=ends[-1],
@@ -130,15 +129,12 @@ def simulate(
         images_per_s=rate,
         images_per_s_per_device=rate / devices,
         devices=devices,
-        busy={role: world.meters.fractions(role) for role in world.meters.busy},
+        busy={role: meters.fractions(role) for role in meters.busy},
         staleness=staleness,
         staleness_mean=sum(age * count for age, count in staleness.items()) / sum(staleness.values()),
         staleness_max=max(staleness),
-        buffers={
-            buffer: world.meters.occupancy(buffer, bundle if buffer == "trajectories" else 1)
-            for buffer in world.meters.reserved
-        },
-        counters=world.coordinator.ledger.counters(),
+        buffers={name: meters.occupancy(name, bundle if name == "trajectories" else 1) for name in meters.reserved},
+        counters=ledger.counters(),
         times=times,
         law_s=async_step(times, config.staleness.max_updates),
         bundle=bundle,

@@ -113,7 +113,7 @@ class SimulatedTrainer:
             groups += taken
             if streams:
                 for _ in taken:
-                    await self._work(self._pass_group)
+                    await self._work(lambda: self._recompute_proximal() + self._draws.seconds("train", self._units))
         await self._work((lambda: self._draws.seconds("step")) if streams else self._train_collected)
         finished = UpdateReport(version, tuple(group.group for group in groups), {}, started, world.loop.now)
         await world.coordinator.update_done(finished)
@@ -122,14 +122,10 @@ class SimulatedTrainer:
     def _recompute_proximal(self) -> float:
         return self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
 
-    def _pass_group(self) -> float:
-        return self._recompute_proximal() + self._draws.seconds("train", self._units)
-
     def _train_collected(self) -> float:
         """Draw the seconds of all passes and steps, in the order in which an emulated trainer draws them."""
-        trainer, seconds = self._world.config.trainer, 0.0
-        for _ in range(trainer.groups_per_update):
-            seconds += self._recompute_proximal()
+        trainer = self._world.config.trainer
+        seconds = sum(self._recompute_proximal() for _ in range(trainer.groups_per_update))
         for number in range(1, trainer.groups_per_update + 1):
             seconds += self._draws.seconds("train", self._units)
             if number % (trainer.groups_per_update // trainer.steps_per_update) == 0:
@@ -146,10 +142,9 @@ class SimulatedTrainer:
             shared.leave()
 
     async def _busy(self, seconds: float) -> None:
-        loop = self._world.loop
-        started = loop.now
-        await loop.sleep_until(started + seconds)
-        self._world.meters.busy["trainer"].add(started, loop.now)
+        started = self._world.loop.now
+        await self._world.loop.sleep_until(started + seconds)
+        self._world.meters.busy["trainer"].add(started, self._world.loop.now)
 
     async def _publish(self, version: int) -> None:
         self._publisher.withdraw()

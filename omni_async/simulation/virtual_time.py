@@ -1,15 +1,12 @@
-"""Provides an asyncio event loop on virtual time.
-
-When nothing is ready it jumps to the next timer instead of waiting for it.
+"""Provides an asyncio event loop on virtual time: when nothing is ready it jumps to the next timer.
 
 The loop owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and
 `VirtualClock` for code that takes a `Clock`. Callbacks run in the order they were scheduled, timers of one instant too,
 so a run is reproducible; with `dice`, those that are ready together run in an order drawn from it, which is as
 reproducible and finds what depends on the order. The loop waits for nothing outside: a function handed to a thread
-(`asyncio.to_thread`, `run_in_executor`) is called on the spot and takes no virtual time, and there are no sockets,
-signals or child processes. When every task is blocked and no timer is pending, nothing can unblock them:
-`DeadlockError` lists the waiting tasks and where they wait. (A periodic task, or one that yields for ever with
-`sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout` around such runs.)
+is called on the spot and takes no virtual time, and there are no sockets, signals or child processes. When every task
+is blocked and no timer is pending, `DeadlockError` lists the waiting tasks and where they wait. (A periodic task, or
+one that yields for ever with `sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout` around such runs.)
 """
 
 from __future__ import annotations

@@ -117,17 +117,15 @@ class Window:
         return self.closed - self.opened
 
 
+@dataclass(slots=True)
 class Stretches:
     """Seconds that lie in the window, of periods reported when they are over."""
 
-    __slots__ = ("_window", "seconds")
-
-    def __init__(self, window: Window) -> None:
-        self._window = window
-        self.seconds = 0.0
+    window: Window
+    seconds: float = 0.0
 
     def add(self, start: float, end: float) -> None:
-        window = self._window
+        window = self.window
         if end > window.opened and start < window.closed:
             self.seconds += (end if end < window.closed else window.closed) - (
                 start if start > window.opened else window.opened

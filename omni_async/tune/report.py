@@ -125,12 +125,12 @@ def _remarks(tuned: Tuned) -> list[str]:
             f"{tuned.devices} {tuned.kind} are fewer than the roles take together: they share them, so their numbers"
             " are the recipe's, and the profile's times are taken to have been measured that way."
         )
-    for name, point in tuned.in_step.items():
-        if point.images_per_s > tuned.chosen.images_per_s:
-            remarks.append(
-                f"schedule: {name} makes more of these devices: overlap wins back what waits, and here less waits than"
-                " a split leaves idle."
-            )
+    remarks += [
+        f"schedule: {name} makes more of these devices: overlap wins back what waits, and here less waits than a split"
+        " leaves idle."
+        for name, point in tuned.in_step.items()
+        if point.images_per_s > tuned.chosen.images_per_s
+    ]
     busy = {role: fractions["busy"] for role, fractions in tuned.chosen.simulated.busy.items()}
     for path, each in tuned.devices_each.items():
         role = path.split(".")[0]

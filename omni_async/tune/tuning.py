@@ -7,6 +7,7 @@ real control plane find the rest. Pure computation: waits for nothing, and is th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 
 import msgspec
 from msgspec.structs import replace
@@ -135,8 +136,7 @@ def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
     If it fits on the devices, nothing slower may be recommended, and it is a candidate itself where nothing but tuned
     keys sets it apart from the others."""
     keys = keys_of(config, TUNED)
-    point = trials.at(keys) if fits and trials.config == config else None
-    point = point or trials.run(config, keys)
+    point = (trials.at(keys) if fits and trials.config == config else None) or trials.run(config, keys)
     trials.floor = point.images_per_s if fits else 0.0
     return point
 
@@ -181,24 +181,22 @@ def front(points: Sequence[Point], chosen: Point) -> list[Point]:
     Each point is faster than all before it whose staleness, mean and maximum, is no higher. `chosen` is always among
     them."""
     kept: list[Point] = []
-    for point in sorted(points, key=_freshness):
-        fresher = [
-            other.images_per_s for other in kept if other.simulated.staleness_mean <= point.simulated.staleness_mean
-        ]
+    for point in sorted(points, key=lambda p: (p.simulated.staleness_max, _mean(p), -p.images_per_s)):
+        fresher = [other.images_per_s for other in kept if _mean(other) <= _mean(point)]
         if not fresher or point.images_per_s > (1 + _WORTH) * max(fresher):
             kept.append(point)
     kept = [*(point for point in kept if not _same(point, chosen)), chosen]
-    return sorted(_thinned(kept, chosen), key=lambda point: (point.images_per_s, point.simulated.staleness_mean))
+    return sorted(_thinned(kept, chosen), key=lambda point: (point.images_per_s, _mean(point)))
 
 
-def _freshness(point: Point) -> tuple[int, float, float]:
-    return point.simulated.staleness_max, point.simulated.staleness_mean, -point.images_per_s
+def _mean(point: Point) -> float:
+    return point.simulated.staleness_mean
 
 
 def _same(point: Point, chosen: Point) -> bool:
     """Return whether a point is as fast as the chosen one, and no fresher by more than chance."""
     as_fast = abs(point.images_per_s / chosen.images_per_s - 1) <= _WORTH
-    fresher = point.simulated.staleness_mean <= chosen.simulated.staleness_mean - _FRESHER
+    fresher = _mean(point) <= _mean(chosen) - _FRESHER
     return as_fast and not fresher and point.simulated.staleness_max >= chosen.simulated.staleness_max
 
 
@@ -206,10 +204,6 @@ def _thinned(points: list[Point], chosen: Point) -> list[Point]:
     """Keep at most _ROWS points: as long as there are more, drops the one whose next faster neighbour is closest."""
     points = sorted(points, key=lambda point: point.images_per_s)
     while len(points) > _ROWS:
-        gaps = [
-            (points[i + 1].images_per_s / points[i].images_per_s, i)
-            for i in range(len(points) - 1)
-            if points[i] is not chosen
-        ]
-        del points[min(gaps)[1]]
+        gaps = [after.images_per_s / before.images_per_s for before, after in pairwise(points)]
+        del points[min((gap, i) for i, gap in enumerate(gaps) if points[i] is not chosen)[1]]
     return points

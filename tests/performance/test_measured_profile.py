@@ -1,7 +1,8 @@
-"""Tests that the spans of a run give back the service times that made them."""
+"""Tests that the spans of a run give back the service times that made them, and the device that replays them."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -9,9 +10,11 @@ import msgspec
 import pytest
 
 from omni_async.config.schema import Config
+from omni_async.performance.emulation import Device
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.types import Span
 
 
@@ -45,11 +48,8 @@ def test_batches_are_found_behind_samples_that_wait_inside_the_engine() -> None:
     before it is computed."""
     spans: list[Span] = []
     for engine in ("rollout-0", "rollout-1"):
-        handed_over = 100.0
-        for job in range(6):
-            end = 100.0 + 3.0 * (job + 1)
-            spans += generated(engine, handed_over, end, 4)
-            handed_over = end - 3.0  # the slots that the batch before freed
+        for end in range(103, 121, 3):
+            spans += generated(engine, max(100.0, end - 6.0), float(end), 4)
     assert measured(spans).generate == ServiceTime(unit_s=0.75)
 
 
@@ -66,9 +66,8 @@ def test_two_sizes_of_batches_tell_fixed_from_unit_time() -> None:
 def test_an_engine_that_finishes_samples_one_by_one_keeps_its_throughput() -> None:
     """Batches continuously: four in flight, one done every second."""
     spans = [Span("rollout-0", "generate", float(i), float(i + 4), {"sample": f"g0.s{i}"}) for i in range(40)]
-    assert measured(spans).generate.mean(4) == pytest.approx(
-        4.0, rel=0.08
-    )  # the first four overlap with nothing before them
+    # The first four overlap with nothing before them.
+    assert measured(spans).generate.mean(4) == pytest.approx(4.0, rel=0.08)
 
 
 def test_a_pause_for_a_swap_is_no_generation_and_the_wait_for_its_boundary_is_no_pause() -> None:
@@ -133,10 +132,7 @@ def test_what_a_run_has_no_spans_of_is_zero_and_named() -> None:
         == "zero because the run shows nothing of it: generate, proximal, train, step, export, publish, swap, switch"
     )
     assert found.name == "run-1" and found.source.startswith("a test")
-
-
-def test_a_run_that_never_began_has_a_profile_too() -> None:
-    assert measured([]).payload == Payload()
+    assert measured([]).payload == Payload(), "a run that never began has a profile, too"
 
 
 def test_variation_is_kept() -> None:
@@ -147,3 +143,37 @@ def test_variation_is_kept() -> None:
     found = measured(spans).score
     assert found.mean(4) == pytest.approx(8.0, rel=0.05)
     assert found.variation == pytest.approx(0.3, rel=0.15)
+
+
+@pytest.mark.virtual_time
+async def test_jobs_follow_one_another_and_wait_for_what_they_need() -> None:
+    loop, device = asyncio.get_running_loop(), Device()
+    await device.busy(2.0)
+    await device.busy(3.0)
+    assert loop.time() == 5.0
+    await asyncio.sleep(10.0)
+    await device.busy(1.0, since=loop.time())  # idle until then
+    assert loop.time() == 16.0
+    await device.busy(1.0, since=4.0)  # it was there long ago, but the device was busy until 16
+    assert loop.time() == 17.0
+    await asyncio.sleep(1.5)  # the loop learns of the next job late, but it had come while the device was busy
+    await device.busy(4.0, since=16.0)
+    assert loop.time() == 21.0
+
+
+class LateLoop(VirtualTimeLoop):
+    """An event loop on which every timer fires 30 ms late."""
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return super().call_later(delay + 0.03, callback, *args, context=context)
+
+
+def test_a_loop_that_wakes_up_late_is_late_once_and_not_at_every_job() -> None:
+    async def main() -> float:
+        loop, device = asyncio.get_running_loop(), Device()
+        for _ in range(10):
+            await device.busy(0.1, since=device.now())
+        return loop.time()
+
+    with asyncio.Runner(loop_factory=LateLoop) as runner:
+        assert runner.run(main()) == pytest.approx(1.03)

@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from benchmarks.profiles import PROFILES, RECIPES, REPRODUCED, Reproduced, law_s, shipped, table
 from omni_async.config import Config, ConfigError, load
@@ -16,6 +15,7 @@ from omni_async.performance.profile import Profile, load_profile, shipped_profil
 from omni_async.performance.service import ServiceTime
 from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
+from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, with_keys
 
 NAMES = sorted(profile.name for profile in shipped())
 SAMPLES = 512
@@ -41,9 +41,8 @@ def test_virtual_time_gives_back_the_published_step_of_gpus_that_take_turns() ->
     """Simulates 512 images one by one on 4 GPUs, every stage on all of them: no job is left over, so law and
     simulation agree."""
     arrangement = REPRODUCED[0]
-    simulated = simulate(
-        recipe(arrangement.profile, *arrangement.overrides), load_profile(arrangement.profile), updates=8
-    )
+    config, profile = recipe(arrangement.profile, *arrangement.overrides), load_profile(arrangement.profile)
+    simulated = simulate(config, profile, updates=8)
     assert simulated.step_s == pytest.approx(420, rel=0.02)
 
 
@@ -94,33 +93,21 @@ def test_the_judge_takes_three_seconds_in_the_median_and_a_minute_once_in_a_hund
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_deals_its_devices_as_the_law_likes_best(name: str) -> None:
     config, profile = recipe(name), load_profile(name)
-    best = min(step_s(candidate, profile) for candidate in splits(config))
-    assert step_s(config, profile) <= best * 1.001
+    best = min(times_of(candidate, profile).bottleneck[1] for candidate in splits(config))
+    assert times_of(config, profile).bottleneck[1] <= best * 1.001
 
 
 def splits(config: Config) -> list[Config]:
-    """Yields every way to split as many devices between the roles, where ranks divide a group; reward workers on no
+    """Returns every way to split as many devices between the roles, where ranks divide a group; reward workers on no
     device stay."""
     size, beside = config.placement.trainer.gpus, not config.placement.reward.gpus
     devices = int(num_devices(config) / size)
     found = []
     for rollout, ranks in product(range(1, devices), repeat=2):
         reward = config.reward.workers if beside else devices - rollout - ranks
-        if config.rollout.group_size % ranks or reward < 1 or (beside and rollout + ranks != devices):
-            continue
-        found.append(
-            replace(
-                config,
-                rollout=replace(config.rollout, workers=rollout),
-                reward=replace(config.reward, workers=reward),
-                trainer=replace(config.trainer, workers=ranks),
-            )
-        )
+        if not (config.rollout.group_size % ranks or reward < 1 or (beside and rollout + ranks != devices)):
+            found.append(with_keys(config, {ENGINES: rollout, REWARDERS: reward, RANKS: ranks}))
     return found
-
-
-def step_s(config: Config, profile: Profile) -> float:
-    return times_of(config, profile).bottleneck[1]
 
 
 @pytest.mark.parametrize("name", NAMES)

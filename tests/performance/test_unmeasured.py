@@ -7,13 +7,14 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.config import Config
-from omni_async.config.algorithm import Algorithm, Correction
-from omni_async.config.schema import Data, Lora, Model, Placement, Reward, Rollout, Scorer, Trainer
+from omni_async.config.algorithm import Correction
+from omni_async.config.schema import Lora, Model, Placement
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.performance.stages import unmeasured, with_estimates
 from omni_async.simulation.result import not_measured, times_of
 from omni_async.simulation.simulate import simulate
+from tests.tune.tune_world import job as make_job
 
 SECOND = ServiceTime(fixed_s=1.0)
 PROFILE = Profile(
@@ -31,14 +32,7 @@ PROFILE = Profile(
 
 def job(**trainer: object) -> Config:
     """Recomputes log-probs: the second optimizer step needs those of the policy before the first."""
-    return Config(
-        model=Model(path="model"),
-        data=Data(prompts="prompts.txt"),
-        rollout=Rollout(group_size=8),
-        reward=Reward(scorers=(Scorer(name="ocr"),)),
-        algorithm=Algorithm(correction=Correction(mode="decoupled")),
-        trainer=Trainer(groups_per_update=4, **{"steps_per_update": 2, **trainer}),  # type: ignore[arg-type]
-    )
+    return make_job(algorithm={"correction": Correction(mode="decoupled")}, trainer={"steps_per_update": 2, **trainer})
 
 
 @pytest.mark.parametrize(

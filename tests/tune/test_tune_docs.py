@@ -1,8 +1,10 @@
-"""Checks that docs/tuning.md describes the code: its schedules, its commands, its keys and its figures."""
+"""Checks that docs/tuning.md describes the code, and that every printed example of `tune` and `simulate` does what it
+says when it is typed as it stands."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,12 @@ from omni_async.config.schedule import SCHEDULES
 from omni_async.config.schema import Config
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import write_profile
+from omni_async.simulation import simulate as simulator
 from omni_async.simulation.result import times_of
-from tests.tune.tune_world import PROFILE, RECIPE
+from tests.tune.tune_world import PROFILE, RECIPE, simulate_by_law
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGE = (DOCS / "tuning.md").read_text(encoding="utf-8")
 
 
@@ -55,15 +59,12 @@ def test_every_key_the_page_names_exists():
         annotation_at(Config, key.split("."))
 
 
-def test_every_command_of_the_page_is_one():
+def test_every_command_link_and_figure_of_the_page_is_there():
     parser = cli._parser()
     commands = re.findall(r"^omni-async (.*?)(?:\s+#.*)?$", PAGE, flags=re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
         parser.parse_args(command.replace("N", "4").split())
-
-
-def test_every_link_and_figure_of_the_page_is_there():
     targets = re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert targets
     for target in targets:
@@ -88,3 +89,33 @@ def test_the_figures_show_the_law_the_simulations_and_every_schedule(recipe):
     assert {text.get_text() for text in steps.texts} == set(SCHEDULES) - {"async"}
     assert all(age <= s for line in ages.get_lines() for s, age in zip(line.get_xdata(), line.get_ydata(), strict=True))
     assert len(said) == 5 + 4
+
+
+PAGES = ["README.md", "docs/*.md", "recipes/*/README.md", "omni_async/*/command.py"]
+_EXAMPLE = re.compile(r"^\s*\$?\s*(?:\.venv/bin/)?omni-async ((?:tune|simulate) \S+\.yaml(?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+def printed() -> list[str]:
+    texts = [path.read_text(encoding="utf-8") for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
+    found = (match.group(1).replace("\\\n", " ") for text in texts for match in _EXAMPLE.finditer(text))
+    return list(dict.fromkeys(" ".join(shlex.split(command, comments=True)) for command in found))
+
+
+@pytest.mark.parametrize("command", printed())
+def test_a_printed_example_works_as_it_stands(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "runs" / "my-run").mkdir(parents=True)
+    write_profile(tmp_path / "runs" / "my-run" / "profile.json", PROFILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(simulator, "simulate", simulate_by_law)
+    assert cli.main(shlex.split(command)) == 0, capsys.readouterr().err
+    if command.startswith("tune"):
+        assert "\nwrote " in capsys.readouterr().out
+
+
+def test_there_are_examples():
+    commands = printed()
+    assert sum(command.startswith("tune") for command in commands) >= 3
+    assert sum(command.startswith("simulate") for command in commands) >= 4
+    assert any("--devices 2" in command and "quickstart" in command for command in commands)

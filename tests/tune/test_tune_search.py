@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omni_async.config.checks import check
@@ -24,8 +26,9 @@ from omni_async.tune.keys import (
     fewest_trajectories,
     with_keys,
 )
-from omni_async.tune.search import LOSS, MODEST, Trials, fastest, search
+from omni_async.tune.search import LOSS, MODEST, Point, Trials, fastest, search
 from omni_async.tune.split import ranked_splits, split_by_law, worth_simulating
+from omni_async.tune.tuning import front
 from tests.tune.tune_world import PROFILE, job, simulate_by_law
 
 
@@ -52,9 +55,9 @@ def test_it_recommends_the_smallest_budget_within_two_percent_of_the_best(publis
     assert chosen.keys[S] == enough <= smallest_useful_budget(times)
 
 
-def test_it_finds_the_split_that_balances_the_stages():
-    chosen = searched(trials_of(job()), devices=6)
-    assert (chosen.keys[ENGINES], chosen.keys[RANKS]) == (4, 2)
+def test_it_finds_the_split_that_balances_the_stages_and_raises_what_cuts_the_engines_batches():
+    chosen = searched(trials_of(job(rollout={"max_inflight": 2})), devices=6)
+    assert (chosen.keys[ENGINES], chosen.keys[RANKS], chosen.keys[INFLIGHT]) == (4, 2, 4)
 
 
 def test_nothing_is_larger_than_it_has_to_be():
@@ -62,18 +65,11 @@ def test_nothing_is_larger_than_it_has_to_be():
     chosen = searched(trials)
     assert (chosen.keys[WINDOW], chosen.keys[PUBLISH], chosen.keys[SWAP]) == (1, 1, "step")
     assert chosen.keys[INFLIGHT] == job().rollout.max_inflight
-    assert chosen.keys[TRAJECTORIES] == fewest_trajectories(
-        job(), chosen.keys
-    )  # this simulator does not care about more
+    assert chosen.keys[TRAJECTORIES] == fewest_trajectories(job(), chosen.keys)  # this simulator cares for no more
     reference = fastest([point for point in trials.points if point.keys[S] == chosen.keys[S]]).images_per_s
     assert chosen.images_per_s >= (1 - MODEST) * reference
     fewer = trials.moved(chosen, GROUPS, chosen.keys[GROUPS] - 1)
     assert fewer.images_per_s < (1 - MODEST) * reference
-
-
-def test_in_flight_samples_are_raised_where_they_cut_the_engines_batches():
-    chosen = searched(trials_of(job(rollout={"max_inflight": 2})))
-    assert chosen.keys[INFLIGHT] == 4
 
 
 def test_publishing_less_often_is_recommended_where_exports_stop_the_trainer():
@@ -117,22 +113,17 @@ def test_a_small_budget_is_kept_and_still_gives_an_answer(budget):
     assert trials.made <= budget
 
 
-def test_the_same_arguments_make_the_same_search():
-    first, second = trials_of(job()), trials_of(job())
-    assert searched(first, devices=6) == searched(second, devices=6)
-    assert first.points == second.points
-
-
-def test_no_setting_is_simulated_twice():
+def test_the_same_arguments_make_the_same_search_and_no_setting_is_simulated_twice():
     seen = []
 
     def counting(config, profile, **more):
         seen.append(config)
         return simulate_by_law(config, profile, **more)
 
-    trials = trials_of(job(), simulate=counting)
-    searched(trials, devices=6)
-    assert len(seen) == len(trials.points) == trials.made
+    first, second = trials_of(job(), simulate=counting), trials_of(job())
+    assert searched(first, devices=6) == searched(second, devices=6)
+    assert first.points == second.points
+    assert len(seen) == len(first.points) == first.made
     assert all(config not in seen[:number] for number, config in enumerate(seen))
 
 
@@ -153,37 +144,28 @@ def test_where_chance_decides_the_plainer_value_wins():
     assert certain.noise == 0
 
 
+def asked(config, profile=PROFILE):
+    """Returns the updates and the bundle with which a search simulates a job."""
+    found = []
+
+    def simulate(config, profile, *, updates, bundle, **more):
+        found.append((updates, bundle))
+        return simulate_by_law(config, profile, updates=updates, bundle=bundle, **more)
+
+    trials_of(config, profile, simulate).run(config, {})
+    return found[0]
+
+
 def test_runs_are_longer_where_fewer_jobs_average_out_what_varies():
-    def updates(**stages):
-        lengths = []
-
-        def asked(config, profile, *, updates, **more):
-            lengths.append(updates)
-            return simulate_by_law(config, profile, updates=updates, **more)
-
-        trials = trials_of(job(), replace(PROFILE, **stages), asked)
-        trials.run(job(), {})
-        return lengths[0]
-
-    assert updates() < updates(score=ServiceTime(unit_s=0.25, cv=0.2)) < updates(score=ServiceTime(unit_s=0.25, cv=0.3))
-    assert updates(score=ServiceTime(unit_s=0.25, cv=3.0)) == updates(score=ServiceTime(unit_s=0.25, cv=30.0))
+    scores = [ServiceTime(unit_s=0.25, cv=cv) for cv in (0.0, 0.2, 0.3, 3.0, 30.0)]
+    updates = [asked(job(), replace(PROFILE, score=score))[0] for score in scores]
+    assert updates[0] < updates[1] < updates[2] and updates[3] == updates[4]
 
 
 def test_large_jobs_are_simulated_in_bundles_that_no_batch_has_to_split():
-    bundles = set()
-
-    def asked(config, profile, *, bundle, **more):
-        bundles.add(bundle)
-        return simulate_by_law(config, profile, bundle=bundle, **more)
-
-    trials_of(job(), simulate=asked).run(job(), {})
-    large = job(
-        rollout={"group_size": 24, "max_batch": 12, "max_inflight": 36},
-        reward={"batch": 8},
-        trainer={"groups_per_update": 512},
-    )
-    trials_of(large, simulate=asked).run(large, {})
-    assert bundles == {1, 4}
+    rollout = {"group_size": 24, "max_batch": 12, "max_inflight": 36}
+    large = job(rollout=rollout, reward={"batch": 8}, trainer={"groups_per_update": 512})
+    assert (asked(job())[1], asked(large)[1]) == (1, 4)
 
 
 def test_fewer_slots_are_not_taken_for_enough_when_a_few_more_are_faster():
@@ -198,3 +180,54 @@ def test_fewer_slots_are_not_taken_for_enough_when_a_few_more_are_faster():
     chosen = searched(trials)
     assert chosen.keys[GROUPS] == 2
     assert chosen == fastest(trials.points) or chosen.images_per_s == fastest(trials.points).images_per_s
+
+
+ANY = simulate_by_law(job(), PROFILE, updates=1, seed=0, bundle=1)
+
+
+def point(images_per_s, mean, largest):
+    return Point(
+        {"staleness.max_updates": largest}, images_per_s, replace(ANY, staleness_mean=mean, staleness_max=largest)
+    )
+
+
+SYNC = point(1.0, 0.0, 0)
+HALF, GOOD, STALE, SLOW = point(1.5, 0.5, 1), point(2.0, 1.0, 1), point(2.0, 3.0, 4), point(1.2, 1.0, 2)
+LOW_MEAN, LOW_MAXIMUM = point(2.0, 0.5, 4), point(2.0, 1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("points", "chosen", "shown"),
+    [
+        # Slower points that are no fresher are left out; either mean or maximum makes a point fresher.
+        ([SLOW, STALE, GOOD, HALF, SYNC], GOOD, [SYNC, HALF, GOOD]),
+        ([LOW_MEAN, LOW_MAXIMUM], LOW_MEAN, [LOW_MEAN, LOW_MAXIMUM]),
+        # A gain within rounding is not worth a row; the chosen point is there once, even if another is a little faster.
+        ([SYNC, point(1.001, 1.0, 1)], SYNC, [SYNC]),
+        ([SYNC, GOOD, point(2.004, 1.0, 1)], GOOD, [SYNC, GOOD]),
+    ],
+)
+def test_the_front_shows_what_more_staleness_buys(points, chosen, shown):
+    assert front(points, chosen) == shown
+
+
+@pytest.mark.parametrize("chosen", [0, 17, 39])
+def test_a_long_front_is_thinned_but_keeps_its_ends_and_the_chosen_point(chosen):
+    points = [point(1.0 + 0.1 * i, i / 10, 4) for i in range(40)]
+    shown = front(points, points[chosen])
+    assert len(shown) == 12
+    assert points[chosen] in shown
+    assert shown[-1] == points[-1]
+
+
+@given(st.lists(st.builds(point, st.floats(1, 100), st.floats(0, 8), st.integers(0, 8)), min_size=1, max_size=30))
+def test_no_row_is_beaten_by_another(points):
+    chosen = max(points, key=lambda p: p.images_per_s)
+    rows = [row for row in front(points, chosen) if row != chosen]
+    for row in rows:
+        for other in rows:
+            fresher = (
+                other.simulated.staleness_mean <= row.simulated.staleness_mean
+                and other.simulated.staleness_max <= row.simulated.staleness_max
+            )
+            assert other is row or not (fresher and other.images_per_s > row.images_per_s)

@@ -1,15 +1,37 @@
-"""Tests how devices are split: which splits there are, which of them are simulated, and what is refused."""
+"""Tests the tuned keys and how devices are split: what moves along when a key changes, which splits there are, which of
+them are simulated, and what is refused."""
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
 from msgspec.structs import replace
 
 from omni_async.config import ConfigError
+from omni_async.config.checks import check
 from omni_async.config.schema import Placement, Resources
-from omni_async.tune.keys import ENGINES, RANKS, REWARDERS
+from omni_async.tune.keys import (
+    ENGINES,
+    GROUPS,
+    INFLIGHT,
+    PUBLISH,
+    RANKS,
+    REWARDERS,
+    SWAP,
+    TRAJECTORIES,
+    TUNED,
+    WINDOW,
+    S,
+    dealt,
+    fewest_trajectories,
+    keys_of,
+    moved,
+    roomy,
+    values,
+    with_keys,
+)
 from omni_async.tune.split import device_kind, devices_each, ranked_splits, split_by_law, worth_simulating
 from tests.tune.tune_world import GPU, PROFILE, job
 
@@ -48,10 +70,7 @@ def test_reward_workers_beside_the_devices_are_as_many_as_stay_below_the_bottlen
     # 4 engines take 8.1 s, 2 ranks 8 s; one reward worker would take 8 s, two take 4.
     assert keys(best) == (4, 2, 2)
     assert best.times.score == pytest.approx(4.0)
-
-
-def test_reward_workers_beside_the_devices_stay_within_four_times_the_recipes():
-    slow = replace(PROFILE, score=PROFILE.score.scaled(100))
+    slow = replace(PROFILE, score=PROFILE.score.scaled(100))  # but no more than four times the recipe's
     assert {split.keys[REWARDERS] for split in ranked_splits(job(), slow, 4, {})} == {4}
 
 
@@ -80,12 +99,9 @@ def test_without_accelerators_cpus_are_dealt_and_rewards_count():
     assert {sum(keys(split)) for split in ranked_splits(config, PROFILE, 5, {})} == {5}
 
 
-def test_a_role_without_devices_keeps_the_recipes_workers():
+def test_workers_that_take_no_devices_or_are_kept_stay_even_if_devices_are_left_over():
     config = job(placement={"trainer": Resources()}, trainer={"workers": 3})
     assert {split.keys[RANKS] for split in ranked_splits(config, PROFILE, 4, {})} == {3}
-
-
-def test_kept_workers_stay_even_if_devices_are_left_over():
     found = ranked_splits(job(trainer={"workers": 3}), PROFILE, 6, {ENGINES: 2, RANKS: 3})
     assert {(split.keys[ENGINES], split.keys[RANKS]) for split in found} == {(2, 3)}
 
@@ -101,19 +117,14 @@ def test_kept_workers_stay_even_if_devices_are_left_over():
     ],
 )
 def test_too_few_devices_are_refused_with_what_would_do(config, devices, kept, parts):
-    with pytest.raises(ConfigError, match="--devices: ") as error:
+    with pytest.raises(ConfigError, match=f"--devices: {devices} gpus are fewer than.*{re.escape(parts)}"):
         ranked_splits(config, PROFILE, devices, kept)
-    assert f"{devices} gpus are fewer than" in str(error.value)
-    assert parts in str(error.value)
 
 
-def test_splits_that_the_schema_refuses_are_left_out():
+def test_splits_that_the_schema_refuses_are_left_out_and_if_it_refuses_all_it_says_why():
     config = job(run={"runtime": "inprocess"}, rollout={"engine": "diffusers"})
     worth = worth_simulating(config, ranked_splits(config, PROFILE, 6, {}))
     assert {split.keys[RANKS] for split in worth} == {1}
-
-
-def test_if_the_schema_refuses_all_splits_it_says_why():
     config = job(trainer={"backend": "plain", "workers": 2})
     with pytest.raises(ConfigError, match=r"trainer\.backend: 'plain' is one rank"):
         worth_simulating(config, ranked_splits(config, PROFILE, 4, {RANKS: 2}))
@@ -123,3 +134,57 @@ def test_the_law_of_a_split_looks_at_the_workers_alone():
     config = job()
     split = ranked_splits(config, PROFILE, 6, {})[0]
     assert split_by_law(config, PROFILE, {**split.keys, "buffer.groups": 1, "staleness.max_updates": 0}) == split
+
+
+SPLIT = {ENGINES: 3, REWARDERS: 2, RANKS: 1}
+
+
+@pytest.mark.parametrize("max_updates", [0, 1, 4])
+def test_roomy_buffers_hold_everything_that_is_admitted(max_updates):
+    keys = roomy(job(), SPLIT, max_updates)
+    config = with_keys(job(), keys)
+    assert keys_of(config, TUNED) == keys and set(keys) == set(TUNED)
+    assert config.buffer.groups == (max_updates + 1) * 4
+    assert config.buffer.trajectories == (max_updates + 1) * 4 * 8
+    assert check(config) is None
+    # Engines get slots for their batch where the recipe gives less.
+    assert roomy(job(rollout={"max_inflight": 2}), SPLIT, 1)[INFLIGHT] == 4
+    assert roomy(job(rollout={"max_inflight": 32}), SPLIT, 1)[INFLIGHT] == 32
+
+
+@pytest.mark.parametrize(("path", "value"), [(S, 1), (S, 5), (PUBLISH, 2), (WINDOW, 4)])
+def test_what_needs_more_groups_gets_slots_for_all_that_are_admitted(path, value):
+    tight = {**roomy(job(), SPLIT, 3), GROUPS: 5}
+    after = moved(job(), tight, path, value)
+    assert after[path] == value
+    assert after[GROUPS] == (int(after[S]) + 1) * 4
+    after = moved(job(), {**tight, PUBLISH: 4}, S, 1)  # publishing stays allowed when the budget shrinks
+    assert after[PUBLISH] == 2
+    assert check(with_keys(job(), after)) is None
+
+
+def test_trajectory_slots_go_with_the_split_and_never_cut_the_engines_batches():
+    keys = {**roomy(job(), SPLIT, 2), TRAJECTORIES: 16}  # 3 engines x 4 + 2 reward workers x 2
+    assert moved(job(), keys, ENGINES, 6)[TRAJECTORIES] == 28
+    assert moved(job(), keys, TRAJECTORIES, 1)[TRAJECTORIES] == 12 == fewest_trajectories(job(), keys)
+    assert dealt(job(), keys, {ENGINES: 6, REWARDERS: 2, RANKS: 2}) == {**keys, ENGINES: 6, RANKS: 2, TRAJECTORIES: 28}
+    small = job(rollout={"max_batch": 64, "max_inflight": 64})  # smaller than its engines: one slot for each sample
+    assert fewest_trajectories(small, roomy(small, SPLIT, 0)) == 32
+
+
+def test_nothing_moves_along_when_nothing_changes():
+    keys = {**roomy(job(), SPLIT, 3), GROUPS: 5, TRAJECTORIES: 13}
+    for path in TUNED:
+        assert moved(job(), keys, path, keys[path]) == keys
+
+
+def test_the_plainest_value_is_tried_first():
+    keys = roomy(job(), {**SPLIT, REWARDERS: 6}, 3)
+    assert values(job(), keys, SWAP)[0] == "step"
+    assert values(job(), keys, PUBLISH) == [1, 2, 4]
+    assert values(job(), {**keys, S: 1}, PUBLISH) == [1, 2]
+    assert values(job(), keys, WINDOW) == [1, 2, 4]
+    assert values(job(), keys, REWARDERS) == [3, 5, 6, 7]
+    assert values(job(rollout={"max_inflight": 6}), keys, INFLIGHT) == [6, 4, 8]
+    with pytest.raises(ValueError, match=GROUPS):
+        values(job(), keys, GROUPS)
