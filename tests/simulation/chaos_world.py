@@ -78,9 +78,8 @@ class World:
 
     def _kind_of_job(self) -> list[str]:
         config, temper = self.config, self.temper
+        always = [f"swap: {config.weights.swap}", f"S = {config.staleness.max_updates}"]
         kinds = {
-            f"swap: {config.weights.swap}": True,
-            f"S = {config.staleness.max_updates}": True,
             "scored in step": not config.reward.streaming,
             "exact": config.staleness.exact,
             "validated": config.validation is not None,
@@ -90,7 +89,7 @@ class World:
             "shuffled": temper.shuffled,
             "stores die": temper.store_dies,
         }
-        return [kind for kind, there in kinds.items() if there]
+        return always + [kind for kind, there in kinds.items() if there]
 
     # ---- chance ------------------------------------------------------------------------------------------------------
 
@@ -182,13 +181,11 @@ class Attempt:
             self.world.checks.attempt(self.start.version, self.events)
 
     def _worked(self, task: asyncio.Task[str]) -> None:
-        if task.cancelled():
-            return
-        if error := task.exception():
+        if not task.cancelled() and (error := task.exception()):
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             self.broken(error)
-        elif not self._verdict.done():
+        elif not task.cancelled() and not self._verdict.done():
             self._verdict.set_result(task.result())
 
     def broken(self, error: BaseException) -> None:

@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from simulation_world import make_config, make_profile
 
-from omni_async.config import Config, check
+from omni_async.config import Config
 from omni_async.config.schedule import apply_schedule
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import Steady, simulate
+from omni_async.tune.keys import with_keys
 
 EXACT = 0.01
 
@@ -138,52 +139,34 @@ def configs(draw: st.DrawFn, most_updates: int = 4) -> Config:
     budget = draw(st.integers(0, most_updates))
     groups, size = draw(st.integers(1, 5)), draw(st.sampled_from([2, 3, 4, 8]))
     streams = draw(st.booleans())
-    tree = msgspec.to_builtins(make_config())
-    tree["rollout"] |= {
-        "workers": draw(st.integers(1, 4)),
-        "group_size": size,
-        "max_batch": draw(st.sampled_from([1, 2, 4, 16])),
-        "max_inflight": draw(st.sampled_from([1, 2, 8, 32])),
-    }
-    tree["reward"] |= {
-        "workers": draw(st.integers(1, 3)),
-        "batch": draw(st.sampled_from([1, 3, 8])),
-        "streaming": streams,
-    }
-    tree["trainer"] |= {
-        "groups_per_update": groups,
-        "steps_per_update": draw(st.sampled_from([1, groups])),
-        "streaming": draw(st.sampled_from(["auto", "off"])),
-    }
-    tree["staleness"]["max_updates"] = budget
-    tree["weights"] |= {
-        "publish_every": draw(st.integers(1, budget + 1)),
-        "swap": draw(st.sampled_from(["step", "request", "drain"])),
-    }
-    tree["buffer"] = {
-        "trajectories": draw(st.sampled_from([2, 16, 400] if streams else [groups * size, 400])),
-        "groups": draw(st.sampled_from([groups, (budget + 1) * groups])),
-        "window": draw(st.sampled_from([1, 2, 4])),
-    }
-    tree["placement"]["colocated"] = budget == 0 and draw(st.booleans())
-    config = msgspec.convert(tree, Config)
-    assert check(config) is None, check(config)
-    return config
+    return make_config(
+        rollout__workers=draw(st.integers(1, 4)),
+        rollout__group_size=size,
+        rollout__max_batch=draw(st.sampled_from([1, 2, 4, 16])),
+        rollout__max_inflight=draw(st.sampled_from([1, 2, 8, 32])),
+        reward__workers=draw(st.integers(1, 3)),
+        reward__batch=draw(st.sampled_from([1, 3, 8])),
+        reward__streaming=streams,
+        trainer__groups_per_update=groups,
+        trainer__steps_per_update=draw(st.sampled_from([1, groups])),
+        trainer__streaming=draw(st.sampled_from(["auto", "off"])),
+        staleness__max_updates=budget,
+        weights__publish_every=draw(st.integers(1, budget + 1)),
+        weights__swap=draw(st.sampled_from(["step", "request", "drain"])),
+        buffer__trajectories=draw(st.sampled_from([2, 16, 400] if streams else [groups * size, 400])),
+        buffer__groups=draw(st.sampled_from([groups, (budget + 1) * groups])),
+        buffer__window=draw(st.sampled_from([1, 2, 4])),
+        placement__colocated=budget == 0 and draw(st.booleans()),
+    )
 
 
 def longest_job(config: Config, profile: Profile) -> float:
     """Returns the longest time that one device works without a break: how much a mean over few updates may be off."""
-    rollout, trainer = config.rollout, config.trainer
-    trained = trainer.groups_per_update * (
-        profile.train.mean(rollout.group_size) + profile.proximal.mean(rollout.group_size)
-    )
+    rollout, trainer, size = config.rollout, config.trainer, config.rollout.group_size
+    trained = trainer.groups_per_update * (profile.train.mean(size) + profile.proximal.mean(size))
+    trained += trainer.steps_per_update * profile.step.mean()
     made = profile.generate.mean(rollout.max_batch) + profile.score.mean(config.reward.batch)
-    return (
-        made
-        + trained
-        + trainer.steps_per_update * profile.step.mean()
-        + sum(s.mean() for s in (profile.export, profile.publish, profile.swap))
-    )
+    return made + trained + sum(s.mean() for s in (profile.export, profile.publish, profile.swap))
 
 
 FEW = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -212,12 +195,8 @@ def test_nothing_is_faster_than_the_law_or_staler_than_allowed_or_lost_or_stuck(
 @FEW
 @given(configs(most_updates=0), profiles)
 def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, profile: Profile) -> None:
-    config = msgspec.structs.replace(
-        config,
-        reward=msgspec.structs.replace(config.reward, streaming=False),
-        trainer=msgspec.structs.replace(config.trainer, streaming="off"),
-        buffer=msgspec.structs.replace(config.buffer, trajectories=400, groups=64),
-    )
+    roomy = {"buffer.trajectories": 400, "buffer.groups": 64}
+    config = with_keys(config, {"reward.streaming": False, "trainer.streaming": "off", **roomy})
     rollout = config.rollout
     samples = config.trainer.groups_per_update * rollout.group_size
     # What an engine may hold beside its batch is leased before the others are done; the last round is shared evenly
@@ -232,19 +211,10 @@ def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, 
 def test_more_staleness_is_never_slower(config: Config, profile: Profile, budget: int) -> None:
     """Compares for service times that do not vary, buffers that do not bind, and enough updates that a period more
     or less makes no difference."""
-    config = msgspec.structs.replace(
-        config,
-        placement=msgspec.structs.replace(config.placement, colocated=False),
-        reward=msgspec.structs.replace(config.reward, streaming=True),
-        trainer=msgspec.structs.replace(config.trainer, streaming="auto"),
-        buffer=msgspec.structs.replace(config.buffer, trajectories=400, groups=64),
-        rollout=msgspec.structs.replace(config.rollout, max_inflight=config.rollout.max_batch),
-    )
-    steps = []
-    for allowed in (budget, budget + 1):
-        wider = msgspec.structs.replace(
-            config, staleness=msgspec.structs.replace(config.staleness, max_updates=allowed)
-        )
-        steps.append(simulate(wider, profile, updates=40).step_s)
+    roomy = {"buffer.trajectories": 400, "buffer.groups": 64, "rollout.max_inflight": config.rollout.max_batch}
+    streaming = {"placement.colocated": False, "reward.streaming": True, "trainer.streaming": "auto"}
+    config = with_keys(config, {**roomy, **streaming})
+    wider = [with_keys(config, {"staleness.max_updates": allowed}) for allowed in (budget, budget + 1)]
+    steps = [simulate(job, profile, updates=40).step_s for job in wider]
     rounding = longest_job(config, profile) / 30
     assert steps[1] <= steps[0] * (1 + EXACT) + rounding

@@ -20,7 +20,7 @@ from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as module
 from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.sweep import arms, choose_bundle, in_bundles
-from omni_async.simulation.world import Gauge, Stretches, Window
+from omni_async.simulation.world import Gauge, Meters, Stretches, Window
 
 PROFILE = make_profile(
     generate=(1.0, 0.5),
@@ -81,28 +81,16 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
     class Watched(Coordinator):
         async def scored(self, *args: Any) -> None:
             await super().scored(*args)
-            reserved = worlds[0].meters.reserved
-            asyncio.get_running_loop().call_soon(
-                lambda: seen.append(({name: g.value for name, g in reserved.items()}, self._counters()))
-            )
+            asyncio.get_running_loop().call_soon(self._compare)
 
-        def _counters(self) -> dict[str, int]:
+        def _compare(self) -> None:
             buffers = buffer_statistics(self._groups, self._samples)
-            slots = buffers["slots"]
-            return {
-                "slots": slots["live"] + slots["awaiting_publication"],
-                "trajectories": buffers["trajectories"]["reserved"],
-                "replay": buffers["replay"]["reserved"],
-            }
+            counted = {name: buffers[name]["reserved"] for name in ("trajectories", "replay")}
+            counted["slots"] = buffers["slots"]["live"] + buffers["slots"]["awaiting_publication"]
+            seen.append(({name: gauge.value for name, gauge in meters[0].reserved.items()}, counted))
 
-    worlds: list[Any] = []
-    make_world = module._world
-
-    def remember(*args: Any) -> Any:
-        worlds.append(make_world(*args))
-        return worlds[-1]
-
-    monkeypatch.setattr(module, "_world", remember)
+    meters: list[Meters] = []
+    monkeypatch.setattr(module, "Meters", lambda *args: meters.append(Meters(*args)) or meters[0])
     monkeypatch.setattr(module, "Coordinator", Watched)
     found = simulate(make_config(rollout__workers=2, buffer__trajectories=24, buffer__groups=10), VARIED, updates=20)
     assert len(seen) > 100
