@@ -114,9 +114,6 @@ def test_a_shared_device_is_handed_over_before_the_first_batch_of_an_update() ->
     assert times(score(*batches), "switch") == []
 
 
-# ---- the trainer's side ----------------------------------------------------------------------------------------------
-
-
 def trajectories(count: int = 4, size: int = 64) -> list[Any]:
     return [np.zeros(size, np.uint8) for _ in range(count)]
 

@@ -31,9 +31,6 @@ def advantage(**settings: Any) -> dict[str, Any]:
     return {"algorithm.advantage": settings}
 
 
-# ---- how far it may stream -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "mode", "reason"),
     [
@@ -86,9 +83,6 @@ def test_objectives_on_final_latents_stream_as_far_and_recompute_and_weigh_nothi
     assert reason in chosen.why
 
 
-# ---- what is needed of every group first -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "weigh"),
     [
@@ -119,9 +113,6 @@ def test_groups_get_a_proximal_pass_where_the_proximal_policy_is_gone_before_the
     one, two = (plan(**correction(mode=mode), **{"trainer.steps_per_update": steps}) for steps in (1, 2))
     assert (one.proximal, two.proximal) == (False, mode in ("decoupled", "none"))
     assert not (one.weigh or two.weigh)
-
-
-# ---- what is trained of a group --------------------------------------------------------------------------------------
 
 
 def test_a_preference_takes_two_samples_of_a_group_and_everything_else_all() -> None:

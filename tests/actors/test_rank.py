@@ -161,9 +161,6 @@ async def test_a_rank_without_a_sample_takes_one_that_does_not_count_and_of_a_pa
     assert group.counts == (own is not None)
 
 
-# ---- groups that are read --------------------------------------------------------------------------------------------
-
-
 async def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:
     store = LossyStore("b")  # another rank's
     made, engine = await started(1, 2, store=store)

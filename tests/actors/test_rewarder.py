@@ -216,9 +216,6 @@ async def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_aske
     assert [(span.start - began, span.end - began) for span in desk.spans if span.kind == "outage"] == [(1.0, 16.0)]
 
 
-# ---- before the first sample -----------------------------------------------------------------------------------------
-
-
 class Misspelt(Brightness):
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         return [Score(self.tresh) for _ in images]  # type: ignore[attr-defined]

@@ -208,8 +208,6 @@ def test_weights_find_their_samples_and_every_sample_is_trained_once(job: dict[s
     assert max(taken) - min(taken) <= 1
 
 
-# ---- rewards of several scorers, and of a prompt over the run --------------------------------------------------------
-
 SCORERS = {"reward": {"scorers": [{"name": "ocr", "weight": 2.0}, {"name": "jpeg_size", "weight": -0.5}]}}
 VALUES = [[(0.1, 10.0), (0.9, 30.0), (0.4, 20.0), (0.3, 25.0)], [(0.5, 40.0), (0.2, 45.0), (0.8, 5.0), (0.6, 15.0)]]
 

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,17 +22,21 @@ from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 
 
-def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
+def make(checkpoints: Path, version: int, next_group: int = 9, validated: int | None = None) -> Path:
     folder = checkpoints / folder_name(version)
     written = partial(folder)
     shutil.rmtree(written, ignore_errors=True)
     (written / "tensors").mkdir(parents=True)
     save_file({"model.x": np.arange(200, dtype=np.uint8)}, written / "tensors" / "shard.safetensors")
-    control = ControlState(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),))
+    control = ControlState(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),), validated=validated)
     write_state(written, State(control, "qwen_image", "flow_grpo"))
     write_manifest(written)
     finish(folder)
     return folder
+
+
+def names(found: Iterable[Path]) -> list[str]:
+    return [path.name for path in found]
 
 
 def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tmp_path, monkeypatch):
@@ -43,9 +46,8 @@ def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tm
     *before, last = synced
     written = partial(folder)
     assert {*before} == {written / path.relative_to(folder) for path in (folder, *folder.rglob("*"))}
-    assert before.index(written / "manifest.json") == len([path for path in folder.rglob("*") if path.is_file()]) - 1, (
-        "after what it names"
-    )
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert before.index(written / "manifest.json") == len(files) - 1, "after what it names"
     assert last == tmp_path, "its name is on the disk, too"
 
 
@@ -74,14 +76,14 @@ def test_they_are_found_newest_first(tmp_path):
     for version in (20, 1000000, 3):
         make(tmp_path, version)
     partial(tmp_path / folder_name(50)).mkdir()
-    assert [path.name for path in newest_first(tmp_path)] == ["update-1000000", "update-000020", "update-000003"]
+    assert names(newest_first(tmp_path)) == ["update-1000000", "update-000020", "update-000003"]
 
 
 def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path):
     """Covers a run that was resumed from it, stopped before its next update, and has finished groups since."""
     make(tmp_path, 3)
     assert read_state(make(tmp_path, 3, next_group=11)).control.next_group == 11
-    assert [path.name for path in tmp_path.iterdir()] == ["update-000003"]
+    assert names(tmp_path.iterdir()) == ["update-000003"]
 
 
 class Killed(BaseException):
@@ -117,7 +119,7 @@ def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_wh
     assert [*newest_first(tmp_path)] == [folder]
     assert read_state(folder).control.next_group == 12
     rotate(tmp_path, 1, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["update-000003"]
+    assert names(tmp_path.iterdir()) == ["update-000003"]
 
 
 def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path, monkeypatch):
@@ -141,7 +143,7 @@ def test_only_the_newest_stay_and_nothing_unfinished(tmp_path):
     partial(tmp_path / folder_name(50)).mkdir()
     (tmp_path / "update-best").mkdir()  # made by a user
     rotate(tmp_path, 2, tmp_path / "update-1000000")
-    assert [path.name for path in newest_first(tmp_path)] == ["update-1000000", "update-000030"]
+    assert names(newest_first(tmp_path)) == ["update-1000000", "update-000030"]
     assert {path.name for path in tmp_path.iterdir()} == {"update-1000000", "update-000030", "update-best"}
 
 
@@ -153,7 +155,7 @@ def test_checkpoints_later_than_the_resumed_one_do_not_count_among_those_kept(tm
     for version in (60, 80):
         cut(tmp_path / folder_name(version) / "manifest.json")
     rotate(tmp_path, keep, make(tmp_path, 40))
-    assert [path.name for path in newest_first(tmp_path)] == [folder_name(version) for version in kept]
+    assert names(newest_first(tmp_path)) == [folder_name(version) for version in kept]
 
 
 def test_one_that_was_left_aside_is_kept(tmp_path):
@@ -161,22 +163,9 @@ def test_one_that_was_left_aside_is_kept(tmp_path):
     old.rename(tmp_path / f".{old.name}.old")
     folder = make(tmp_path, 40)
     rotate(tmp_path, 2, folder)
-    assert [path.name for path in newest_first(tmp_path)] == ["update-000040", ".update-000020.old"]
+    assert names(newest_first(tmp_path)) == ["update-000040", ".update-000020.old"]
     rotate(tmp_path, 1, folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["update-000040"]
-
-
-def test_a_manifest_leads_nowhere_else(tmp_path):
-    folder = make(tmp_path, 1)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"x")
-    written = (folder / "manifest.json").read_bytes()
-    for name in ("../secret", str(secret)):
-        manifest = msgspec.json.decode(written)
-        manifest["files"][name] = {"size": 1, "digest": "0"}
-        (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-        with pytest.raises(CheckpointError, match="which is no file of the checkpoint"):
-            require_whole(folder)
+    assert names(tmp_path.iterdir()) == ["update-000040"]
 
 
 @pytest.mark.parametrize(
@@ -188,10 +177,12 @@ def test_a_manifest_leads_nowhere_else(tmp_path):
         (b'{"format": 5, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
         (b"{", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
+        (None, r"is not a checkpoint folder: it has no state\.json"),
     ],
 )
 def test_a_state_that_is_none_is_refused(tmp_path, state, why):
-    (tmp_path / "state.json").write_bytes(state)
+    if state is not None:
+        (tmp_path / "state.json").write_bytes(state)
     with pytest.raises(CheckpointError, match=why):
         read_state(tmp_path)
 
@@ -224,13 +215,8 @@ def test_any_bytes_are_a_checkpoint_or_a_refusal(tmp_path, name, content):
 def test_the_state_comes_back_as_it_was(tmp_path_factory, version, reasons, staleness, groups):
     folder = tmp_path_factory.mktemp("state")
     ledger = LedgerState(3, {"trained": 3}, reasons, staleness)
-    state = State(
-        ControlState(version, 5, 7, None, ledger, tuple(map(Unfinished, groups))),
-        "p",
-        "a",
-        {"optimizer_steps": 3},
-        {"x": [1.5]},
-    )
+    control = ControlState(version, 5, 7, None, ledger, tuple(map(Unfinished, groups)))
+    state = State(control, "p", "a", {"optimizer_steps": 3}, {"x": [1.5]})
     write_state(folder, state)
     assert read_state(folder) == state
 
@@ -250,12 +236,8 @@ def test_arrays_come_back_as_they_were(tmp_path):
 
 def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path):
     values = torch.arange(12.0).reshape(3, 4)
-    views = {
-        "transposed": values.T,
-        "every_other": values[:, ::2],
-        "expanded": torch.ones(1).expand(5),
-        "shared": values,
-    }
+    views = {"transposed": values.T, "every_other": values[:, ::2], "expanded": torch.ones(1).expand(5)}
+    views["shared"] = values
     write_group(tmp_path, 1, [TensorDict(views, batch_size=[]), TensorDict({"shared": values}, batch_size=[])])
     first, second = read_group(tmp_path, 1, 2)
     assert all(torch.equal(first[name], view) for name, view in views.items())
@@ -266,16 +248,6 @@ def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path):
 
 def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp_path):
     """Covers the version before the first, which is validated at that time."""
-    folder = tmp_path / folder_name(3)
-    written = partial(folder)
-    written.mkdir(parents=True)
-    write_state(written, State(ControlState(version=3, next_group=9, validated=-1), "qwen_image", "flow_grpo"))
-    write_manifest(written)
-    finish(folder)
+    folder = make(tmp_path, 3, validated=-1)
     require_whole(folder)
     assert read_state(folder).control.validated == -1
-
-
-def test_a_folder_without_a_state_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is not a checkpoint folder: it has no state\.json"):
-        read_state(tmp_path)

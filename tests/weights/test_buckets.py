@@ -2,7 +2,8 @@
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,7 +44,8 @@ def tensor_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         shape = draw(st.lists(st.integers(0, 5), max_size=3))
         dtype = draw(st.sampled_from(DTYPES))
         seed = draw(st.integers(0, 1000))
-        tensors[f"t{i}"] = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)
+        tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)
+        tensors[f"t{i}"] = tensor.T if len(shape) == 2 and draw(st.booleans()) else tensor
     return tensors
 
 
@@ -55,11 +57,10 @@ def test_packing_and_reading_back_changes_nothing(tensors, bucket_bytes):
     read = dict(unpack(manifest, buckets))
     assert list(read) == list(tensors)
     for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype
-        assert read[name].shape == tensor.shape
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(read[name], tensor)
     assert all(piece.offset % ALIGNMENT == 0 for spec in manifest.tensors for piece in spec.pieces)
-    assert manifest.digest == digest_tensors(tensors.items())
+    assert manifest.digest == digest_tensors(tensors.items()) == digest_tensors(reversed(tensors.items()))
 
 
 def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own():
@@ -67,19 +68,6 @@ def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own():
     [large] = next(spec.pieces for spec in manifest.tensors if spec.name == "big")
     assert [len(b) <= 256 or i == large.bucket for i, b in enumerate(buckets)] == [True] * len(buckets)
     assert (large.offset, large.nbytes) == (0, len(buckets[large.bucket]))
-
-
-def test_the_digest_depends_on_neither_order_nor_bucket_size():
-    forward, _ = packed(example(), 256)
-    backward, _ = packed(dict(reversed(example().items())), 4096)
-    assert forward.digest == backward.digest
-
-
-def test_strided_tensors_are_packed_by_value():
-    tensor = torch.arange(12.0).view(3, 4).t()
-    manifest, buckets = packed({"t": tensor})
-    assert torch.equal(dict(unpack(manifest, buckets))["t"], tensor)
-    assert manifest.digest == digest_tensors({"t": tensor}.items())
 
 
 @pytest.mark.filterwarnings("error")
@@ -96,66 +84,62 @@ def test_reading_is_without_copy_even_from_read_only_memory():
     assert torch.equal(read["big"], example()["big"])
 
 
-def test_a_flipped_byte_is_found():
+def forged(**changes: object) -> Callable[[WeightManifest], WeightManifest]:
+    def change(manifest: WeightManifest) -> WeightManifest:
+        first, *rest = manifest.tensors
+        return msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, **changes), *rest))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (forged(name="other"), "expected digest"),
+        (forged(shape=(5, 8)), "expected digest"),
+        (forged(dtype="int32"), "expected digest"),
+        (forged(dtype="bfloat16"), "cannot take 160 bytes"),
+        (forged(dtype="float7"), "unknown tensor dtype 'float7'"),
+    ],
+)
+def test_a_changed_table_of_contents_is_found(change, message):
     manifest, buckets = packed(example())
-    buckets[0][3] ^= 1
-    with pytest.raises(
-        WeightError, match=rf"version 3: expected digest {manifest.digest}, got [0-9a-f]{{32}}"
-    ) as caught:
-        verify(manifest, buckets)
-    assert digest(manifest.tensors, buckets) in str(caught.value)
+    with pytest.raises(WeightError, match=message):
+        verify(change(manifest), buckets)
 
 
-@pytest.mark.parametrize("change", [{"name": "other"}, {"shape": (5, 8)}])
-def test_a_changed_table_of_contents_is_found(change):
+def test_flipped_bytes_and_truncated_or_missing_buckets_are_found():
     manifest, buckets = packed(example())
-    first, *rest = manifest.tensors
-    forged = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, **change), *rest))
-    with pytest.raises(WeightError, match="expected digest"):
-        verify(forged, buckets)
-
-
-def test_a_wrong_dtype_is_found():
-    manifest, buckets = packed({"t": torch.ones(4)})
-    (spec,) = manifest.tensors
-    with pytest.raises(WeightError, match="got"):
-        verify(msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(spec, dtype="int32"),)), buckets)
-    with pytest.raises(WeightError, match="cannot take 16 bytes"):
-        verify(msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(spec, dtype="bfloat16"),)), buckets)
-
-
-def test_a_truncated_or_missing_bucket_is_found():
-    manifest, buckets = packed(example())
-    with pytest.raises(
-        WeightError, match="version 3: tensor 'big' ends at byte 1200 of bucket 2, which has 1192 bytes"
-    ):
+    said = "version 3: tensor 'big' ends at byte 1200 of bucket 2, which has 1192 bytes"
+    with pytest.raises(WeightError, match=said):
         verify(manifest, [*buckets[:2], buckets[2][:-8]])
     with pytest.raises(WeightError, match="which has 0 bytes"):
         list(unpack(manifest, buckets[:1]))
+    buckets[0][3] ^= 1
+    found = digest(manifest.tensors, buckets)
+    with pytest.raises(WeightError, match=rf"version 3: expected digest {manifest.digest}, got {found}"):
+        verify(manifest, buckets)
 
 
 def test_a_name_may_appear_once_only():
     with pytest.raises(ValueError, match="'a' appears twice"):
-        pack([("a", torch.ones(1)), ("a", torch.ones(1))], version=0, payload="full", bucket_bytes=64)
+        BucketSet(64).fill([("a", torch.ones(1)), ("a", torch.ones(1))])
 
 
-# ---- memory that is used again ---------------------------------------------------------------------------------------
-
-
-def filled(
-    packed: BucketSet, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
+def filled(packed: BucketSet, tensors: dict[str, torch.Tensor], dtype: Any = None) -> dict[str, torch.Tensor]:
     packed.fill(tensors.items(), dtype)
     snapshot = Snapshot(1, "full", packed.specs, packed.buckets)
     return {name: tensor.clone() for name, tensor in unpack(snapshot.manifest(), snapshot.buckets)}
 
 
-def test_the_next_version_is_copied_over_the_last_one():
+def test_the_next_version_is_copied_over_the_last_one_and_the_copy_converts():
     packed, later = BucketSet(256), {name: tensor + 1 for name, tensor in example().items()}
     assert all(torch.equal(got, example()[name]) for name, got in filled(packed, example()).items())
     before = packed.buckets
     assert all(torch.equal(got, later[name]) for name, got in filled(packed, later).items())
     assert [bucket.ctypes.data for bucket in packed.buckets] == [bucket.ctypes.data for bucket in before]
+    converted = filled(BucketSet(256), example(), torch.bfloat16)
+    assert all(torch.equal(got, example()[name].to(torch.bfloat16)) for name, got in converted.items())
 
 
 def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch):
@@ -177,11 +161,6 @@ def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch):
     assert most <= 4  # of 400 bytes each: three fill a batch, and one more has been made
     contents = unpack(Snapshot(1, "full", packed.specs, packed.buckets).manifest(), packed.buckets)
     assert [tensor.unique().tolist() for _, tensor in contents] == [[float(number)] for number in range(20)]
-
-
-def test_the_copy_converts():
-    converted = filled(BucketSet(256), example(), torch.bfloat16)
-    assert all(torch.equal(got, example()[name].to(torch.bfloat16)) for name, got in converted.items())
 
 
 def test_bucket_memory_comes_from_whom_it_should():
@@ -225,8 +204,3 @@ def test_a_bucket_holds_at_least_a_byte():
 def test_every_dtype_has_its_item_size(dtype):
     assert item_bytes(dtype_name(dtype)) == dtype.itemsize
     assert dtype_of(dtype_name(dtype)) is dtype
-
-
-def test_an_unknown_dtype_is_an_error():
-    with pytest.raises(WeightError, match="unknown tensor dtype 'float7'"):
-        item_bytes("float7")

@@ -1,33 +1,47 @@
 """Tests weights by broadcast, every rank in a thread of this process: what arrives, and what happens when a rank does
-not."""
+not; by way of a device with the CPU as the device, and with accelerators where there are some."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from omni_async.config import check
 from omni_async.config.schema import Emulation
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import unpack
-from omni_async.weights.digest import verify
+from omni_async.weights.buckets import as_tensor, unpack
+from omni_async.weights.digest import Bucket, verify
+from omni_async.weights.transport import collective
 from omni_async.weights.transport.base import Parcel, TransportError, receive, sending
-from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender, carrier_of
+from omni_async.weights.transport.collective import (
+    CollectiveReceiver,
+    CollectiveSender,
+    DeviceCarrier,
+    Group,
+    Invitation,
+    carrier_of,
+    current_device,
+    group_on,
+)
 from tests.actors.actor_world import make_config
 from tests.weights.conftest import Packed, make_packed
 
-LONG_S, SHORT_S = 30.0, 0.5
+LONG_S, SHORT_S = 60.0, 0.5
+CPU = torch.device("cpu")
 
 
 class World:
-    def __init__(self, engines: int, timeout_s: float = LONG_S) -> None:
-        self.sender = CollectiveSender("127.0.0.1", "cpu", timeout_s)
+    def __init__(self, engines: int, timeout_s: float = LONG_S, carrier: Any = "cpu") -> None:
+        self.sender = CollectiveSender("127.0.0.1", carrier, timeout_s)
         self.receivers = [CollectiveReceiver(f"rollout-{i}", timeout_s) for i in range(engines)]
 
     async def connect(self):
@@ -39,9 +53,11 @@ class World:
             return list(await asyncio.gather(*(receive(r, packed[0], parcel) for r in self.receivers)))
 
 
-@pytest.mark.parametrize("engines", [1, 2, 3])
-async def test_every_engine_gets_what_was_sent(engines):
-    world = await World(engines).connect()
+@pytest.mark.parametrize(("engines", "carrier"), [(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, "device")])
+async def test_every_engine_gets_what_was_sent_into_the_memory_of_the_version_before(engines, carrier, monkeypatch):
+    monkeypatch.setattr(collective, "current_device", lambda: CPU)
+    world = await World(engines, carrier=carrier).connect()
+    memory: list[Any] = []
     for version in (1, 2):
         sent = make_packed(version, seed=version)
         arrived = await world.carry(sent)
@@ -49,15 +65,11 @@ async def test_every_engine_gets_what_was_sent(engines):
         for manifest, buckets in arrived:
             verify(manifest, buckets)
             assert manifest == sent[0]
-            assert all(
-                torch.equal(a, b) for (_, a), (_, b) in zip(unpack(*sent), unpack(manifest, buckets), strict=True)
-            )
-
-
-async def test_a_version_is_received_into_the_memory_of_the_one_before():
-    world = await World(1).connect()
-    [(_, first)], [(_, second)] = await world.carry(make_packed(1)), await world.carry(make_packed(2, seed=1))
-    assert all(np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
+            pairs = zip(unpack(*sent), unpack(manifest, buckets), strict=True)
+            assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+        memory.append(arrived[0][1])
+    assert all(np.shares_memory(a, b) for a, b in zip(*memory, strict=True))
+    assert not dist.is_initialized(), "no default group is made"
 
 
 async def test_a_larger_version_gets_larger_memory():
@@ -75,24 +87,13 @@ def default_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_the_trainers_own_group_is_left_alone(default_group):
-    async def main() -> None:
-        [(manifest, buckets)] = await (await World(1).connect()).carry(make_packed())
-        verify(manifest, buckets)
-
-    asyncio.run(main())
+async def test_the_trainers_own_group_is_left_alone(default_group):
+    [(manifest, buckets)] = await (await World(1).connect()).carry(make_packed())
+    verify(manifest, buckets)
     assert dist.get_world_size() == 1
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 1.0
-
-
-def test_no_default_group_is_made():
-    async def main() -> None:
-        await (await World(1).connect()).carry(make_packed())
-
-    asyncio.run(main())
-    assert not dist.is_initialized()
 
 
 async def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout():
@@ -101,10 +102,8 @@ async def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_time
     async def absent(invitation: Any) -> None:
         """Never joins the group."""
 
-    with pytest.raises(
-        TransportError,
-        match=r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5",
-    ):
+    said = r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5"
+    with pytest.raises(TransportError, match=said):
         await world.sender.init({"0": world.receivers[0].init, "1": absent})
 
 
@@ -121,10 +120,8 @@ async def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_t
     world = await World(2, SHORT_S).connect()
     packed = make_packed()
     outcomes: list[BaseException] = []
-    with pytest.raises(
-        TransportError,
-        match=r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within",
-    ):
+    said = r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within"
+    with pytest.raises(TransportError, match=said):
         async with sending(world.sender, *packed) as parcel:
             outcomes += await asyncio.gather(receive(world.receivers[1], packed[0], parcel), return_exceptions=True)
     assert len(outcomes) == 1  # the tree of the broadcast decides whether this one had its bytes before
@@ -145,14 +142,11 @@ async def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_
 
 async def test_nothing_is_carried_before_the_engines_have_joined():
     world, packed = World(1), make_packed()
+    await world.sender.init({})  # a run without engines needs no group
     with pytest.raises(TransportError, match="version 3 cannot be sent before the engines have joined"):
         await world.carry(packed)
     with pytest.raises(TransportError, match="rollout-0 has not joined the trainer"):
         await receive(world.receivers[0], packed[0], Parcel(None, [1]))
-
-
-def test_a_run_without_engines_needs_no_group():
-    asyncio.run(World(0).sender.init({}))
 
 
 @pytest.mark.parametrize(
@@ -165,24 +159,132 @@ def test_the_device_carries_where_every_rank_has_an_accelerator(trainer, rollout
 
 
 def test_accelerators_that_are_shared_or_emulated_carry_nothing():
-    one_each = {"placement": {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}}
-    config = make_config(**one_each)
-    assert carrier_of(config) == "device"
-    assert (
-        carrier_of(msgspec.structs.replace(config, placement=msgspec.structs.replace(config.placement, colocated=True)))
-        == "cpu"
-    )
-    assert carrier_of(msgspec.structs.replace(config, emulation=Emulation(profile="qwen_image_lora_h800"))) == "cpu"
+    config = make_config(**{"placement": {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}})
+    shared = replace(config, placement=replace(config.placement, colocated=True))
+    emulated = replace(config, emulation=Emulation(profile="qwen_image_lora_h800"))
+    assert [carrier_of(one) for one in (config, shared, emulated)] == ["device", "cpu", "cpu"]
 
 
 async def test_the_store_of_the_group_listens_on_its_own_address_alone():
-    world = World(1)
-    await world.connect()
+    await World(1).connect()
     listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     assert listening and {address.ip for address in listening} == {"127.0.0.1"}
 
 
 def test_one_process_is_refused_by_the_configuration():
     config = make_config(**{"weights.transport": "collective"})
-    local = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, runtime="inprocess"))
+    local = replace(config, run=replace(config.run, runtime="inprocess"))
     assert check(local) == "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
+
+
+def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Runs every rank in a thread of its own."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_device_carries_rank_0s_bytes_into_buckets_of_any_size(size):
+    store = dist.HashStore()
+
+    def take_part(rank: int) -> list[list[int]]:
+        carrier = DeviceCarrier(CPU, store, rank, size, LONG_S)
+        arrived = []
+        for number, length in enumerate((5, 9, 0, 2)):
+            bucket = np.full(length, number + 1 if rank == 0 else 0, np.uint8)
+            carrier.broadcast(as_tensor(bucket), LONG_S)
+            arrived.append(bucket.tolist())
+        return arrived
+
+    assert on_ranks(size, take_part) == [[[1] * 5, [2] * 9, [], [4] * 2]] * size
+
+
+def test_what_rank_0_sends_need_not_be_writable():
+    store, sent = dist.HashStore(), np.frombuffer(b"abc", np.uint8)
+
+    def take_part(rank: int) -> bytes:
+        bucket = sent if rank == 0 else np.zeros(3, np.uint8)
+        DeviceCarrier(CPU, store, rank, 2, LONG_S).broadcast(as_tensor(bucket), LONG_S)
+        return bucket.tobytes()
+
+    assert on_ranks(2, take_part) == [b"abc"] * 2
+
+
+def test_a_rank_that_does_not_come_ends_the_broadcast_within_the_timeout():
+    store, over = dist.HashStore(), threading.Event()
+
+    def take_part(rank: int) -> None:
+        carrier = DeviceCarrier(CPU, store, rank, 2, SHORT_S)
+        if rank == 1:
+            over.wait(LONG_S)
+            return
+        try:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                for _ in range(2):  # what is small may be on its way before the other takes it
+                    carrier.broadcast(torch.zeros(5_000_000, dtype=torch.uint8), SHORT_S)
+        finally:
+            over.set()
+
+    on_ranks(2, take_part)
+
+
+def test_the_group_is_of_the_backend_that_torch_has_registered_for_the_device(monkeypatch):
+    made: list[tuple[Any, ...]] = []
+
+    class Options:
+        _timeout = timedelta(0)
+
+    class BuiltIn:
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            made.append((rank, size, options._timeout))
+
+    monkeypatch.setattr(BuiltIn, "Options", Options, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupXCCL", BuiltIn, raising=False)
+    group = group_on(torch.device("xpu", 0), dist.HashStore(), 1, 3, timedelta(seconds=7))
+    assert isinstance(group, BuiltIn)
+    assert made == [(1, 3, timedelta(seconds=7))]
+
+
+async def test_an_engine_that_does_not_come_ends_the_wait_before_the_device_is_entered(monkeypatch):
+    monkeypatch.setattr(collective, "current_device", lambda: CPU)
+    entered: list[Any] = []
+    monkeypatch.setattr(DeviceCarrier, "broadcast", lambda self, bucket, timeout_s: entered.append(bucket))
+    world = await World(1, SHORT_S, "device").connect()
+    with pytest.raises(TransportError, match="the broadcast of version 3 failed on rank 0; a participant is gone"):
+        async with asyncio.timeout(LONG_S), sending(world.sender, *make_packed()):
+            """No engine receives."""
+    assert not entered
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+def test_a_device_that_is_not_there_is_an_error():
+    with pytest.raises(RuntimeError, match="this process has no accelerator"):
+        current_device()
+
+
+def through_devices(ranks: int) -> None:
+    """Broadcasts two versions from the device of rank 0 to those of the others."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sizes = (5_000_000, 3)
+
+    def take_part(rank: int) -> list[list[set[int]]]:
+        torch.accelerator.set_device_index(rank)
+        own = store if rank == 0 else None
+        group = Group(Invitation("127.0.0.1", store.port, rank, ranks, "device"), LONG_S, own)
+        arrived = []
+        for version in (1, 2):
+            buckets: list[Bucket] = [np.full(size, version if rank == 0 else 0, np.uint8) for size in sizes]
+            group.meet(f"version {version}")
+            for bucket in buckets:
+                group.broadcast(bucket, f"version {version}")
+            arrived.append([set(bucket.tolist()) for bucket in buckets])
+        return arrived
+
+    assert on_ranks(ranks, take_part) == [[[{1}, {1}], [{2}, {2}]]] * ranks
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(devices=2))]
+)
+def test_accelerators_carry_buckets_to_themselves_and_from_one_to_the_other(ranks):
+    through_devices(ranks)

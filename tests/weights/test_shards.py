@@ -1,4 +1,4 @@
-"""Tests that rows which ranks copy out apart are the whole tensors when joined, to the bit: bytes, digest, adapters."""
+"""Tests merged adapters, and that rows which ranks copy out apart are the whole tensors when joined, to the bit."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from omni_async.training.engine import copy_out
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import BucketSet, digest_tensors, unpack
 from omni_async.weights.digest import WeightError, verify
-from omni_async.weights.lora import merged_weights
+from omni_async.weights.lora import diffusers_name, is_injected_adapter, merged_weights
 from omni_async.weights.shards import own_rows, whole
 from omni_async.weights.snapshot import SharedRows, Snapshot
 from tests.training.exports import join
@@ -61,9 +61,8 @@ def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(shapes, 
     assert manifest.digest == digest_tensors(tensors.items())
     assert manifest.nbytes == snapshot.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     verify(manifest, snapshot.buckets)
-    received = dict(
-        unpack(msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest), snapshot.buckets)
-    )
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest)
+    received = dict(unpack(sent, snapshot.buckets))
     assert list(received) == list(tensors)
     for name, tensor in tensors.items():
         assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
@@ -90,13 +89,41 @@ def test_a_bucket_of_another_rank_is_known_by_its_reference_and_rank_0s_is_not()
     first, second = copied({"a": torch.ones(40, 2)}, 2, 64)
     snapshot = joined([first, second])
     assert len(snapshot.buckets) == len(first.references) + len(second.references)
-    assert [reference is None for reference in snapshot.references] == [
-        *(True for _ in first.references),
-        *(False for _ in second.references),
-    ]
+    unknown = [reference is None for reference in snapshot.references]
+    assert unknown == [True] * len(first.references) + [False] * len(second.references)
 
 
-# ---- real ranks ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("injected", "diffusers"),
+    [
+        ("transformer_blocks.0.attn.to_q.lora_A.default.weight", "transformer_blocks.0.attn.to_q.lora_A.weight"),
+        ("blocks.0.to_out.0.lora_B.default.weight", "blocks.0.to_out.0.lora_B.weight"),
+        ("transformer_blocks.0.attn.to_q.base_layer.bias", "transformer_blocks.0.attn.to_q.bias"),
+        ("proj_out.weight", "proj_out.weight"),
+    ],
+)
+def test_injected_names_become_diffusers_names(injected, diffusers):
+    assert diffusers_name(injected) == diffusers
+    assert is_injected_adapter(injected) == ("lora_" in injected)
+
+
+def test_merging_adds_the_scaled_product_in_float32_and_leaves_the_rest():
+    base = {"q.weight": torch.randn(6, 4).bfloat16(), "q.bias": torch.randn(6), "k.weight": torch.randn(6, 4)}
+    adapters = {"q.lora_A.weight": torch.randn(2, 4), "q.lora_B.weight": torch.randn(6, 2)}
+    merged = dict(merged_weights(base, adapters, scale=0.5))
+    expected = (base["q.weight"].float() + 0.5 * adapters["q.lora_B.weight"] @ adapters["q.lora_A.weight"]).bfloat16()
+    assert list(merged) == list(base)
+    assert torch.equal(merged["q.weight"], expected)
+    assert torch.equal(merged["k.weight"], base["k.weight"])
+
+
+def test_an_adapter_that_fits_nothing_is_an_error():
+    half = {"q.lora_A.weight": torch.ones(1, 1)}
+    whole = {**half, "q.lora_B.weight": torch.ones(1, 1)}
+    with pytest.raises(ValueError, match=r"lacks 'q\.lora_B\.weight'"):
+        list(merged_weights({"q.weight": torch.ones(1, 1)}, half, 1.0))
+    with pytest.raises(ValueError, match=r"does not have: q\.weight"):
+        list(merged_weights({"k.weight": torch.ones(1, 1)}, whole, 1.0))
 
 
 class Adapted(nn.Module):
@@ -105,13 +132,8 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        for name, shape in (
-            ("weight", (37, 21)),
-            ("lora_A", (4, 21)),
-            ("lora_B", (37, 4)),
-            ("bias", (37,)),
-            ("scale", (3,)),
-        ):
+        shapes = {"weight": (37, 21), "lora_A": (4, 21), "lora_B": (37, 4), "bias": (37,), "scale": (3,)}
+        for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
 
 

@@ -1,7 +1,7 @@
-"""Tests versions as files: whole or refused, readable by others, and no more of them than needed."""
+"""Tests versions as files: whole or refused, readable by others, no more of them than needed; and through the store."""
 
-import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from omni_async.store import LocalStore
 from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import Bucket, WeightError, verify
 from omni_async.weights.transport.base import TransportError, receive, sending
 from omni_async.weights.transport.disk import DiskReceiver, DiskSender, VersionFile, read_version
+from omni_async.weights.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
 from tests.weights.conftest import Packed, make_packed
 
 
@@ -35,30 +37,26 @@ def file(tmp_path: Path, packed: Packed) -> Path:
     return path
 
 
-def send(sender: DiskSender, packed: Packed) -> Packed:
+async def send(sender: DiskSender, packed: Packed) -> Packed:
     """Sends a version and returns what an engine gets."""
-
-    async def main() -> Packed:
-        async with sending(sender, *packed) as parcel:
-            return await receive(DiskReceiver(), packed[0], parcel)
-
-    return asyncio.run(main())
+    async with sending(sender, *packed) as parcel:
+        return await receive(DiskReceiver(), packed[0], parcel)
 
 
-def test_what_arrives_is_what_was_sent(tmp_path, packed):
-    manifest, buckets = send(DiskSender(tmp_path / "weights"), packed)
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_what_arrives_is_what_was_sent_and_every_tensor_is_aligned_to_its_elements(tmp_path, packed):
+    manifest, buckets = await send(DiskSender(tmp_path / "weights"), packed)
     verify(manifest, buckets)
     sent, received = dict(unpack(*packed)), dict(unpack(manifest, buckets))
     assert received.keys() == sent.keys()
     for name, tensor in sent.items():
         assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(received[name], tensor)
+        assert received[name].data_ptr() % max(1, tensor.element_size()) == 0, name
     assert (manifest.version, manifest.digest) == (packed[0].version, packed[0].digest)
-
-
-def test_every_tensor_is_aligned_to_its_elements(file, packed):
-    for name, tensor in unpack(*read_version(file, packed[0])):
-        assert tensor.data_ptr() % max(1, tensor.element_size()) == 0, name
 
 
 def test_other_programs_can_load_the_file(file, packed):
@@ -68,58 +66,48 @@ def test_other_programs_can_load_the_file(file, packed):
 
 
 async def test_the_newest_version_stays_and_older_ones_go_when_it_has_arrived(tmp_path):
-    sender, folder = DiskSender(tmp_path), tmp_path
-    for version in (1, 2, 7):
-        before = sorted(p.name for p in folder.iterdir())
-        async with sending(sender, *make_packed(version)):
-            assert sorted(p.name for p in folder.iterdir()) == [*before, f"version-{version:06d}.safetensors"]
-        assert [p.name for p in folder.iterdir()] == [f"version-{version:06d}.safetensors"]
-
-
-def test_an_engine_that_reads_an_old_version_keeps_its_bytes(tmp_path):
     sender = DiskSender(tmp_path)
-    old = send(sender, make_packed(1))
-    send(sender, make_packed(2, seed=1))
-    assert [p.name for p in tmp_path.iterdir()] == ["version-000002.safetensors"]
+    for version in (1, 2, 7):
+        before = names(tmp_path)
+        async with sending(sender, *make_packed(version)):
+            assert names(tmp_path) == [*before, f"version-{version:06d}.safetensors"]
+        assert names(tmp_path) == [f"version-{version:06d}.safetensors"]
+
+
+async def test_an_engine_that_reads_an_old_version_keeps_its_bytes(tmp_path):
+    sender = DiskSender(tmp_path)
+    old = await send(sender, make_packed(1))
+    await send(sender, make_packed(2, seed=1))
+    assert names(tmp_path) == ["version-000002.safetensors"]
     verify(*old)
 
 
-def test_a_version_that_did_not_arrive_leaves_the_older_one_alone(tmp_path):
-    async def main() -> None:
-        sender = DiskSender(tmp_path)
-        async with sending(sender, *make_packed(1)):
-            pass
-        with pytest.raises(LookupError):
-            async with sending(sender, *make_packed(2)):
-                raise LookupError("an engine died")
-
-    asyncio.run(main())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["version-000001.safetensors", "version-000002.safetensors"]
+async def test_a_version_that_did_not_arrive_leaves_the_older_one_alone(tmp_path):
+    sender = DiskSender(tmp_path)
+    await send(sender, make_packed(1))
+    with pytest.raises(LookupError):
+        async with sending(sender, *make_packed(2)):
+            raise LookupError("an engine died")
+    assert names(tmp_path) == ["version-000001.safetensors", "version-000002.safetensors"]
 
 
-def test_what_a_trainer_that_was_killed_left_goes_when_the_first_version_has_arrived(tmp_path):
+async def test_what_a_trainer_that_was_killed_left_goes_when_the_first_version_has_arrived(tmp_path):
     for version in (40, 60):
         write_version(tmp_path / f"version-{version:06d}.safetensors", *make_packed(version))
     (tmp_path / "version-000060.tmp").write_bytes(b"cut off")
     others = ["best.safetensors", "notes.tmp", "version-000060.safetensors.mine", "version-new.safetensors"]
     for name in others:
         (tmp_path / name).touch()
-
-    async def main() -> None:
-        async with sending(DiskSender(tmp_path), *make_packed(50)):
-            assert (tmp_path / "version-000060.safetensors").exists(), "it may be read until the new one has arrived"
-
-    asyncio.run(main())
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "version-000050.safetensors"])
+    async with sending(DiskSender(tmp_path), *make_packed(50)):
+        assert (tmp_path / "version-000060.safetensors").exists(), "it may be read until the new one has arrived"
+    assert names(tmp_path) == sorted([*others, "version-000050.safetensors"])
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, packed):
+async def test_a_folder_that_cannot_be_written_is_named(tmp_path, packed):
     (tmp_path / "weights").write_text("in the way")
-    with pytest.raises(
-        TransportError,
-        match=r"weights\.transport: disk: version 3 cannot be written to .*version-000003\.safetensors: ",
-    ):
-        send(DiskSender(tmp_path / "weights"), packed)
+    said = r"weights\.transport: disk: version 3 cannot be written to .*version-000003\.safetensors: "
+    with pytest.raises(TransportError, match=said):
+        await send(DiskSender(tmp_path / "weights"), packed)
 
 
 def test_a_version_that_cannot_be_written_whole_leaves_nothing(tmp_path, packed):
@@ -135,23 +123,18 @@ def test_a_dtype_that_files_do_not_have_is_refused(tmp_path):
         write_version(tmp_path / "version", manifest, [np.zeros(16, np.uint8)])
 
 
-def test_the_digest_finds_a_flipped_byte(file, packed):
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(WeightError, match="expected digest"):
-        verify(*read_version(file, packed[0]))
+LENGTH, TRUNCATED = r"has \d+ bytes, its header promises \d+", "not a safetensors file, or is truncated"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:-1], r"has \d+ bytes, its header promises \d+"),
-        (lambda data: data + b"\0", r"has \d+ bytes, its header promises \d+"),
-        (lambda data: data[:100], "not a safetensors file, or is truncated"),
-        (lambda data: data[:5], "not a safetensors file, or is truncated"),
+        (lambda data: data[:-1], LENGTH),
+        (lambda data: data + b"\0", LENGTH),
+        (lambda data: data[:100], TRUNCATED),
+        (lambda data: data[:5], TRUNCATED),
         (lambda data: b"", "cannot be read"),
-        (lambda data: b"\xff" * 200, "not a safetensors file, or is truncated"),
+        (lambda data: b"\xff" * 200, TRUNCATED),
         (lambda data: b"\x08" + b"\0" * 7 + b"[1, 2]  ", "not a safetensors file: "),
         (lambda data: b"\x08" + b"\0" * 7 + b'{"a": 1}', "not a safetensors file: "),
         (lambda data: b"\x02" + b"\0" * 7 + b"{}", "holds version None"),
@@ -164,17 +147,18 @@ def test_a_truncated_or_foreign_file_is_refused(file, packed, damage, message):
     assert str(caught.value).startswith("weights of version 3") and str(file) in str(caught.value)
 
 
-def test_a_missing_file_is_refused(tmp_path, packed):
+def test_a_missing_file_another_versions_and_one_with_a_flipped_byte_are_refused(file, packed):
     with pytest.raises(WeightError, match=r"weights of version 3: .*nowhere cannot be read"):
-        read_version(tmp_path / "nowhere", packed[0])
-
-
-def test_another_versions_file_is_refused(file, packed):
-    other = msgspec.structs.replace(packed[0], version=4)
+        read_version(file.with_name("nowhere"), packed[0])
     with pytest.raises(WeightError, match=r"weights of version 4 .*holds version 3 with digest"):
-        read_version(file, other)
+        read_version(file, msgspec.structs.replace(packed[0], version=4))
     with pytest.raises(WeightError, match="holds version 3 with digest"):
         read_version(file, make_packed(3, seed=1)[0])
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(WeightError, match="expected digest"):
+        verify(*read_version(file, packed[0]))
 
 
 @pytest.mark.parametrize(
@@ -193,3 +177,24 @@ def test_a_header_that_lies_about_a_tensor_is_found(file, packed, true, false, m
     file.write_bytes(data.replace(true, false, 1))
     with pytest.raises(WeightError, match=message):
         verify(*read_version(file, packed[0]))
+
+
+async def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed):
+    store = LocalStore()
+    sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
+    await sender.init({"rollout-0": receiver.init})
+    async with sending(sender, *packed) as parcel:
+        manifest, buckets = await receive(receiver, packed[0], parcel)
+    verify(manifest, buckets)
+    assert manifest == packed[0]
+    assert all(np.shares_memory(a, b) for a, b in zip(buckets, packed[1], strict=True))
+
+
+async def test_a_bucket_that_is_gone_is_an_error(packed):
+    class Forgetful(LocalStore):
+        async def get(self, reference: Any) -> Any:
+            raise LookupError("object is gone")
+
+    async with sending(ObjectStoreSender(LocalStore()), *packed) as parcel:
+        with pytest.raises(LookupError, match="object is gone"):
+            await receive(ObjectStoreReceiver(Forgetful()), packed[0], parcel)
