@@ -52,7 +52,7 @@ from omni_async.version_spans import VersionSpans
 from omni_async.weights.snapshot import SharedRows, Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
-from tests.loops import play, settle  # noqa: F401 (for tests that find them here)
+from tests.loops import settle
 
 STEPS = 5
 PREFERENCES = {
@@ -348,15 +348,17 @@ class HandEngine:
         image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.spec.height, request.spec.width)
         return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), Media(image=image), versions)
 
-    def finish(self, *samples: int, error: Exception | None = None) -> None:
-        for number in samples:
-            future = self.running[f"g0.s{number}"]
+    async def finish(self, *samples: int, error: Exception | None = None) -> None:
+        """Ends samples, and returns when all that follows has happened."""
+        for future in [self.running[f"g0.s{number}"] for number in samples]:
             if error is None:
                 future.set_result(None)
             else:
                 future.set_exception(error)
+        await settle()
 
-    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+    async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
+        self.staged = buckets
         return self.arrives or manifest.digest
 
     async def swap(self, version: int) -> WeightReport:

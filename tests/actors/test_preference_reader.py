@@ -306,9 +306,6 @@ async def test_its_times_are_told():
     assert (desk.done[0].started, desk.done[0].finished) == (102.0, 105.0)
 
 
-# ---- with the real coordinator ---------------------------------------------------------------------------------------
-
-
 async def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     ledger: list[LedgerEntry] = []
     config = make_config(**PREFERENCES, **{"rollout.retries": 1, "rollout.max_inflight": 3})
@@ -352,9 +349,6 @@ async def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
         assert result.trajectory["final"].shape == policy.latent_shape(SPEC)
         assert torch.equal(result.trajectory["sigmas"], policy.sigmas(5, SPEC))
         torch.testing.assert_close(result.trajectory["conditioning"], codec.encode(Prompt(0, "the digit 7"), SPEC))
-
-
-# ---- fitting an image to the configured size -------------------------------------------------------------------------
 
 
 def fitted(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from omni_async.actors.producer import Producer
 from omni_async.aio.clock import ManualClock
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
-from omni_async.types import WeightManifest
+from omni_async.types import WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import Parcel, TransportError
@@ -43,28 +43,36 @@ async def on_stage(
     assert not engine.running
 
 
+def receive(producer: Producer, version: int = 1, *buckets: str) -> Coroutine[Any, Any, WeightReport]:
+    return producer.receive_weights(make_manifest(version), Parcel("start", [*buckets]))
+
+
+async def swapping(producer: Producer) -> asyncio.Task[WeightReport]:
+    swap = asyncio.create_task(receive(producer))
+    await settle()
+    return swap
+
+
 async def test_it_leases_while_samples_run_and_never_asks_for_more_than_fits():
-    async with on_stage(offered=1) as (_, engine, desk, _run):
+    async with on_stage(offered=1) as (_, engine, desk, _):
         desk.offer(*(make_request(i) for i in range(1, 10)))
         await settle()
         assert sorted(engine.running) == ["g0.s0", "g0.s1", "g0.s2", "g0.s3"]
         assert [free for free, _ in desk.asked] == [4, 3]
         for finished in range(6):
-            engine.finish(finished)
-            await settle()
+            await engine.finish(finished)
             assert len(engine.running) == 4
         assert all(1 <= free <= capacity == 4 for free, capacity in desk.asked)
         assert engine.started == [f"g0.s{i}" for i in range(10)]
 
 
 async def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_image_a_scorer_can_take():
-    async with on_stage(offered=1) as (_producer, engine, desk, _run):
+    async with on_stage(offered=1) as (_, engine, desk, _):
         engine.version = 3
         desk.offer(make_request(1))
         desk.offer(make_request(2, window=None))
         await settle()
-        engine.finish(0, 1, 2)
-        await settle()
+        await engine.finish(0, 1, 2)
         results = {result.sample_id: result for result in desk.done}
         assert results["g0.s0"].step_versions == VersionSpans.of((0, 0))
         assert results["g0.s1"].version == 3
@@ -77,13 +85,12 @@ async def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_a
 
 
 async def test_a_training_sample_without_a_window_carries_the_versions_of_all_its_steps():
-    async with on_stage() as (_producer, engine, desk, _run):
+    async with on_stage() as (_, engine, desk, _):
         engine.version = 2
         desk.offer(make_request(0, window=None, kind="train"))
         await settle()
         engine.version = 3  # from here on, that is for the last step
-        engine.finish(0)
-        await settle()
+        await engine.finish(0)
         [result] = desk.done
         assert (result.version, result.step_versions.spans) == (2, ((2, 4), (3, 1)))
 
@@ -98,7 +105,7 @@ async def test_a_training_sample_without_a_window_carries_the_versions_of_all_it
 )
 async def test_an_engine_failure_ends_the_run_and_no_exception_is_lost(offered, failing):
     async with on_stage(offered=offered) as (_, engine, desk, run):
-        engine.finish(*failing, error=EngineError("the device fell off the bus"))
+        await engine.finish(*failing, error=EngineError("the device fell off the bus"))
         error = await failure_of(run)
         assert type(error) is EngineError and str(error) == "the device fell off the bus"
         assert not desk.failed and not desk.done
@@ -107,11 +114,9 @@ async def test_an_engine_failure_ends_the_run_and_no_exception_is_lost(offered, 
 @pytest.mark.parametrize("error", [ValueError("no such prompt"), TimeoutError("the decoder's socket")])
 async def test_a_failed_sample_is_reported_and_the_others_go_on(error):
     async with on_stage(offered=3) as (_, engine, desk, run):
-        engine.finish(1, error=error)
-        await settle()
+        await engine.finish(1, error=error)
         assert desk.failed == [("g0.s1", f"{type(error).__name__}: {error}")]
-        engine.finish(0, 2)
-        await settle()
+        await engine.finish(0, 2)
         assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s2"]
         assert not run.done()
 
@@ -127,23 +132,19 @@ async def test_a_sample_that_never_comes_means_that_the_engine_hangs():
 async def test_a_sample_that_the_engine_itself_cancels_ends_the_engine():
     """Cancels a waiting sample as a library does when it breaks; no role would own the sample."""
 
-    async with on_stage(offered=1) as (_producer, engine, _desk, run):
+    async with on_stage(offered=1) as (_, engine, _desk, run):
         engine.running["g0.s0"].cancel()
         error = await failure_of(run)
         assert isinstance(error, EngineError) and "g0.s0 was cancelled by the engine" in str(error)
 
 
-async def test_the_end_of_the_run_cancels_what_still_runs():
-    async with on_stage(offered=3) as (_producer, engine, desk, run):
+async def test_the_end_of_the_run_cancels_what_still_runs_and_a_cancelled_run_closes_its_engine():
+    async with on_stage(offered=3) as (_, engine, desk, run):
         desk.close()
         await run
         assert not engine.running
-        assert not desk.done
-        assert not desk.failed
-
-
-async def test_a_cancelled_run_closes_its_engine():
-    async with on_stage(offered=3) as (_, engine, _desk, run):
+        assert desk.done == desk.failed == []
+    async with on_stage(offered=3) as (_, engine, _, run):
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
@@ -151,15 +152,15 @@ async def test_a_cancelled_run_closes_its_engine():
 
 
 async def test_a_coordinator_that_refuses_or_is_gone_ends_the_run_and_the_engine_is_closed():
-    async with on_stage(offered=1) as (_producer, engine, desk, run):
+    async with on_stage(offered=1) as (_, engine, desk, run):
         desk.refuses = ConnectionError("the coordinator died")
-        engine.finish(0)
+        await engine.finish(0)
         assert str(await failure_of(run)) == "the coordinator died"
         assert engine.closed == 1
 
 
 async def test_samples_that_finish_together_are_handed_over_together():
-    async with on_stage(offered=4) as (_producer, engine, desk, _run):
+    async with on_stage(offered=4) as (_, engine, desk, _):
         messages: list[list[str]] = []
         report, gate = desk.samples_done, asyncio.Event()
 
@@ -169,10 +170,8 @@ async def test_samples_that_finish_together_are_handed_over_together():
             await report(name, results)
 
         desk.samples_done = samples_done
-        engine.finish(0, 1, 2)
-        await settle()
-        engine.finish(3)
-        await settle()
+        await engine.finish(0, 1, 2)
+        await engine.finish(3)
         assert len(messages) == 1
         gate.set()
         await settle()
@@ -181,7 +180,7 @@ async def test_samples_that_finish_together_are_handed_over_together():
 
 
 async def test_an_emulated_engines_arrays_are_stored_as_they_are():
-    async with on_stage() as (_producer, engine, desk, run):
+    async with on_stage() as (_, engine, desk, run):
         tensors, flat = np.arange(7, dtype=np.uint8), np.arange(5, dtype=np.uint8)
 
         async def generate(request):
@@ -197,55 +196,39 @@ async def test_an_emulated_engines_arrays_are_stored_as_they_are():
         assert (generated.args["trajectory_bytes"], generated.args["media_bytes"]) == (7, 5)
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
 async def test_swap_step_does_not_wait_for_running_samples():
-    async with on_stage(offered=3, **{"weights.swap": "step"}) as (producer, engine, _desk, _run):
-        report = await producer.receive_weights(make_manifest(1), Parcel(None))
+    async with on_stage(offered=3, **{"weights.swap": "step"}) as (producer, engine, _desk, _):
+        report = await receive(producer)
         assert report.version == 1
         assert engine.swaps == [(1, ["g0.s0", "g0.s1", "g0.s2"])]
 
 
 async def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
-    async with on_stage(offered=4, **{"weights.swap": "request"}) as (producer, engine, desk, _run):
-        assert sorted(engine.running) == [
-            "g0.s0",
-            "g0.s1",
-        ]  # as many as the batch takes: the others are leased, not started
-        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
-        await settle()
-        engine.finish(0)
-        await settle()
+    async with on_stage(offered=4, **{"weights.swap": "request"}) as (producer, engine, desk, _):
+        # As many as the batch takes: the others are leased, not started.
+        assert sorted(engine.running) == ["g0.s0", "g0.s1"]
+        swap = await swapping(producer)
+        await engine.finish(0)
         assert list(engine.running) == ["g0.s1"]
         assert not engine.swaps
-        engine.finish(1)
+        await engine.finish(1)
         await swap
         await settle()
         assert engine.swaps == [(1, [])]
         assert sorted(engine.running) == ["g0.s2", "g0.s3"]
-        engine.finish(2, 3)
-        await settle()
-        assert {result.sample_id: result.version for result in desk.done} == {
-            "g0.s0": 0,
-            "g0.s1": 0,
-            "g0.s2": 1,
-            "g0.s3": 1,
-        }
+        await engine.finish(2, 3)
+        assert {f"g0.s{i}": i // 2 for i in range(4)} == {result.sample_id: result.version for result in desk.done}
 
 
 async def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhile():
-    async with on_stage(offered=4, **{"weights.swap": "drain"}) as (producer, engine, desk, _run):
-        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
-        await settle()
+    async with on_stage(offered=4, **{"weights.swap": "drain"}) as (producer, engine, desk, _):
+        swap = await swapping(producer)
         desk.offer(make_request(4), make_request(5))
-        engine.finish(0)
-        await settle()
+        await engine.finish(0)
         assert "g0.s4" not in engine.started
-        engine.finish(1, 2)
-        await settle()
+        await engine.finish(1, 2)
         assert not engine.swaps
-        engine.finish(3)
+        await engine.finish(3)
         report = await swap
         assert report.version == 1
         assert engine.swaps == [(1, [])]
@@ -254,10 +237,9 @@ async def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhi
 
 
 async def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
-    async with on_stage(offered=0, **{"weights.swap": "drain"}) as (producer, engine, desk, _run):
+    async with on_stage(offered=0, **{"weights.swap": "drain"}) as (producer, engine, desk, _):
         engine.swap_gate = asyncio.Event()
-        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
-        await settle()
+        swap = await swapping(producer)
         desk.offer(make_request(0))  # answers the question asked before the drain
         await settle()
         assert not engine.started
@@ -265,16 +247,15 @@ async def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_eng
         await swap
         await settle()
         assert engine.started == ["g0.s0"]
-        engine.finish(0)
-        await settle()
+        await engine.finish(0)
         assert desk.done[0].step_versions == VersionSpans.of((1, 1))
 
 
 @pytest.mark.parametrize("swap", ["step", "request", "drain"])
 async def test_weights_with_another_digest_are_refused_and_generation_may_go_on(swap):
-    async with on_stage(offered=1, **{"weights.swap": swap}) as (producer, engine, desk, _run):
+    async with on_stage(offered=1, **{"weights.swap": swap}) as (producer, engine, desk, _):
         engine.arrives = "something else"
-        error = await failure_of(producer.receive_weights(make_manifest(1), Parcel(None)))
+        error = await failure_of(receive(producer))
         assert type(error) is EngineError
         assert "rollout-0: version 1 arrived with digest something else, published was digest-1" in str(error)
         assert not engine.swaps
@@ -305,26 +286,13 @@ class Courier:
         return self._manifest, [*self._brings, *self._updates]
 
 
-def with_courier(brings: Exception | list[Any], engine: HandEngine | None = None) -> tuple[Producer, Courier]:
-    courier = Courier(brings)
-    engine = engine or HandEngine()
-    return Producer("rollout-0", make_config(), engine, Desk(), LocalStore(), ManualClock(), courier), courier
-
-
 async def test_weights_come_from_the_receiver_it_was_given_one_version_after_the_other():
-    class Keeper(HandEngine):
-        async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
-            self.arrived = buckets
-            return manifest.digest
-
-    engine = Keeper()
-    producer, courier = with_courier(["bytes"], engine)
+    engine, courier = HandEngine(), Courier(["bytes"])
+    producer = Producer("rollout-0", make_config(), engine, Desk(), LocalStore(), ManualClock(), courier)
     await producer.join_weights("here")
-    await asyncio.gather(
-        *(producer.receive_weights(make_manifest(version), Parcel("start", ["first", "second"])) for version in (1, 2))
-    )
+    await asyncio.gather(*(receive(producer, version, "first", "second") for version in (1, 2)))
     assert courier.joined == ["here"]
-    assert engine.arrived == ["bytes", "start", "first", "second"]
+    assert engine.staged == ["bytes", "start", "first", "second"]
     assert [version for version, _ in engine.swaps] == [1, 2]
 
 
@@ -337,8 +305,9 @@ async def test_weights_come_from_the_receiver_it_was_given_one_version_after_the
     ],
 )
 async def test_weights_that_do_not_arrive_are_the_engines_failure_unless_the_transport_failed(error, to_blame):
-    producer, _ = with_courier(error)
-    failure = await failure_of(producer.receive_weights(make_manifest(1), Parcel(None)))
+    store = LocalStore()
+    producer = Producer("rollout-0", make_config(), HandEngine(), Desk(), store, ManualClock(), Courier(error))
+    failure = await failure_of(receive(producer))
     if to_blame:
         assert type(failure) is EngineError
         assert str(failure) == f"rollout-0: version 1 did not arrive: {error}"
@@ -348,34 +317,26 @@ async def test_weights_that_do_not_arrive_are_the_engines_failure_unless_the_tra
 
 async def test_what_it_did_is_told_as_spans():
     async with on_stage(offered=1) as (producer, engine, desk, run):
-        engine.finish(0)
-        await settle()
-        await producer.receive_weights(make_manifest(1), Parcel(None))
+        await engine.finish(0)
+        await receive(producer)
         desk.close()
         await run
         assert {span.kind for span in desk.spans} == {"generate", "stage", "swap"}
-        generate = next(span for span in desk.spans if span.kind == "generate")
-        assert generate.args == {
-            "sample": "g0.s0",
-            "versions": "0",
-            "trajectory_bytes": 3 * 6 * 4 * 4,
-            "media_bytes": 32 * 48 * 3,
-        }
+        [generate] = [span.args for span in desk.spans if span.kind == "generate"]
+        assert (generate["sample"], generate["versions"]) == ("g0.s0", "0")
+        assert (generate["trajectory_bytes"], generate["media_bytes"]) == (3 * 6 * 4 * 4, 32 * 48 * 3)
 
 
 async def test_an_idle_engine_is_backpressured_from_its_last_sample_on_although_it_had_asked_for_more_before():
     clock = ManualClock()
-
-    async with on_stage(offered=1, clock=clock) as (_producer, engine, desk, run):
+    async with on_stage(offered=1, clock=clock) as (_, engine, desk, run):
         clock.advance(5.0)
-        engine.finish(0)
-        await settle()
+        await engine.finish(0)
         clock.advance(3.0)
         desk.offer(make_request(1))
         await settle()
         clock.advance(2.0)
-        engine.finish(1)
-        await settle()
+        await engine.finish(1)
         desk.close()
         await run
         waits = [(span.start, span.end) for span in desk.spans if span.kind == "backpressured"]

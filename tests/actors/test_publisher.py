@@ -137,7 +137,6 @@ async def test_a_version_is_announced_then_delivered_to_every_engine_and_their_r
         await stage.until(lambda: bool(stage.desk.spans))
         assert [r.received for r in stage.receivers] == [[(3, Parcel(3, [[3]]))]] * 2
         assert {report.digest for report in stage.desk.held} == {snapshot.manifest().digest}
-
     desk = stage.desk
     assert desk.log[:2] == ["announce 3", "send 3"]
     assert {"rollout-0 receives 3", "rollout-1 receives 3"} < set(desk.log[2:-1])
@@ -167,7 +166,6 @@ async def test_the_newest_version_replaces_a_waiting_one_and_gives_its_memory_ba
         stage.receivers[1].gate.set()
         await stage.arrived(3)
         assert [[version for version, _ in r.received] for r in stage.receivers] == [[0, 3]] * 2
-
     assert stage.announced == [0, 3]
 
 
@@ -185,7 +183,6 @@ async def test_a_version_that_has_left_cannot_be_withdrawn_and_one_that_waits_ca
         stage.receivers[0].gate.set()
         await stage.arrived(0)
         await settle()
-
     assert stage.announced == [0]
 
 
@@ -211,7 +208,6 @@ async def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_
         stage.publish(2)
         await stage.until(lambda: len(stage.desk.held) == 2)
         assert (stage.received(0), stage.received(1)) == ([1], [1, 2]), "nothing more is sent to it"
-
     desk = stage.desk
     assert [(report.engine, report.version) for report in desk.held] == [("rollout-1", 1), ("rollout-1", 2)]
     assert len(desk.lost) == 1
@@ -219,7 +215,6 @@ async def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_
 
 async def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(publisher, "_GRACE_S", 0.0)
-
     async with on_stage(**{"weights.timeout_s": 0.05}) as stage:
         stage.receivers[1].gate.clear()
         stage.publish(7)
@@ -270,7 +265,6 @@ async def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow(
         await stage.held(3)
         assert stage.received(2) == [2, 3]
         assert stage.received(0) == [1, 2, 3], "nobody else is sent it again"
-
     assert stage.announced == [1, 2, 3]
 
 
@@ -328,7 +322,6 @@ async def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
 async def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
     """Withdraws, exports into memory that is free, and hands it over, as the trainer does, at every state of the
     others."""
-
     async with on_stage() as stage:
         alive: set[int] = set()
         largest = 0
@@ -383,7 +376,6 @@ async def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_nee
 
 async def test_what_the_coordinator_raises_is_not_taken_for_a_version_that_arrived():
     error = KeyError("a bug")
-
     async with on_stage() as stage:
 
         async def fails(_: WeightReport) -> None:
@@ -458,7 +450,6 @@ async def test_when_one_dies_the_rest_connect_again_and_get_the_version(position
     rest = [Participant(f"rollout-{i}") for i in range(others)]
     dead = Participant("dead", dies_at=1)
     names = [one.name for one in rest]
-
     async with by_broadcast(*rest[:position], dead, *rest[position:]) as stage:
         await stage.held(0, "dead", *names)
         await stage.held(1, *names)
@@ -470,7 +461,6 @@ async def test_when_one_dies_the_rest_connect_again_and_get_the_version(position
 
 async def test_one_that_dies_before_it_has_joined_is_lost_and_the_rest_form_the_group() -> None:
     rest = Participant("rollout-0")
-
     async with by_broadcast(Participant("dead", dies_at="join"), rest) as stage:
         await stage.held(0, "rollout-0")
     assert stage.desk.lost == [("dead", "it did not join the weight transport: the actor died")]
@@ -479,7 +469,6 @@ async def test_one_that_dies_before_it_has_joined_is_lost_and_the_rest_form_the_
 
 async def test_one_that_joins_forms_the_group_anew_with_all_the_others() -> None:
     first, joiner = Participant("rollout-0"), Participant("rollout-1")
-
     async with by_broadcast(first) as stage:
         await stage.held(0, "rollout-0")
         await stage.admit(joiner)
@@ -492,7 +481,6 @@ async def test_one_that_joins_forms_the_group_anew_with_all_the_others() -> None
 
 async def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() -> None:
     joiner = Participant("rollout-1")
-
     async with by_broadcast(Participant("dead", dies_at=1)) as stage:
         await stage.held(0, "dead")
         stage.publish(1)
@@ -505,7 +493,6 @@ async def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() 
 
 async def test_one_that_is_dismissed_is_not_waited_for_by_the_next_version() -> None:
     rest, gone = Participant("rollout-0"), Participant("gone")
-
     async with by_broadcast(rest, gone) as stage:
         await stage.held(0, "rollout-0", "gone")
         stage.publisher.remove_engine("gone")

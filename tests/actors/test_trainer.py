@@ -137,9 +137,6 @@ async def test_the_publisher_runs_beside_it_and_engines_that_come_and_go_are_its
     assert stage.desk.log == ["run publisher", "admit rollout-1", "remove rollout-0"]
 
 
-# ---- groups that cannot be read --------------------------------------------------------------------------------------
-
-
 def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_again(tmp_path):
     stage = Stage(tmp_path, 4, **{"trainer.updates": 2})
     stage.ranks[0].lost = {"trajectory 0.2"}
@@ -219,8 +216,6 @@ def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
     assert not [line for line in stage.desk.log if line.startswith("export")]
 
 
-# ---- rewards that are remembered -------------------------------------------------------------------------------------
-
 TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none"}}
 
 
@@ -252,9 +247,6 @@ async def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
     assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
 
 
-# ---- engine and trainer ----------------------------------------------------------------------------------------------
-
-
 def test_an_engine_that_computes_something_else_is_told_of_update_by_update(tmp_path):
     found = [{"engine_mismatch_nats": nats} for nats in (0.02, 1.7, 1.0, 31.4159)]
     stage = Stage(tmp_path, 10, metrics=found, **{"trainer.updates": 5}).play()  # the last says nothing of it
@@ -278,9 +270,6 @@ def test_several_ranks_meet_at_one_address_and_another_shares_its_rows_once_per_
 def test_only_ranks_of_the_first_copy_of_the_weights_are_asked_for_rows(tmp_path):
     stage = Stage(tmp_path, 2, ranks=4, **{"trainer.updates": 1, "trainer.shard": 2}).play()
     assert ["share 1" in rank.log for rank in stage.ranks] == [False, True, False, False]
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_path):
