@@ -107,9 +107,7 @@ class RankApi(Protocol):
         everything else."""
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        """Copy out what a checkpoint holds of this rank and write it into `folder` from then on.
-
-        Returns the rest of the rank's state, as plain values."""
+        """Copy out what a checkpoint holds of this rank, and write it into `folder` from then on; return the rest."""
 
     async def end_save(self) -> None:
         """Wait until the files of `begin_save` are written."""
@@ -131,9 +129,7 @@ class PolicyUpdate(Protocol):
     async def add(self, group: ReadyGroup) -> None: ...
 
     async def finish(self) -> dict[str, float]:
-        """Compute what is left when all groups are in, and return the metrics of the update.
-
-        Raises Abandoned if the update is to be given up and can be."""
+        """Compute what is left and return the update's metrics. Abandoned if it is to be given up and can be."""
 
 
 class UpdateRule(Protocol):

@@ -32,9 +32,7 @@ _LAST_WRITE_S = 20.0
 
 @dataclass(eq=False)
 class Checkpointer:
-    """A writer of checkpoints into the folder `checkpoints` of the run.
-
-    The update rule's state is taken when a save begins."""
+    """A writer of checkpoints into a folder. The update rule's state is taken when a save begins."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -46,9 +44,7 @@ class Checkpointer:
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def save(self, version: int) -> None:
-        """Begin a checkpoint between two updates; `version` is that of the weights.
-
-        Returns when they may change again."""
+        """Begin a checkpoint of the weights' `version`. Returns when the weights may change again."""
         await self.settle(last=False)
         folder = self.checkpoints / folder_name(version)
         try:
@@ -66,9 +62,7 @@ class Checkpointer:
         )
 
     async def settle(self, last: bool = True) -> None:
-        """Wait until nothing is being written.
-
-        Raises a failure if it is the `last` one's, and otherwise reports it."""
+        """Wait until nothing is being written. Raises a failure of the `last` one, and reports one of another."""
         writing, self._writing = self._writing, None
         if writing is None:
             return

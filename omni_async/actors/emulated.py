@@ -94,9 +94,7 @@ class EmulatedRank:
         """Do nothing: there is nothing to load."""
 
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
-        """Fetch all trajectories, as part of the profile's time for the pass that follows.
-
-        RuntimeError if one is not of the payload's size."""
+        """Fetch all trajectories, as part of the pass that follows. RuntimeError if one has another size."""
         self._since = self._device.now()
         expected = self._trajectory_bytes
         for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):

@@ -51,9 +51,7 @@ class Plan:
 
 
 def require_trainable(config: Config) -> Plan:
-    """Return how updates are carried out.
-
-    Raises ConfigError, one line, where the objective is unknown, does not fit or cannot stream so."""
+    """Return how updates are carried out. ConfigError where the objective is unknown, or does not fit or stream so."""
     try:
         problem = next(problems(config), None)
     except ValueError as error:  # no such objective

@@ -45,9 +45,7 @@ _SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
 
 class Pairs(Protocol):
     def media(self, pair: int) -> tuple[Media, Media]:
-        """Return the chosen and the rejected image, each of any size.
-
-        Called from one thread. ValueError if there is none."""
+        """Return the chosen and the rejected image, each of any size. Called from one thread. ValueError if none."""
 
 
 @dataclass(eq=False)
@@ -76,9 +74,7 @@ class PreferenceReader:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def run(self) -> None:
-        """Read samples until the run is over.
-
-        EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped."""
+        """Read until the run is over. EngineError if a sample outlasts rollout.timeout_s: no thread can be stopped."""
         try:
             async with self._tracer.task_group() as tasks:
                 reading = tasks.create_task(self._read_samples())

@@ -114,9 +114,7 @@ class Producer:
         await self.engine.start()
 
     async def run(self) -> None:
-        """Generate leased samples until the run is over.
-
-        A dead engine ends it with EngineError; a failed sample only itself."""
+        """Generate leased samples until the run is over. EngineError if the engine is dead."""
         try:
             async with self._tracer.task_group() as tasks:
                 working: set[asyncio.Task[None]] = set()

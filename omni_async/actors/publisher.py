@@ -106,9 +106,7 @@ class WeightPublisher:
     # ---- membership --------------------------------------------------------------------------------------------------
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """Add an engine: it gets the newest version that went out, and all that follow.
-
-        EngineError if it does not take it."""
+        """Add an engine: it gets the newest version, and all that follow. EngineError if it does not take it."""
         async with self._sending:
             self._producers[name] = producer
             if not self._sender.one_by_one:

@@ -1,7 +1,4 @@
-"""Runs one trainer rank.
-
-It puts the engine of `omni_async.training` behind async calls, all its work in one thread and in call order.
-"""
+"""Runs one trainer rank: the engine of `omni_async.training` behind async calls, in one thread and in call order."""
 
 from __future__ import annotations
 
@@ -139,9 +136,7 @@ class Rank:
         return None
 
     async def share(self, version: int) -> SharedRows:
-        """Put what this rank exported as `version` into the store, while the engine goes on with the training.
-
-        That copies, as this is another process than the publisher's, and so frees the memory."""
+        """Put what was exported as `version` into the store, beside the training; that copies, and frees the memory."""
         snapshot = self._exported.pop(version)
         async with self._sharing:
             try:

@@ -71,9 +71,7 @@ class Rewarder:
         return wrong if wrong is not None and await self._coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
-        """Score samples until the run is over; scores under way then are of no use any more.
-
-        Raises ScorerHangs if this worker has to be replaced."""
+        """Score until the run is over, whose last scores nobody needs. ScorerHangs if a worker has to take over."""
         async with self._tracer.task_group():
             try:
                 await first_of(self._work(), self._coordinator.closing())

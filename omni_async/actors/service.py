@@ -48,9 +48,7 @@ class ServiceHost:
             raise
 
     async def run(self) -> None:
-        """Serve until the run is over, or the worker is to leave and has finished what it had.
-
-        Raises ServiceEnded if the service ends by itself."""
+        """Serve until the run is over, or all is done after `leave`. ServiceEnded if the service ends by itself."""
         try:
             await first_of(self._serve(), self._coordinator.closing(), self._drained())
         except Exception:

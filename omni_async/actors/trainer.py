@@ -138,10 +138,7 @@ class Trainer:
             await self.coordinator.group_gone(group.group, str(error))
 
     async def _warn(self, metrics: dict[str, float]) -> None:
-        """Report a large mismatch between engine and trainer.
-
-        Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own
-        drift."""
+        """Report a mismatch of engine and trainer on fresh samples that is larger than the policy's own drift."""
         mismatch = metrics.get("engine_mismatch_nats", 0.0)
         if mismatch > _MISMATCH_NATS:
             await self.coordinator.phase(

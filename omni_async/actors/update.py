@@ -80,9 +80,7 @@ class Update:
         return self.config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
-        """Add a group and compute with it as early as the plan allows.
-
-        ObjectLost, with nothing changed, if a rank cannot read the group."""
+        """Compute with a group as early as the plan allows. ObjectLost, with nothing changed, if it cannot be read."""
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
         start = len(self.groups) * self.plan.samples_per_group
         await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self.ranks))
@@ -122,9 +120,7 @@ class Update:
         return extra
 
     def _weights(self) -> tuple[list[Weights | None], dict[str, float]]:
-        """Return importance weights of every group's samples and steps, and the correction's metrics.
-
-        The weights are made from all of them."""
+        """Return weights of every group's samples and steps, made from all of them, and the correction's metrics."""
         correction = self.config.correction
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]

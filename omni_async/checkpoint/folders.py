@@ -42,10 +42,7 @@ def _aside(folder: Path) -> Path:
 
 
 def newest_first(checkpoints: Path) -> Iterator[Path]:
-    """Yield the checkpoints' paths.
-
-    The final one, or the one aside if the process was killed before another of the same version was at the final path.
-    """
+    """Yield the paths; one aside if the process was killed before another of its version was at the final path."""
     found = _by_version(checkpoints)
     yield from (found[version] for version in sorted(found, reverse=True))
 
@@ -156,9 +153,7 @@ def check_manifest(folder: Path) -> None:
 
 
 def _is_bystander(name: str) -> bool:
-    """Return whether a file is one that people and file systems leave behind, and no reader of a checkpoint opens.
-
-    Such are `.DS_Store`, `.nfs0001`, a note beside the folders."""
+    """Return whether a file is what people or file systems leave (`.DS_Store`, `.nfs01`) and no reader opens."""
     folder, _, file = name.rpartition("/")
     return not file.endswith(".safetensors") and (not folder or file.startswith("."))
 

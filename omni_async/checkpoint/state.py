@@ -84,9 +84,7 @@ def made_with(config: Config) -> dict[str, Any]:
 
 
 def fitting(state: State, config: Config) -> tuple[State, list[str]]:
-    """Return `state` as this recipe can use it, and the settings that differ.
-
-    Ready groups are turned into unfinished ones if the recipe would make others."""
+    """Return `state`, with no ready groups if this recipe would make others, and the settings that differ."""
     control, now = state.control, made_with(config)
     changed = [name for name, before in state.samples.items() if before != now.get(name)]
     if not (changed and control.ready):

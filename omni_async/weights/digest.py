@@ -32,25 +32,19 @@ class WeightError(RuntimeError):
 
 
 def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket], version: int | None = None) -> str:
-    """Compute xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes.
-
-    WeightError, naming `version`, if the buckets cannot hold the tensors."""
+    """Compute the digest of what lies in `buckets`. WeightError, naming `version`, if they cannot hold it."""
     return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets, version)) for s in specs)
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
-    """Raise WeightError unless `buckets` hold exactly what `manifest` promises.
-
-    The error names the version and both digests."""
+    """Raise WeightError, with both digests, unless `buckets` hold exactly what `manifest` promises."""
     actual = digest(manifest.tensors, buckets, manifest.version)
     if actual != manifest.digest:
         raise WeightError(f"weights of version {manifest.version}: expected digest {manifest.digest}, got {actual}")
 
 
 def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Sequence[Bucket]]]) -> str:
-    """Compute the digest of (name, dtype, shape, bytes in pieces) in any order.
-
-    Where a tensor is cut does not matter."""
+    """Compute xxh3-128, in hexadecimal, of (name, dtype, shape, bytes however they are cut) in any order."""
     # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
     # independent of order.
     parts = {}
@@ -80,9 +74,7 @@ def check_size(spec: TensorSpec, version: int | None = None) -> None:
 
 
 def tensor_pieces(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> list[Bucket]:
-    """Return views of a tensor's bytes, piece by piece.
-
-    WeightError, naming `version`, if the buckets cannot hold them."""
+    """Return views of a tensor's bytes, piece by piece. WeightError if they are not in the buckets."""
     check_size(spec, version)
     for piece in spec.pieces:
         size = len(buckets[piece.bucket]) if 0 <= piece.bucket < len(buckets) else 0

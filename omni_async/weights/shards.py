@@ -19,9 +19,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_rows(tensor: Tensor, rank: int) -> Tensor:
-    """Return the rows of `tensor` that `rank`, which this process is, holds; shares their memory.
-
-    ValueError if it is not rows that are spread."""
+    """Return the rows that `rank`, this process, holds, in their memory. ValueError if it holds no rows."""
     held = tensor.detach()
     if isinstance(held, DTensor):
         local: Tensor = held.to_local()

@@ -75,9 +75,7 @@ class Snapshot:
         return joined
 
     def manifest(self) -> WeightManifest:
-        """Return the manifest, with the digest of what the buckets hold: reads every byte.
-
-        WeightError if rows are missing."""
+        """Return the manifest with its digest: reads every byte. WeightError if rows are missing."""
         return WeightManifest(
             version=self.version,
             payload=self.payload,
@@ -88,9 +86,7 @@ class Snapshot:
 
 
 async def fetch(store: ObjectStore, shared: Sequence[Awaitable[SharedRows]]) -> Fetched:
-    """Return the ranks' rows as they come from `store`, mapped where they are on this machine.
-
-    ObjectLost if some are gone."""
+    """Return the ranks' rows from `store`, mapped if on this machine. ObjectLost if some are gone."""
     rows = await asyncio.gather(*shared)
     return [(one, list(await asyncio.gather(*map(store.get, one.references)))) for one in rows]
 

@@ -144,9 +144,7 @@ async def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(rank
         *((rank, 2 * rank, True, [0, 1]) for rank in range(4)),
     ],
 )
-async def test_a_rank_without_a_sample_takes_one_that_does_not_count_of_a_pair_both(
-    rank, start, paired, own
-) -> None:
+async def test_a_rank_without_a_sample_takes_one_that_does_not_count_of_a_pair_both(rank, start, paired, own) -> None:
     made, engine = await started(rank, 4, paired)
     batch = await fetched(made, 2, True, start)
     drifts = await made.recompute_proximal(batch)

@@ -33,9 +33,7 @@ class TransportError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a receiver needs to receive a version.
-
-    What its sender's `start` returned, and its `update` for each of the buckets."""
+    """What a receiver needs of its sender: what `start` returned, and `update` for each bucket."""
 
     start: Any
     buckets: list[Any] = field(default_factory=list)

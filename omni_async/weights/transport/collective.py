@@ -50,9 +50,7 @@ dist: Any = torch.distributed
 
 
 def carrier_of(config: Config) -> CarrierName:
-    """Choose the carrier: "device" needs a whole accelerator for every rank, shared with no other.
-
-    "cpu" is used otherwise."""
+    """Choose "device" where every rank has a whole accelerator, shared with no other, and "cpu" elsewhere."""
     placement = config.placement
     if config.emulation is not None or placement.colocated:
         return "cpu"
@@ -100,9 +98,7 @@ class CollectiveSender:
         self._group = forming.result()
 
     async def _joined(self, join: Join, invitation: Invitation) -> None:
-        """Return when this participant is in the group.
-
-        When its call fails, the others are notified instead of waiting for it."""
+        """Return when this participant is in the group. If its call fails, the others are notified at once."""
         try:
             await join(invitation)
         except BaseException:
@@ -213,9 +209,7 @@ class Group:
             )
 
     def meet(self, action: str) -> None:
-        """Return once all ranks are there; a carrier that waits by itself does not ask.
-
-        TransportError, naming `action`, if not all come in time."""
+        """Return when all ranks are there, unless the carrier waits itself. TransportError, with `action`, if late."""
         if isinstance(self._carrier, DeviceCarrier):
             with self._taking_part(action):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))

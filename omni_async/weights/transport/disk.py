@@ -86,9 +86,7 @@ async def _write(file: VersionFile, work: Callable[[], None]) -> None:
 
 
 def _clear_all_but(newest: Path) -> None:
-    """Delete all other versions that are in the folder, not only those this process wrote.
-
-    A trainer that was killed may have left some, even of a later version."""
+    """Delete all other versions, also those, even later ones, that a trainer left which was killed."""
     for path in newest.parent.iterdir():
         if path != newest and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)

@@ -1,6 +1,4 @@
-"""Carries weights through the run's object store: written once, mapped by every engine of the machine.
-
-In one process they travel by reference."""
+"""Carries weights through the run's object store: written once, mapped by every engine of the machine."""
 
 from __future__ import annotations
 
