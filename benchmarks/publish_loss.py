@@ -192,9 +192,7 @@ def make_requests(config: Config, specs: Sequence[SamplingSpec], samples: int) -
         [request] = factory.training(number, prompt, factory.window(number))
         found.append(
             msgspec.structs.replace(
-                request,
-                spec=specs[number % len(specs)],
-                num_inference_steps=request.num_inference_steps + number % 3,
+                request, spec=specs[number % len(specs)], num_inference_steps=request.num_inference_steps + number % 3
             )
         )
     return found

@@ -12,10 +12,7 @@ from omni_async.performance.service import ServiceTime, fit
 _SAMPLES, _STEPS = 128, 2
 # Images per GPU and second, reward and hand-overs of the GPUs included: verl-project/verl-omni,
 # docs/algo/performance.md.
-_PUBLISHED = (
-    ("LoRA rank 64, guidance, 4 H800", 0.305),
-    ("all weights, no guidance, 4 H200", 0.510),
-)
+_PUBLISHED = (("LoRA rank 64, guidance, 4 H800", 0.305), ("all weights, no guidance, 4 H200", 0.510))
 
 
 def to_profile(measured: Measured, rest: Profile, setting: str) -> Profile:

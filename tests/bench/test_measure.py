@@ -1,12 +1,16 @@
-"""Tests a run's numbers from the folder it left behind."""
+"""Tests a run's numbers from the folder it left behind: every moment of the trainer in one category, and speed-ups in
+words."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from omni_async.bench.measure import NotMeasurableError, measure, run_profile, steady_part
+from omni_async.bench.comparison import CATEGORIES, differences, in_words
+from omni_async.bench.measure import NotMeasurableError, attribute, measure, run_profile, steady_part
 from omni_async.config import ConfigError, load
 from omni_async.preflight.check import preflight
 from omni_async.types import Span
@@ -51,12 +55,9 @@ def test_stage_times_are_busy_seconds_of_a_device_and_their_variation_is_the_pro
         abs=1e-5,
     )
     assert (stages["generation"].variation, stages["reward"].variation) == (0.1, 0.0)
-
-
-def test_without_a_profile_the_variation_is_not_known(tmp_path):
-    given = inputs(tmp_path, *SYNC)
-    run, _ = world.write_run(given, *world.sync_spans(12))
-    assert measure(run.path, given.config).stages["generation"].variation is None
+    (run.path / "profile.json").write_text("{}")
+    assert run_profile(run.path) is None
+    assert measure(run.path, given.config).stages["generation"].variation is None, "not known"
 
 
 def test_roles_are_busy_or_wait_in_the_steady_part_alone(tmp_path):
@@ -101,34 +102,98 @@ def test_the_steady_part_leaves_out_the_pipelines_filling_and_draining(tmp_path,
         part(fewest - 1)
 
 
-def test_a_profile_that_cannot_be_read_is_none(tmp_path):
-    (tmp_path / "profile.json").write_text("{}")
-    assert run_profile(tmp_path) is None
-
-
-def test_an_update_without_its_line_is_an_error_and_no_number(tmp_path):
+def test_what_is_missing_or_cut_off_is_an_error_and_no_number(tmp_path):
     given = inputs(tmp_path, *SYNC)
-    run, _ = world.write_run(given, *world.sync_spans(11))
+    short, _ = world.write_run(given, *world.sync_spans(11))
     with pytest.raises(NotMeasurableError, match="expected updates 1 to 12, found 11"):
-        measure(run.path, given.config)
-
-
-@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "trace.json"])
-def test_a_file_that_is_missing_or_cut_off_is_an_error(tmp_path, name):
-    given = inputs(tmp_path, *SYNC)
-    run, _ = world.write_run(given, *world.sync_spans(12))
-    file = run.path / name
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(NotMeasurableError, match=str(run.path)):
-        measure(run.path, given.config)
-    file.unlink()
-    with pytest.raises(NotMeasurableError, match=str(run.path)):
-        measure(run.path, given.config)
-
-
-def test_a_trace_of_something_else_is_an_error(tmp_path):
-    given = inputs(tmp_path, *SYNC)
+        measure(short.path, given.config)
+    for name in ("summary.json", "metrics.jsonl", "trace.json"):
+        run, _ = world.write_run(given, *world.sync_spans(12))
+        file = run.path / name
+        file.write_bytes(file.read_bytes()[:-5])
+        with pytest.raises(NotMeasurableError, match=str(run.path)):
+            measure(run.path, given.config)
+        file.unlink()
+        with pytest.raises(NotMeasurableError, match=str(run.path)):
+            measure(run.path, given.config)
     run, _ = world.write_run(given, *world.sync_spans(12))
     run.trace.write_text(json.dumps({"traceEvents": [{"ph": "X"}]}))
     with pytest.raises(NotMeasurableError, match="KeyError"):
         measure(run.path, given.config)
+
+
+# ---- where the seconds of a step go ----------------------------------------------------------------------------------
+
+_ACTORS = st.sampled_from(["trainer", "rollout-0", "rollout-1", "rollout-2", "reward-0", "publisher"])
+_WORK = ("train", "proximal", "export", "checkpoint", "generate", "score", "publish", "stage", "swap", "switch")
+_KINDS = st.sampled_from([*_WORK, "starved", "backpressured"])
+_SPAN = st.builds(
+    lambda a, k, s, d: Span(a, k, float(s), float(s + d)), _ACTORS, _KINDS, st.integers(0, 40), st.integers(0, 20)
+)
+
+
+@given(st.lists(_SPAN, max_size=20), st.integers(0, 30), st.integers(1, 30), st.integers(1, 3))
+def test_every_unit_of_time_belongs_to_the_first_category_that_holds_in_it(spans, start, seconds, engines):
+    def under_way(*kinds: str, second: int, of: str = "") -> set[str]:
+        return {s.actor for s in spans if s.kind in kinds and s.actor.startswith(of) and s.start <= second < s.end}
+
+    expected = dict.fromkeys(CATEGORIES, 0)
+    for second in range(start, start + seconds):
+        generating = under_way("generate", second=second)
+        tests = {
+            "training": under_way("train", second=second, of="trainer"),
+            "recompute": under_way("proximal", second=second, of="trainer"),
+            "export": under_way("export", second=second, of="trainer"),
+            "generation": len(generating) >= engines,  # one that never works makes all of it a tail
+            "tail": generating,
+            "switch": under_way("switch", second=second),
+            "reward": under_way("score", second=second),
+            "weights": under_way("publish", "stage", "swap", second=second),
+            "idle": True,
+        }
+        expected[next(name for name, holds in tests.items() if holds)] += 1
+    found = attribute(spans, start, start + seconds, engines)
+    assert found == pytest.approx(expected) and list(found) == list(CATEGORIES)
+
+
+def test_a_synchronous_update_is_taken_apart_exactly():
+    spans, finished = world.sync_spans(6)
+    found = attribute(spans, finished[2], finished[5], engines=2)
+    assert {name: seconds / 3 for name, seconds in found.items()} == pytest.approx(
+        {
+            "training": world.TRAINING,
+            "recompute": world.RECOMPUTE,
+            "export": world.EXPORT,
+            "generation": world.GENERATION,
+            "tail": world.TAIL,
+            "reward": world.REWARD,
+            "switch": 0.0,
+            "weights": world.PUBLISH,
+            "idle": world.CONTROL,
+        },
+        abs=1e-5,
+    )
+
+
+def seconds(**given: float) -> dict[str, float]:
+    return {**dict.fromkeys(CATEGORIES, 0.0), **given}
+
+
+def test_shares_of_a_speed_up_sum_to_one_and_name_what_grew():
+    before = seconds(training=4.0, generation=3.0, reward=2.0, weights=1.0)
+    after = seconds(training=4.5, reward=0.5)
+    shares = differences(before, after)
+    assert shares == pytest.approx(seconds(training=-0.1, generation=0.6, reward=0.3, weights=0.2))
+    assert sum(shares.values()) == pytest.approx(1)
+    assert (
+        in_words(2.0, "sync", before, after)
+        == "2.00x over sync: generation overlapped 60 %, reward wait 30 %, weight-sync drain 20 %, training -10 %"
+    )
+
+
+def test_a_slower_arm_says_what_it_loses_by_and_what_is_next_to_nothing_is_not_taken_apart():
+    before, after = seconds(training=4.0), seconds(training=4.0, tail=1.0)
+    assert in_words(0.8, "sync", before, after) == "0.80x over sync; of what it loses: tail 100 %"
+    assert in_words(1.0, "sync", seconds(training=4.0, idle=0.03), before) == "1.00x over sync"
+    assert differences(before, before) == {}
+    assert in_words(1.0, "sync", before, before) == "1.00x over sync"

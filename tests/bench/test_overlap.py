@@ -22,20 +22,13 @@ ARMS = ("sync", "async:1", "async:2")
 STEPS = {"async-1": 8.0, "async-2": 5.0}
 
 
-def bench(tmp_path, train, *overrides, arms=ARMS, repeats=3, emulated=True, **options):
+def bench(tmp_path, train, *overrides, arms=ARMS, repeats=3, simulator=world.half_the_profile, recipe=None):
+    """Runs a benchmark of emulated devices, or of `recipe`; returns its result and what it says."""
     said = io.StringIO()
-    overlap = run_overlap(
-        world.write_recipe(tmp_path, emulated=emulated),
-        overrides,
-        out=tmp_path / "out",
-        arms=arms,
-        repeats=repeats,
-        terminal=Console(file=said, width=200),
-        train=train,
-        simulator=world.half_the_profile,
-        **options,
-    )
-    return overlap, said.getvalue()
+    recipe = recipe or world.write_recipe(tmp_path)
+    terminal, out = Console(file=said, width=200), tmp_path / "out"
+    given = {"arms": arms, "repeats": repeats, "terminal": terminal, "train": train, "simulator": simulator}
+    return run_overlap(recipe, overrides, out=out, **given), said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -97,19 +90,14 @@ def test_the_law_and_the_simulation_of_emulated_devices_are_the_profiles_in_scal
     assert found.deviation == pytest.approx(sync.simulated_s / found.step_s.median - 1)
 
 
-def real(tmp_path, train, **options):
+def real(tmp_path, train, arms):
     write_world(
         tmp_path,
         trainer={"updates": 12, "groups_per_update": world.GROUPS},
         rollout={"workers": 2, "group_size": world.SIZE},
         run={"seed": 7},
     )
-    recipe = tmp_path / "recipe.yaml"
-    terminal = Console(file=io.StringIO())
-    simulator = world.half_the_profile
-    return run_overlap(
-        recipe, out=tmp_path / "out", repeats=3, terminal=terminal, train=train, simulator=simulator, **options
-    )
+    return bench(tmp_path, train, arms=arms, recipe=tmp_path / "recipe.yaml")[0]
 
 
 def test_real_devices_get_the_law_of_what_the_sync_arms_median_run_measured(tmp_path):
@@ -122,16 +110,11 @@ def test_real_devices_get_the_law_of_what_the_sync_arms_median_run_measured(tmp_
     assert overlap.arms[0].prediction.simulated_s == world.PROFILE.generate.unit_s / 2
 
 
-def test_without_a_sync_arm_the_law_is_that_of_the_first_arm(tmp_path):
-    overlap = real(tmp_path, world.FakeTrain(STEPS, profile=world.PROFILE), arms=("async:2", "async:1"))
-    assert (
-        overlap.law
-        == "service times measured in " + overlap.arms[0].runs[1].folder + " (async:2, the repeat with the median step)"
-    )
-
-
-def test_real_devices_without_a_profile_have_no_law_and_say_so(tmp_path):
-    overlap = real(tmp_path, world.FakeTrain(), arms=("async:1", "sync"))
+def test_without_a_sync_arm_the_law_is_that_of_the_first_arm_and_without_a_profile_there_is_none(tmp_path):
+    overlap = real(tmp_path / "a", world.FakeTrain(STEPS, profile=world.PROFILE), arms=("async:2", "async:1"))
+    run = overlap.arms[0].runs[1].folder
+    assert overlap.law == f"service times measured in {run} (async:2, the repeat with the median step)"
+    overlap = real(tmp_path / "b", world.FakeTrain(), arms=("async:1", "sync"))
     assert overlap.law == "no run to take service times from"
     assert all(summary.law_s is None and summary.bound_fraction is None for summary in compare(overlap).values())
 
@@ -140,17 +123,7 @@ def test_a_simulation_that_fails_is_a_reason_and_no_number(tmp_path):
     def broken(*given):
         raise RuntimeError("no such world")
 
-    recipe = world.write_recipe(tmp_path)
-    overlap = run_overlap(
-        recipe,
-        out=tmp_path / "out",
-        arms=["sync"],
-        repeats=1,
-        terminal=Console(file=io.StringIO()),
-        train=world.FakeTrain(),
-        simulator=broken,
-    )
-    [arm] = overlap.arms
+    [arm] = bench(tmp_path, world.FakeTrain(), arms=["sync"], repeats=1, simulator=broken)[0].arms
     assert (arm.prediction.simulated_s, arm.prediction.not_simulated) == (None, "RuntimeError: no such world")
 
 
@@ -162,7 +135,7 @@ def test_a_simulation_that_fails_is_a_reason_and_no_number(tmp_path):
     [(("failed", "EngineError: gone"), "EngineError: gone"), (RuntimeError("no\nmemory"), "RuntimeError: no memory")],
 )
 def test_a_failed_run_is_reported_and_the_others_go_on(tmp_path, ending, reason):
-    train = world.FakeTrain(STEPS, ends=lambda arm, number: ending if (arm, number) == ("async-1", 1) else None)
+    train = world.FakeTrain(STEPS, ends=at("async-1", 1, ending))
     overlap, said = bench(tmp_path, train)
     assert len(train.ran) == 9 and overlap.failed
     [failure] = overlap.arms[1].failures
@@ -182,23 +155,20 @@ def test_a_run_that_says_done_but_left_too_little_is_a_failure(tmp_path):
     assert compare(overlap) == {}
 
 
-def test_an_interrupted_run_ends_the_benchmark_and_what_is_done_is_written(tmp_path):
-    train = world.FakeTrain(
-        STEPS, ends=lambda arm, number: ("interrupted", "on request") if (arm, number) == ("async-2", 1) else None
-    )
+def at(arm, number, ending):
+    """Ends one run otherwise than done."""
+    return lambda *run: ending if run == (arm, number) else None
+
+
+@pytest.mark.parametrize("ending", [("interrupted", "on request"), KeyboardInterrupt()])
+def test_an_interrupted_benchmark_writes_what_is_done_and_the_same_command_goes_on_with_what_is_missing(
+    tmp_path, ending
+):
     with pytest.raises(KeyboardInterrupt):
-        bench(tmp_path, train)
+        bench(tmp_path, world.FakeTrain(STEPS, ends=at("async-2", 1, ending)))
     overlap = read_overlap(tmp_path / "out")
     assert [len(arm.measured) for arm in overlap.arms] == [1, 2, 1]
     assert not overlap.failed
-
-
-def test_the_same_command_goes_on_with_what_is_missing(tmp_path):
-    interrupted = world.FakeTrain(
-        STEPS, ends=lambda arm, number: KeyboardInterrupt() if (arm, number) == ("async-2", 1) else None
-    )
-    with pytest.raises(KeyboardInterrupt):
-        bench(tmp_path, interrupted)
     again = world.FakeTrain(STEPS)
     overlap, said = bench(tmp_path, again)
     assert again.ran == [("async-2", 1), ("sync", 1), ("async-2", 2), ("sync", 2), ("async-1", 2)]
@@ -208,10 +178,7 @@ def test_the_same_command_goes_on_with_what_is_missing(tmp_path):
 
 
 def test_a_failed_run_is_tried_again(tmp_path):
-    with_failure = world.FakeTrain(
-        STEPS, ends=lambda arm, number: ("failed", "gone") if number == 0 and arm == "sync" else None
-    )
-    assert bench(tmp_path, with_failure)[0].failed
+    assert bench(tmp_path, world.FakeTrain(STEPS, ends=at("sync", 0, ("failed", "gone"))))[0].failed
     again = world.FakeTrain(STEPS)
     assert not bench(tmp_path, again)[0].failed
     assert again.ran == [("sync", 0)]

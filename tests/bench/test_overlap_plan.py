@@ -7,7 +7,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-import omni_async.bench.plan as fingerprints
 from omni_async.actors.plan import plan_updates
 from omni_async.bench.measure import steady_part
 from omni_async.bench.plan import BASELINES, DEFAULT_ARMS, Arm, finished_run, make_plan, parse_arms
@@ -32,16 +31,12 @@ def plan(tmp_path, *overrides, arms=DEFAULT_ARMS, updates=24, steps=None, repeat
 # ---- arms ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_default_arms_are_all_schedules_with_five_staleness_budgets():
+def test_the_default_arms_are_all_schedules_with_five_staleness_budgets_and_one_given_twice_is_one_arm():
     arms = parse_arms(DEFAULT_ARMS)
     assert [arm.name for arm in arms] == list(DEFAULT_ARMS)
-    assert {arm.schedule for arm in arms} == set(SCHEDULES)
+    assert {arm.schedule for arm in arms} == set(SCHEDULES) == {*BASELINES, "async"}
     assert [arm.max_updates for arm in arms if arm.schedule == "async"] == [0, 1, 2, 4, 8]
-    assert set(BASELINES) == set(SCHEDULES) - {"async"}
-
-
-def test_an_arm_given_twice_is_one_arm():
-    assert parse_arms(["async:2", " sync", "async:2"]) == (Arm("async", 2), Arm("sync", 0))
+    assert parse_arms(("async:2", " sync", "async:2")) == (Arm("async", 2), Arm("sync", 0))
 
 
 @pytest.mark.parametrize(
@@ -52,27 +47,18 @@ def test_what_is_no_arm_is_refused_with_what_would_be_one(name):
         parse_arms(["sync", name])
 
 
-def test_every_arm_has_its_schedules_keys_and_the_same_work(tmp_path):
-    planned = plan(tmp_path)
+def test_every_arm_has_its_schedules_keys_the_same_work_and_room_for_all_that_it_may_admit(tmp_path):
+    planned = plan(tmp_path, "buffer.groups=5", "buffer.trajectories=40")
     assert not [p.skipped for p in planned.arms if p.skipped]
     for p in planned.arms:
-        config = p.config
+        config, groups = p.config, (p.arm.max_updates + 1) * world.GROUPS
         assert (config.schedule, config.staleness.max_updates) == (p.arm.schedule, p.arm.max_updates)
         assert config.reward.streaming == (p.arm.schedule not in ("sync", "sync_colocated"))
-        assert (config.trainer.updates, config.trainer.groups_per_update, config.rollout.group_size) == (
-            24,
-            world.GROUPS,
-            world.SIZE,
-        )
+        work = (config.trainer.updates, config.trainer.groups_per_update, config.rollout.group_size)
+        assert work == (24, world.GROUPS, world.SIZE)
+        assert (config.buffer.groups, config.buffer.trajectories) == (max(5, groups), max(40, groups * world.SIZE))
         assert config.validation is None and not config.tracking.mlflow.enabled
     assert {p.arm.name for p in planned.arms if p.config.placement.colocated} == {"sync_colocated"}
-
-
-def test_buffers_have_slots_for_all_that_an_arm_may_admit(tmp_path):
-    for p in plan(tmp_path, "buffer.groups=5", "buffer.trajectories=40").arms:
-        groups = (p.arm.max_updates + 1) * world.GROUPS
-        assert p.config.buffer.groups == max(5, groups)
-        assert p.config.buffer.trajectories == max(40, groups * world.SIZE)
 
 
 @pytest.mark.parametrize(
@@ -91,29 +77,21 @@ def test_what_the_benchmark_decides_cannot_be_overridden(tmp_path, override, ins
         plan(tmp_path, override)
 
 
-def test_an_arm_that_the_recipe_rules_out_is_skipped_with_the_reason(tmp_path):
-    # Two engines, a reward worker and a trainer on four devices: colocated there would be four ranks, and one process
-    # has one.
+def test_an_arm_that_the_recipe_rules_out_is_skipped_with_the_reason_and_no_arm_at_all_is_an_error(tmp_path):
     found = plan(tmp_path, "weights.publish_every=2", arms=["sync", "async:0", "async:1"])
     reasons = {p.arm.name: p.skipped for p in found.arms}
     assert reasons["async:1"] is None
     assert reasons["sync"].startswith("weights.publish_every: schedule 'sync' sets it to 1, got 2")
     assert reasons["async:0"].startswith("staleness.max_updates: 0 is smaller than weights.publish_every - 1 = 1")
     assert {job.arm.name for job in found.jobs()} == {"async:1"}
-
-
-def test_no_arm_at_all_is_an_error_with_the_first_reason(tmp_path):
     with pytest.raises(ConfigError, match=r"^no arm can be run; async:0: staleness.max_updates: 0 is smaller"):
         plan(tmp_path, "weights.publish_every=2", arms=["async:0"])
 
 
-@pytest.mark.parametrize(("updates", "ok"), [(21, False), (22, True)])
-def test_too_few_updates_for_the_largest_budget_are_refused_before_anything_runs(tmp_path, updates, ok):
-    if ok:
-        assert plan(tmp_path, updates=updates).base.trainer.updates == updates
-    else:
-        with pytest.raises(ConfigError, match=r"^trainer.updates: 21 are too few: with a staleness budget of 8"):
-            plan(tmp_path, updates=updates)
+def test_too_few_updates_for_the_largest_budget_are_refused_before_anything_runs(tmp_path):
+    assert plan(tmp_path, updates=22).base.trainer.updates == 22
+    with pytest.raises(ConfigError, match=r"^trainer.updates: 21 are too few: with a staleness budget of 8"):
+        plan(tmp_path, updates=21)
 
 
 @pytest.mark.parametrize(("arms", "updates"), [(["sync"], 12), (["async:1"], 12), (["sync", "async:8"], 10 + 9 + 8)])
@@ -145,12 +123,9 @@ def test_every_arm_corrects_in_the_same_way(tmp_path, given, mode):
     assert automatic_correction(8).mode != automatic_correction(2).mode  # what `auto` would have made of it
 
 
-def test_a_wrong_override_is_the_recipes_error_and_no_skipped_arm(tmp_path):
+def test_a_wrong_override_or_a_job_that_generates_nothing_is_the_recipes_error_and_no_skipped_arm(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout.workers: expected int >= 1, got 0"):
         plan(tmp_path, "rollout.workers=0")
-
-
-def test_a_job_on_stored_preferences_has_nothing_to_overlap(tmp_path):
     (tmp_path / "pairs.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"data.preferences"):
         plan(tmp_path, emulated=False, data={"preferences": "pairs.parquet"})
@@ -162,17 +137,15 @@ def test_a_job_on_stored_preferences_has_nothing_to_overlap(tmp_path):
 def test_every_round_runs_every_arm_once_and_starts_with_another(tmp_path):
     names = ["sync", "async_reward", "async:1"]
     jobs = [(job.round, job.arm.name) for job in plan(tmp_path, arms=names, repeats=4).jobs()]
-    rounds = [[name for number, name in jobs if number == r] for r in range(4)]
-    assert rounds == [names, [*names[1:], names[0]], [*names[2:], *names[:2]], names]
-    assert jobs == sorted(jobs, key=lambda job: job[0])
+    rotated = [names, [*names[1:], names[0]], [*names[2:], *names[:2]], names]
+    assert jobs == [(number, name) for number, order in enumerate(rotated) for name in order]
 
 
 def test_the_arms_of_a_round_share_its_seed_and_no_two_runs_share_a_folder(tmp_path):
     jobs = list(plan(tmp_path).jobs())
     assert all(job.config.run.seed == 7 + job.round for job in jobs)
-    folders = [job.config.run.dir for job in jobs]
-    assert len(set(folders)) == len(jobs)
-    assert str(tmp_path / "out" / "runs" / "async-2-r1") in folders
+    folders = {job.config.run.dir for job in jobs}
+    assert len(folders) == len(jobs) and str(tmp_path / "out" / "runs" / "async-2-r1") in folders
 
 
 # ---- what is complete ------------------------------------------------------------------------------------------------
@@ -191,19 +164,15 @@ def test_a_run_that_is_done_with_these_settings_is_found(tmp_path):
     assert finished_run(job.inputs) in (first.path, second.path)
 
 
-@pytest.mark.parametrize("status", ["failed", "interrupted"])
-def test_a_run_that_was_not_done_is_not_complete(tmp_path, status):
+def test_a_run_that_was_not_done_or_has_other_settings_is_not_complete(tmp_path):
     job = job_of(tmp_path)
-    world.write_run(job.inputs, *world.sync_spans(24), status=status)
+    for status in ("failed", "interrupted"):
+        world.write_run(job.inputs, *world.sync_spans(24), status=status)
+    world.write_run(job_of(tmp_path, "reward.batch=3").inputs, *world.sync_spans(24))
     assert finished_run(job.inputs) is None
 
 
-def test_a_run_with_other_settings_is_not_complete(tmp_path):
-    world.write_run(job_of(tmp_path, "reward.batch=3").inputs, *world.sync_spans(24))
-    assert finished_run(job_of(tmp_path).inputs) is None
-
-
-@pytest.mark.parametrize("name", ["summary.json", "trace.json", "config.yaml"])
+@pytest.mark.parametrize("name", ["summary.json", "trace.json", "config.yaml", "fingerprint"])
 def test_a_run_that_was_cut_off_is_not_complete(tmp_path, name):
     job = job_of(tmp_path)
     run, _ = world.write_run(job.inputs, *world.sync_spans(24))
@@ -217,5 +186,5 @@ def test_a_run_of_other_code_or_another_profile_is_not_complete(tmp_path, monkey
     assert finished_run(job.inputs) == run.path
     slower = replace(job.inputs, profile=msgspec.structs.replace(job.inputs.profile, name="measured again"))
     assert finished_run(slower) is None
-    monkeypatch.setattr(fingerprints, "_code", lambda: "mended")
+    monkeypatch.setattr("omni_async.bench.plan._code", lambda: "mended")
     assert finished_run(job.inputs) is None

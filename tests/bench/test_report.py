@@ -27,46 +27,32 @@ from omni_async.performance.law import StageTimes
 
 
 def measured(step: float, **given) -> Measured:
-    attribution = dict.fromkeys(CATEGORIES, 0.0) | {"training": 4.0, "generation": step - 4.0}
-    return Measured(
-        **{
-            "updates": 10,
-            "step_s": step,
-            "steps_s": (step,) * 10,
-            "images_per_s": 32 / step,
-            "images_per_s_per_device": 8 / step,
-            "attribution": attribution,
-            "stages": {"generation": Stage(3.0, 0.25), "reward": Stage(1.0)},
-            "busy": {
-                "rollout": {"busy": 0.5, "starved": 0.0, "backpressured": 0.375},
-                "trainer": {"busy": 0.25, "starved": 0.5, "backpressured": 0.0},
-            },
-            "staleness": {0: 30, 2: 10},
-            "peak_memory_bytes": 3 * 2**29,
-            **given,
-        }
-    )
+    numbers = {
+        "updates": 10,
+        "step_s": step,
+        "steps_s": (step,) * 10,
+        "images_per_s": 32 / step,
+        "images_per_s_per_device": 8 / step,
+        "attribution": dict.fromkeys(CATEGORIES, 0.0) | {"training": 4.0, "generation": step - 4.0},
+        "stages": {"generation": Stage(3.0, 0.25), "reward": Stage(1.0)},
+        "busy": {
+            "rollout": {"busy": 0.5, "starved": 0.0, "backpressured": 0.375},
+            "trainer": {"busy": 0.25, "starved": 0.5, "backpressured": 0.0},
+        },
+        "staleness": {0: 30, 2: 10},
+        "peak_memory_bytes": 3 * 2**29,
+    }
+    return Measured(**numbers | given)
 
 
 def runs(*steps: float, **given) -> tuple[RunRecord, ...]:
-    return tuple(
-        RunRecord(round=number, status="done", measured=measured(step, **given)) for number, step in enumerate(steps)
-    )
+    return tuple(RunRecord(round=n, status="done", measured=measured(step, **given)) for n, step in enumerate(steps))
 
 
 def arm(name: str, budget: int = 0, **given) -> ArmRecord:
-    times = StageTimes(generate=3, score=1, train=4, publish=0)
-    prediction = Prediction(times=times, law_s=4.5, simulated_s=5.25)
-    return ArmRecord(
-        **{
-            "name": name,
-            "schedule": name.partition(":")[0],
-            "max_updates": budget,
-            "devices": 4,
-            "prediction": prediction,
-            **given,
-        }
-    )
+    prediction = Prediction(times=StageTimes(generate=3, score=1, train=4, publish=0), law_s=4.5, simulated_s=5.25)
+    named = {"name": name, "schedule": name.partition(":")[0], "max_updates": budget, "devices": 4}
+    return ArmRecord(**named | {"prediction": prediction} | given)
 
 
 def result(*arms: ArmRecord, time_scale: float = 1.0) -> Overlap:
@@ -126,11 +112,13 @@ def test_scaled_time_is_also_shown_in_the_profiles():
 
 def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
     notes = list(table.notes(RESULT))
-    assert "async:1 is 1.60x over sync: generation overlapped 100 %" in notes
-    assert "async:1: run 2 failed: EngineError: gone" in notes
-    assert "async:2: run 2 failed: EngineError: gone" in notes
-    assert "async:4: skipped: staleness.exact: no" in notes
-    assert "law and simulation: profile toy, times 1" in notes
+    assert {
+        "async:1 is 1.60x over sync: generation overlapped 100 %",
+        "async:1: run 2 failed: EngineError: gone",
+        "async:2: run 2 failed: EngineError: gone",
+        "async:4: skipped: staleness.exact: no",
+        "law and simulation: profile toy, times 1",
+    } <= {*notes}
     assert any("a chip, 2 CPUs, 8 GiB; Linux; Python 3.11, ray 2.60" in note for note in notes)
 
 
@@ -142,13 +130,8 @@ def test_speed_ups_over_other_baselines_are_noted_for_the_fastest_arm():
         arm("async:2", 2, runs=runs(4.5)),
     )
     assert fastest(compare(overlap)).name == "async:2"
-    noted = [
-        note.partition(":")[0] + note.split(":")[1].partition(" ")[2]
-        for note in table.notes(overlap)
-        if "x over" in note
-    ]
     words = " ".join(table.notes(overlap))
-    assert noted and "async:2 is 1.33x over sync_colocated" in words
+    assert "async:2 is 1.33x over sync_colocated" in words
     assert "async:1 is 1.20x over sync_colocated" not in words
     assert "sync_colocated is 1.33x over sync" in words
 
@@ -181,20 +164,9 @@ def test_a_pipe_gets_markdown_and_a_terminal_a_table(terminal):
         assert word in shown
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"),
-        (0.0, "0"),
-        (0.01234, "0.0123"),
-        (1.2345, "1.23"),
-        (418.2, "418"),
-        (12345.0, "12345"),
-        (1.5e-5, "1.5e-05"),
-    ],
-)
-def test_numbers_have_three_digits(value, text):
-    assert table.number(value) == text
+def test_numbers_have_three_digits():
+    values = {None: "-", 0.0: "0", 0.01234: "0.0123", 1.2345: "1.23", 418.2: "418", 12345.0: "12345", 1.5e-5: "1.5e-05"}
+    assert {value: table.number(value) for value in values} == values
 
 
 def test_the_figure_has_four_panels_with_every_measured_arm():
@@ -202,12 +174,8 @@ def test_the_figure_has_four_panels_with_every_measured_arm():
         arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0)), arm("async:4", 4, skipped="no")
     )
     axes = figure_of(overlap).axes
-    assert [panel.get_title(loc="left") for panel in axes] == [
-        "Step time",
-        "Where the trainer's time goes",
-        "What each role does",
-        "Staleness",
-    ]
+    titles = ["Step time", "Where the trainer's time goes", "What each role does", "Staleness"]
+    assert [panel.get_title(loc="left") for panel in axes] == titles
     for panel in axes:
         assert [label.get_text() for label in panel.get_xticklabels()] == ["sync", "async:2"]
     steps, seconds, _, staleness = axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from recipe import MINIMAL, load_text
 from omni_async.algorithms.validation import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
 from omni_async.config.algorithm import Correction
+from omni_async.config.load import family_of
 from omni_async.config.redact import is_secret_key
+from omni_async.families import PipelineFamily, SamplingSpec, family_names, find_family
 
 
 @pytest.mark.parametrize(
@@ -149,12 +152,9 @@ def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> 
     again = load_text(text)
     assert again == config
     assert resolved_yaml(again) == text
-    assert list(yaml.safe_load(text))[:4] == [
-        "schedule",
-        "run",
-        "model",
-        "data",
-    ], "in the schema's order, every default filled in"
+    assert list(yaml.safe_load(text))[:4] == ["schedule", "run", "model", "data"], (
+        "in the schema's order, every default filled in"
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -176,28 +176,12 @@ def test_any_text_and_any_number_survive_resolving(text: str, number: float) -> 
     assert load_text(resolved_yaml(changed)) == changed
 
 
+_TOKENS = "{ } [ ] : , & * ! | > ' \" % @ ` # - ? 0 x 1 model path run << .inf 1e9 ~ *a"
 ODD_YAML = st.lists(
-    st.sampled_from(
-        [
-            *"{}[]:,&*!|>'\"%@`#-?\n\t 0x1",
-            "model",
-            "path",
-            "run",
-            ": ",
-            "\n  ",
-            "- ",
-            "<<",
-            "!!int ",
-            "!!set ",
-            "&a ",
-            "*a",
-            ".inf",
-            "1e9",
-            "~",
-        ]
-    ),
-    max_size=30,
+    st.sampled_from([*_TOKENS.split(), "\n", "\t", " ", ": ", "\n  ", "- ", "!!int ", "!!set ", "&a "]), max_size=30
 ).map("".join)
+_KEYS = "model path reward scorers 0 1 params rollout sde window range trainer updates"
+PATHS = st.lists(st.sampled_from([*_KEYS.split(), ""]) | st.text(max_size=3), max_size=5).map(".".join)
 
 
 @settings(max_examples=300, deadline=None)
@@ -209,30 +193,6 @@ def test_no_text_as_a_file_does_anything_but_load_or_complain(text: str) -> None
         assert str(error)
     else:
         assert check(config) is None
-
-
-PATHS = st.lists(
-    st.sampled_from(
-        [
-            "model",
-            "path",
-            "reward",
-            "scorers",
-            "0",
-            "1",
-            "params",
-            "rollout",
-            "sde",
-            "window",
-            "range",
-            "trainer",
-            "updates",
-            "",
-        ]
-    )
-    | st.text(max_size=3),
-    max_size=5,
-).map(".".join)
 
 
 @settings(max_examples=300, deadline=None)
@@ -278,18 +238,63 @@ def test_buckets_are_the_shared_sampling_and_what_differs() -> None:
 # ---- mode `auto` of the off-policy correction ----
 
 
-@pytest.mark.parametrize("updates", [0, 2, 4])
-def test_up_to_four_updates_the_ratio_is_taken_to_the_behaviour_policy(updates: int) -> None:
-    assert load_text(MINIMAL, f"staleness.max_updates={updates}").correction == Correction(mode="bypass")
-
-
-@pytest.mark.parametrize("updates", [5, 8])
-def test_beyond_four_updates_weights_are_tempered_and_far_steps_masked(updates: int) -> None:
-    chosen = load_text(MINIMAL, f"staleness.max_updates={updates}").correction
-    assert (chosen.mode, chosen.weights, chosen.kappa_nats, chosen.normalises) == ("decoupled", "tempered", 2.0, True)
-    assert list(correction_problems(chosen)) == []
+def test_beyond_four_updates_auto_tempers_weights_and_masks_far_steps_instead_of_bypassing() -> None:
+    for updates in (0, 2, 4):
+        assert load_text(MINIMAL, f"staleness.max_updates={updates}").correction == Correction(mode="bypass")
+    for updates in (5, 8):
+        c = load_text(MINIMAL, f"staleness.max_updates={updates}").correction
+        assert (c.mode, c.weights, c.kappa_nats, c.normalises) == ("decoupled", "tempered", 2.0, True)
+        assert list(correction_problems(c)) == []
 
 
 def test_an_explicit_mode_is_taken_as_it_is() -> None:
     config = load_text(MINIMAL, "staleness.max_updates=8", "algorithm.correction={mode: bypass, k3: 1.0}")
     assert config.correction == config.algorithm.correction == Correction(mode="bypass", k3=1.0)
+
+
+# ---- the model family of a checkpoint: a recipe need not name it ----
+
+
+def checkpoint(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "model_index.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "stable_diffusion_3", "wan2_2"])
+def test_the_family_is_the_one_that_takes_the_checkpoint(tmp_path: Path, family: str) -> None:
+    text = json.dumps({"_class_name": find_family(family).model_index_class})
+    folder = checkpoint(tmp_path / "model", text)
+    (tmp_path / "recipe.yaml").write_text(
+        MINIMAL.replace("{pipeline: qwen_image, path: checkpoints/tiny}", "{path: model}")
+    )
+    config = load(tmp_path / "recipe.yaml", ["rollout.sampling.height=32"])
+    assert family_of(folder) == config.model.pipeline == family
+    assert config.rollout.sampling.height == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"_class_name": "UnheardPipeline"}', "model.path: .* is a UnheardPipeline checkpoint, and none of"),
+        ('{"_class_name"', "names no pipeline class"),
+        ("[]", "names no pipeline class"),
+        ("{}", "names no pipeline class"),
+    ],
+)
+def test_a_checkpoint_that_no_family_takes(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        family_of(checkpoint(tmp_path / "model", text))
+    with pytest.raises(ValueError, match=r"it has no model_index\.json"):
+        family_of(tmp_path)
+
+
+def test_two_families_that_take_the_same_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> PipelineFamily:
+        if name == family_names()[-1]:
+            raise ValueError("model.pipeline: its package is broken")
+        return PipelineFamily(name, policy="", model_index_class="TwicePipeline", sampling=SamplingSpec)
+
+    monkeypatch.setattr(sys.modules["omni_async.config.load"], "find_family", find)
+    with pytest.raises(ValueError, match=r"is a TwicePipeline checkpoint, and .* all take it: name one"):
+        family_of(checkpoint(tmp_path / "model", '{"_class_name": "TwicePipeline"}'))

@@ -83,10 +83,7 @@ def test_a_chain_of_recipes_is_followed(tmp_path: Path) -> None:
     ("files", "said"),
     [
         ({"own": "extends: own.yaml\n"}, "own.yaml: extends: recipes extend each other in a circle"),
-        (
-            {"own": "extends: other.yaml\n", "other": "extends: ./own.yaml\n"},
-            "extends: recipes extend each other in a circle",
-        ),
+        ({"own": "extends: other.yaml\n", "other": "extends: ./own.yaml\n"}, "extends: recipes extend each other in"),
         ({"own": "extends: nowhere.yaml\n"}, "own.yaml extends it)"),
         ({"own": "extends: [base.yaml]\n"}, "own.yaml: extends: expected the path of a recipe, got ['base.yaml']"),
         ({"own": "extends: 3\n"}, "own.yaml: extends: expected the path of a recipe, got 3"),

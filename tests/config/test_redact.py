@@ -1,18 +1,26 @@
-"""Tests that configurations and texts are shown without credentials, and otherwise unchanged."""
+"""Tests that configurations and texts are shown without credentials, in every form that libraries give these, and
+otherwise unchanged."""
 
 from __future__ import annotations
 
+import base64
+import html
+import json
 import time
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, quote_plus
 
 import msgspec
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from recipe import MINIMAL, complaint, load_text
 
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.describe import walk
 from omni_async.config.redact import (
+    MASK,
     is_secret_key,
     one_line,
     redact,
@@ -21,61 +29,32 @@ from omni_async.config.redact import (
     secrets_in,
     with_secrets,
 )
+from omni_async.config.secret_forms import find
 from omni_async.config.section import Section
 
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "token",
-        "hf_token",
-        "api_key",
-        "apiKey",
-        "X-Api-Key",
-        "Authorization",
-        "PASSWORD",
-        "client_secret",
-        "aws_secret_access_key",
-        "secret_key",
-        "credentials",
-        "private-key",
-        "Cookie",
-        "db_passwd",
-        "reward.scorers.0.params.api_key",
-        "api_keys",
-        "apiKeys",
-        "APIKey",
-        "openaiapikey",
-        "secrets",
-        "passwords",
-        "auth",
-        "basic_auth",
-        "oauth",
-        "auth_key",
-        "license_key",
-        "subscription_key",
-        "Ocp-Apim-Subscription-Key",
-        "x-functions-key",
-        "X-Amz-Signature",
-        "X-Amz-Security-Token",
-        "sig",
-        "tokens",
-        "hf_tokens",
-        "headers[Authorization]",
-        "api_key[]",
-    ],
+SECRET = (
+    "token hf_token api_key apiKey X-Api-Key Authorization PASSWORD client_secret aws_secret_access_key secret_key"
+    " credentials private-key Cookie db_passwd reward.scorers.0.params.api_key api_keys apiKeys APIKey openaiapikey"
+    " secrets passwords auth basic_auth oauth auth_key license_key subscription_key Ocp-Apim-Subscription-Key"
+    " x-functions-key X-Amz-Signature X-Amz-Security-Token sig tokens hf_tokens headers[Authorization] api_key[]"
 )
+HARMLESS = (
+    "key keys sort_key prompt_key keyboard monkey tokenizer token_count reject_level target_modules secretary path"
+    " author authenticate config design cookie_jar_size"
+)
+# Secret in a query: under the names that a mapping hides, and under some that only hold such a word.
+IN_QUERIES = (
+    "api_key apiKeys auth sig Ocp-Apim-Subscription-Key pwd tokens api%5Fkey key access_token_v2 AWSAccessKeyId"
+    " secret_value tokenid password_hash key_id apikeyv2 sort_key"
+)
+
+
+@pytest.mark.parametrize("key", SECRET.split())
 def test_a_key_that_names_a_secret(key: str) -> None:
     assert is_secret_key(key)
 
 
-HARMLESS = (
-    "key keys sort_key prompt_key keyboard monkey tokenizer token_count reject_level target_modules secretary path"
-    " author authenticate"
-)
-
-
-@pytest.mark.parametrize("key", [*HARMLESS.split(), "config", "design", "cookie_jar_size", ""])
+@pytest.mark.parametrize("key", [*HARMLESS.split(), ""])
 def test_a_key_that_does_not(key: str) -> None:
     assert not is_secret_key(key)
     assert redact_text(f"{key}=hunter2") == f"{key}=hunter2"
@@ -105,55 +84,18 @@ def test_no_key_of_the_schema_is_taken_for_a_secret() -> None:
     assert msgspec.json.encode(redact(whole)) == msgspec.json.encode(whole)
 
 
-@pytest.mark.parametrize(
-    "key", ["api_key", "apiKeys", "auth", "sig", "Ocp-Apim-Subscription-Key", "pwd", "tokens", "api%5Fkey"]
-)
-def test_a_query_value_is_a_secret_under_the_names_that_a_mapping_hides(key: str) -> None:
-    assert is_secret_key(unquote(key))
-    check_query(key)
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "key",
-        "access_token_v2",
-        "AWSAccessKeyId",
-        "secret_value",
-        "tokenid",
-        "password_hash",
-        "key_id",
-        "apikeyv2",
-        "sort_key",
-    ],
-)
-def test_a_query_value_is_a_secret_under_names_that_only_hold_such_a_word(key: str) -> None:
-    check_query(key)
-
-
-def check_query(key: str) -> None:
+@pytest.mark.parametrize("key", IN_QUERIES.split())
+def test_a_query_value_is_a_secret_also_under_names_that_only_hold_such_a_word(key: str) -> None:
     url = f"https://h/v1?n=1&{key}=hunter2&m=2"
     assert redact_text(url) == f"https://h/v1?n=1&{key}=***&m=2"
     assert secrets_in({"url": url}) == {"hunter2"}
 
 
 def test_values_under_secret_keys_are_masked_whatever_they_are() -> None:
-    tree = {
-        "headers": {"Authorization": "Bearer x"},
-        "pin": 1,
-        "password": 1234,
-        "secret": {"a": "b"},
-        "token": ["a"],
-        "api_key": "env:KEY",
-    }
-    assert redact(tree) == {
-        "headers": {"Authorization": "***"},
-        "pin": 1,
-        "password": "***",
-        "secret": "***",
-        "token": "***",
-        "api_key": "env:KEY",
-    }
+    tree = {"headers": {"Authorization": "Bearer x"}, "password": 1234, "secret": {"a": "b"}, "token": ["a"]}
+    masked = {"headers": {"Authorization": "***"}, "password": "***", "secret": "***", "token": "***"}
+    rest = {"pin": 1, "api_key": "env:KEY"}
+    assert redact(tree | rest) == masked | rest
     assert redact({"token": None, "secret": False}) == {"token": None, "secret": False}
 
 
@@ -194,23 +136,7 @@ def test_known_secrets_are_masked_wherever_they_turn_up() -> None:
 
 def test_a_hostile_text_is_no_work() -> None:
     started = time.process_time()
-    for piece in (
-        "?token",
-        "a.",
-        "://",
-        "token=",
-        "Bearer ",
-        "&key",
-        "_token",
-        "a",
-        "x=",
-        "?x=",
-        "tokens=1",
-        "&tokens=1",
-        "-",
-        "[",
-        "%5F",
-    ):
+    for piece in "?token a. :// token= Bearer &key _token a x= ?x= tokens=1 &tokens=1 - [ %5F".split():  # noqa: SIM905
         redact_text(piece * (100_000 // len(piece)))
     assert time.process_time() - started < 5
 
@@ -265,3 +191,119 @@ def test_references_are_replaced_however_deep(monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_replaced_is_refused(value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("*", r"\*")):
         resolve_references(value, "roles.0")
+
+
+# ---- a known secret, in every form -----------------------------------------------------------------------------------
+
+Encoder = Callable[[str], str]
+
+
+def all_escaped(text: str) -> str:
+    """Escapes all characters as UTF-16 code units, as JSON does."""
+    units = text.encode("utf-16-be")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
+
+
+ENCODERS: dict[str, Encoder] = {
+    "itself": lambda text: text,
+    "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    "base64 without padding": lambda text: base64.b64encode(text.encode()).decode().rstrip("="),
+    "base64 for URLs": lambda text: base64.urlsafe_b64encode(text.encode()).decode(),
+    "base64 in lines": lambda text: base64.encodebytes(text.encode()).decode(),
+    "base64 of UTF-16": lambda text: base64.b64encode(text.encode("utf-16-le")).decode(),
+    "percent": lambda text: quote(text, safe=""),
+    "percent, lower case": lambda text: "".join(
+        f"%{b:02x}" if b > 127 or not chr(b).isalnum() else chr(b) for b in text.encode()
+    ),
+    "percent, every byte": lambda text: "".join(f"%{byte:02X}" for byte in text.encode()),
+    "form": quote_plus,
+    "hex": lambda text: text.encode().hex(),
+    "HEX": lambda text: text.encode().hex().upper(),
+    "hex with colons": lambda text: text.encode().hex(":"),
+    "hex dump": lambda text: ", ".join(f"0x{byte:02x}" for byte in text.encode()),
+    "JSON": json.dumps,
+    "JSON with slashes": lambda text: json.dumps(text).replace("/", "\\/"),
+    "JSON, every character": all_escaped,
+    "JavaScript": lambda text: "".join(f"\\u{{{ord(character):x}}}" for character in text),
+    "repr": repr,
+    "ascii": ascii,
+    "repr of bytes": lambda text: repr(text.encode()),
+    "bytes, every one": lambda text: "".join(f"\\x{byte:02x}" for byte in text.encode()),
+    "octal": lambda text: "".join(f"\\{byte:03o}" for byte in text.encode()),
+    "HTML": html.escape,
+    "HTML, decimal": lambda text: "".join(f"&#{ord(character)};" for character in text),
+    "HTML, hex": lambda text: "".join(f"&#x{ord(character):X};" for character in text),
+}
+SECRETS = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), min_size=6, max_size=40).filter(
+    lambda text: len({*text}) > 4
+)
+AROUND = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(secret=SECRETS, before=AROUND, after=AROUND, form=st.sampled_from(sorted(ENCODERS)))
+@example(secret="sk-4242/42+42", before="user:", after="", form="base64")
+@example(secret="p\"a\\s's<w>&rd", before="", after="", form="HTML")
+@example(secret="a%25b%2Fc", before="", after="", form="percent")
+def test_a_secret_is_masked_in_every_form_wherever_it_stands(secret: str, before: str, after: str, form: str) -> None:
+    encoded = ENCODERS[form](secret)
+    shown = redact_text(f"{before} {encoded} {after}", [secret])
+    assert MASK in shown
+    assert encoded not in shown and secret not in shown
+
+
+@settings(max_examples=200, deadline=None)
+@given(secret=SECRETS, user=AROUND, rest=AROUND, form=st.sampled_from(sorted(ENCODERS)))
+@example(secret="sk-424242", user="u", rest="", form="base64")
+@example(secret="sk-424242", user="us", rest="x", form="base64")
+@example(secret="sk-424242", user="use", rest="xy", form="base64")
+def test_a_secret_is_masked_in_what_was_encoded_together_with_other_text(
+    secret: str, user: str, rest: str, form: str
+) -> None:
+    """Masks as in `Basic base64(user:password)`, where the secret begins and ends at any of the encoded bytes."""
+    encoded = ENCODERS[form](f"{user}:{secret}@{rest}")
+    shown = redact_text(f"refused: {encoded}", [secret])
+    assert MASK in shown and encoded not in shown
+    if form.startswith("base64") and "UTF" not in form and form != "base64 in lines":
+        core = base64.b64encode(f"{user}:".encode()).decode()
+        assert len(shown) - len("refused: ") - len(MASK) <= len(core) + 2 * len(rest.encode()) + 8, (
+            "no bits of the secret are left beside the mask"
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    secret=SECRETS,
+    inner=st.sampled_from(["percent", "JSON", "base64", "hex", "repr", "HTML"]),
+    outer=st.sampled_from(["percent", "JSON", "repr", "HTML"]),
+)
+def test_forms_within_escapes_are_masked(secret: str, inner: str, outer: str) -> None:
+    encoded = ENCODERS[outer](ENCODERS[inner](secret))
+    shown = redact_text(f"body: {encoded}", [secret])
+    assert MASK in shown and encoded not in shown and secret not in shown
+
+
+@given(text=st.text(max_size=200))
+@example(text='{"a": "\\u00e9\\/", "b": "%20&amp;AAAA"} 0xdead beef')
+def test_a_text_without_secrets_stays_as_it_is(text: str) -> None:
+    assert find(text, ["Zq7hV-unlikely-secret"]) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\\" * 20_000, "%25" * 7_000, "&#" * 10_000, "\\u" * 10_000, "0x" * 10_000, "\\\\u0073" * 3_000, "A" * 20_000],
+)
+def test_a_hostile_text_costs_no_more_than_its_length(text: str) -> None:
+    began = time.process_time()
+    find(text, ["\\" * 30, "%25%25%25%25", "A" * 30])
+    assert time.process_time() - began < 2.0
+
+
+def test_a_half_pair_in_a_text_or_a_secret_is_no_obstacle() -> None:
+    assert redact_text("\ud800 sk-424242 \udfff", ["sk-424242"]) == f"\ud800 {MASK} \udfff"
+    assert redact_text("x \ud800-secret", ["\ud800-secret"]) == f"x {MASK}"
+
+
+def test_two_secrets_beside_each_other_are_two_masks_and_one_in_the_other_is_one() -> None:
+    assert redact_text("first2nd-one", ["first", "2nd-one"]) == MASK * 2
+    assert redact_text("key=?", ["first"]) != MASK and redact_text("longer-secret", ["longer", "longer-secret"]) == MASK

@@ -22,7 +22,7 @@ from omni_async.performance.service import ServiceTime
 from omni_async.preflight import check as module
 from omni_async.preflight.check import preflight
 from omni_async.rewards.registry import names
-from tests.runtime.runtime_world import write_world
+from tests.runtime.runtime_world import OFFLINE, write_world
 
 
 def refusal(config: Config) -> str:
@@ -42,9 +42,6 @@ def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
     assert inputs.profile is None and inputs.notes == (), "a real job replays nothing"
 
 
-OFFLINE = {"rollout": {"sde": None}, "algorithm": {"name": "diffusion_dpo"}, "reward": {"scorers": []}}
-
-
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -58,10 +55,7 @@ OFFLINE = {"rollout": {"sde": None}, "algorithm": {"name": "diffusion_dpo"}, "re
             {"algorithm": {"name": "diffusion_nft"}, "model": {"path": "nowhere"}},
             "^rollout.sde: diffusion_nft trains on final latents",
         ),
-        (
-            OFFLINE | {"data": {"prompts": None, "preferences": "nowhere.parquet"}},
-            r"^data.preferences: .*nowhere\.parquet",
-        ),
+        (OFFLINE, r"^data.preferences: .*pairs\.parquet"),
         ({"reward": {"scorers": [{"name": "orc"}]}}, f"'orc': registered are {', '.join(names())}"),
         ({"reward": {"scorers": [{"name": "jpeg_size", "params": {"colour": 1}}]}}, "takes no parameter 'colour'"),
         ({"data": {"prompts": "nowhere.txt"}}, "^data.prompts: no such file: "),
@@ -72,14 +66,10 @@ def test_what_does_not_fit_is_refused_under_its_key_with_the_reason(tmp_path, se
     assert re.search(said, refusal(write_world(tmp_path, **sections)))
 
 
-def offline(folder: Any, pairs: str) -> Config:
-    return write_world(folder, data={"prompts": None, "preferences": pairs}, **OFFLINE)
-
-
 def test_the_prompts_of_preference_pairs_are_those_of_the_file(tmp_path):
     columns = {"prompt": ["a cat", "a dog", "a cat"], "chosen": [b"png"] * 3, "rejected": [b"png"] * 3}
     pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
-    inputs = preflight(offline(tmp_path, "pairs.parquet"))
+    inputs = preflight(write_world(tmp_path, **OFFLINE))
     assert [(prompt.index, prompt.text) for prompt in inputs.prompts] == [(0, "a cat"), (1, "a dog"), (2, "a cat")]
 
 
@@ -158,8 +148,7 @@ def test_a_profile_that_cannot_be_had_is_refused(tmp_path, profile, why):
     (tmp_path / "recipe.json").write_text('{"name": "x"}')
     (tmp_path / "old.json").write_text('{"name": "x", "assess": {}}')
     message = refusal(emulated(tmp_path, emulation={"profile": profile}))
-    assert message.startswith("emulation.profile: ")
-    assert why in message
+    assert message.startswith("emulation.profile: ") and why in message
 
 
 def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_path):
@@ -170,28 +159,22 @@ def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_p
     assert message.endswith("lower it")
 
 
-def test_degrees_divide_emulated_ranks_as_they_do_real_ones(tmp_path):
-    said = "trainer.shard: 2 ranks share a copy of the weights, and do not divide trainer.workers = 3"
-    ranks = {"workers": 3, "shard": 2}
-    assert said in refusal(emulated(tmp_path, "trainer.workers=3", "trainer.shard=2"))
-    assert said in refusal(write_world(tmp_path, trainer=ranks, run={"runtime": "ray"}))
-
-
 def test_what_cannot_be_trained_cannot_be_emulated_either(tmp_path):
-    assert "needs at least 2" in refusal(emulated(tmp_path, "rollout.group_size=1"))
-    assert "'on' cannot be had here" in refusal(
-        emulated(tmp_path, "trainer.streaming=on", "trainer.steps_per_update=2")
-    )
+    degrees = "trainer.shard: 2 ranks share a copy of the weights, and do not divide trainer.workers = 3"
+    for overrides, said in (
+        (("trainer.workers=3", "trainer.shard=2"), degrees),
+        (("rollout.group_size=1",), "needs at least 2"),
+        (("trainer.streaming=on", "trainer.steps_per_update=2"), "'on' cannot be had here"),
+    ):
+        assert said in refusal(emulated(tmp_path, *overrides))
+    assert degrees in refusal(write_world(tmp_path, trainer={"workers": 3, "shard": 2}, run={"runtime": "ray"}))
 
 
 def test_accelerators_are_shared_one_at_a_time(tmp_path):
-    placement = {"colocated": True, "trainer": {"gpus": 2}}
-    message = refusal(write_world(tmp_path, placement=placement, staleness={"max_updates": 0}))
-    assert (
-        message
-        == "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
-    )
-    assert preflight(emulated(tmp_path, placement=placement, staleness={"max_updates": 0})).profile is not None
+    sections = {"placement": {"colocated": True, "trainer": {"gpus": 2}}, "staleness": {"max_updates": 0}}
+    said = "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
+    assert refusal(write_world(tmp_path, **sections)) == said
+    assert preflight(emulated(tmp_path, **sections)).profile is not None
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, found: tuple[int, str] | None) -> None:
@@ -221,28 +204,26 @@ def test_an_accelerator_where_there_is_none_is_refused(tmp_path, monkeypatch, ro
 
 def test_more_accelerators_than_there_are_is_refused_with_the_sum_by_role(tmp_path, monkeypatch):
     machine(monkeypatch, (2, "/dev has so many"))
-    world = {"run": {"runtime": "ray"}, "rollout": {"workers": 3}}
-    message = refusal(write_world(tmp_path, placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}}, **world))
+
+    def asking(each: float, engines: int) -> Config:
+        placement = {"rollout": {"gpus": each}, "trainer": {"gpus": 1}}
+        return write_world(tmp_path, run={"runtime": "ray"}, placement=placement, rollout={"workers": engines})
+
+    message = refusal(asking(0.5, 3))
     assert "(rollout 3 x 0.5, trainer 1 x 1), but this machine has 2 (/dev has so many)" in message
-    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 0.25}, "trainer": {"gpus": 1}}, **world))
-    preflight(
-        write_world(
-            tmp_path,
-            placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}},
-            **world | {"rollout": {"workers": 2}},
-        )
-    )
+    preflight(asking(0.25, 3))
+    preflight(asking(0.5, 2))
 
 
 def test_accelerators_are_not_counted_where_that_cannot_be_known_and_one_process_shares_its_own(tmp_path, monkeypatch):
+    asking, ray = {"placement": {"trainer": {"gpus": 9}}}, {"runtime": "ray"}
     machine(monkeypatch, (1, "/dev has so many"))
     preflight(write_world(tmp_path, placement={"rollout": {"gpus": 1}, "trainer": {"gpus": 2}}))
-    asking = {"placement": {"trainer": {"gpus": 9}}}
     machine(monkeypatch, None)
-    preflight(write_world(tmp_path, run={"runtime": "ray"}, **asking))
+    preflight(write_world(tmp_path, run=ray, **asking))
     machine(monkeypatch, (0, "/dev has none"))
-    preflight(write_world(tmp_path, run={"runtime": "ray", "ray_address": "auto"}, **asking))
-    assert preflight(emulated(tmp_path, run={"runtime": "ray"}, **asking)).profile is not None
+    preflight(write_world(tmp_path, run={**ray, "ray_address": "auto"}, **asking))
+    assert preflight(emulated(tmp_path, run=ray, **asking)).profile is not None
 
 
 def test_a_cluster_is_joined_by_the_recipe_or_by_rays_own_variable(tmp_path, monkeypatch):
@@ -295,15 +276,11 @@ def test_a_folder_for_runs_that_cannot_be_made_is_refused_by_looking(tmp_path, m
     (tmp_path / "taken").write_text("")
     (tmp_path / "locked").mkdir()
     monkeypatch.setattr(module.os, "access", lambda path, mode: path != tmp_path / "locked")
-    for folder, why in (
-        ("taken/runs", "taken is not a folder"),
-        ("x" * 300, "File name too long"),
-        ("locked/a/runs", "locked is not writable"),
-    ):
+    refused = {"taken/runs": "taken is not a folder", "x" * 300: "File name too long", "locked/a": "is not writable"}
+    for folder, why in refused.items():
         message = refusal(write_world(tmp_path, run={"dir": str(tmp_path / folder)}))
-        assert message.startswith(f"run.dir: cannot make a run folder in {tmp_path / folder}: ") and message.endswith(
-            why
-        )
+        assert message.startswith(f"run.dir: cannot make a run folder in {tmp_path / folder}: ")
+        assert message.endswith(why)
     preflight(write_world(tmp_path, run={"dir": str(tmp_path / "new" / "runs")}))
     assert not (tmp_path / "new").exists()
 
