@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from rich.console import Console
 
 from benchmarks import weights
@@ -92,16 +91,3 @@ def test_sizes_that_do_not_fit_are_left_out_and_named() -> None:
     assert fit == [10.0]
     assert [note.split(" (")[0] for note in notes] == ["left out: 100 MB", "left out: 1e+09 MB"]
     assert weights._sizes(options(max_mb=1e12))[0] == [10.0, 100.0]
-
-
-@pytest.mark.parametrize("wrong", [["--sizes", "0"], ["--window", "-1"], ["--transports", "pigeon"], ["--every", "x"]])
-def test_wrong_usage_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        weights.main(wrong)
-    assert ended.value.code == 2
-    assert wrong[0] in capsys.readouterr().err
-
-
-def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert weights.main(["--recipe", str(tmp_path / "none.yaml"), "--out", str(tmp_path)]) == 2
-    assert "none.yaml" in capsys.readouterr().err
