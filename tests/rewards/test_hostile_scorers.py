@@ -27,7 +27,7 @@ from omni_async.rewards.guard import Failure, Panel
 from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
-from tests.config.test_secret_forms import ENCODERS
+from tests.config.encoders import ENCODERS
 from tests.images import as_media, score_all
 
 IMAGE = (MediaShape("image", (3, 4, 4)),)
