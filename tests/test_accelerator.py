@@ -37,9 +37,7 @@ def devices(folder: Path, *names: str) -> Path:
         (("nvidia0",), {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
     ],
 )
-def test_nvidia_devices_are_counted_as_far_as_they_are_visible(
-    tmp_path: Path, names: tuple[str, ...], environment: dict[str, str], count: int
-) -> None:
+def test_nvidia_devices_are_counted_as_far_as_they_are_visible(tmp_path, names, environment, count):
     found = most_accelerators(devices(tmp_path, *names), environment)
     assert found is not None and found[0] == count
     if "CUDA_VISIBLE_DEVICES" in environment and names:

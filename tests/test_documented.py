@@ -89,9 +89,7 @@ def test_the_documentation_shows_every_command() -> None:
 
 
 @pytest.mark.parametrize(("words", "shown"), COMMANDS)
-def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid(
-    words: list[str], shown: list[str], workplace: Path
-) -> None:
+def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid(words, shown, workplace):
     options = cli._parse(words)
     recipe = getattr(options, "recipe", None)
     if recipe is not None and not any("expected" in line or line.startswith("omni-async: ") for line in shown):
@@ -106,9 +104,7 @@ def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid
         if p.values[0][0] in ("train", "check") and not any(n in " ".join(p.values[0]) for n in NEED_MORE)
     ],
 )
-def test_what_is_trained_in_the_documentation_passes_check(
-    words: list[str], shown: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_trained_in_the_documentation_passes_check(words, shown, workplace, capsys):
     code = cli.main(["check", *words[1:]])
     said = capsys.readouterr().err
     if shown:
@@ -126,9 +122,7 @@ _SIMULATED = {
 
 
 @pytest.mark.parametrize("words", sorted(_SIMULATED), ids=" ".join)
-def test_a_documented_simulation_runs(
-    words: tuple[str, ...], workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_documented_simulation_runs(words, workplace, capsys):
     assert cli.main(words) == 0
     said = capsys.readouterr()
     assert all(" of 200" in line for line in said.err.splitlines()), (

@@ -39,9 +39,7 @@ def test_one_version_is_one_span_however_many_steps_it_took(num_steps: int) -> N
     ("spans", "why"),
     [(((1, 0),), "no steps"), (((1, 2), (2, -1)), "no steps"), (((1, 2), (1, 3)), "the same version")],
 )
-def test_spans_that_stand_for_no_list_or_could_be_shorter_are_refused(
-    spans: tuple[tuple[int, int], ...], why: str
-) -> None:
+def test_spans_that_stand_for_no_list_or_could_be_shorter_are_refused(spans, why):
     with pytest.raises(ValueError, match=why):
         VersionSpans(spans)
     with pytest.raises(msgspec.ValidationError, match=why):

@@ -52,10 +52,10 @@ with it:
 def add_command(commands: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
     """Add a command, and return the parser of its arguments. `purpose`: its line in the list of commands."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = commands.add_parser(
+    added: argparse.ArgumentParser = commands.add_parser(
         name, help=purpose, description=description, formatter_class=raw
     )
-    return parser
+    return added
 
 
 def add_operations(commands: Any) -> None:
@@ -75,7 +75,7 @@ def operate(options: argparse.Namespace) -> int:
         scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop"
     )
     try:
-        status = ask(options.run / "control.sock", request, tell=lambda text: _write([one_line(text)]))
+        status = ask(options.run / "control.sock", request, tell=lambda text: _tell([one_line(text)]))
     except NotRunning as error:
         if options.command != "status":
             raise ConfigError(str(error)) from None
@@ -92,11 +92,11 @@ def operate(options: argparse.Namespace) -> int:
 
 
 def _say(lines: Iterable[str]) -> int:
-    _write(lines)
+    _tell(lines)
     return 0
 
 
-def _write(lines: Iterable[str]) -> None:
+def _tell(lines: Iterable[str]) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()  # so that a line is read before the wait that it announces
 
@@ -137,20 +137,16 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
 
 def _progress(found: Mapping[str, Any]) -> list[str]:
     left = "no update of this attempt yet" if found["eta_s"] is None else f"about {duration(found['eta_s'])} left"
-    lines = [f"update {found['update']}/{found['updates']}, {left}"]
     numbers = []
     if found["reward"] is not None:
         numbers.append(f"reward {found['reward']:.3f} (mean of the last {min(5, found['update'])} updates)")
-    numbers += [
-        f"{name} {found[name]:.4g}" for name in ("accuracy", "margin", "grad_norm", "clip_fraction") if name in found
-    ]
-    if found["staleness/mean"] is not None:
-        numbers.append(
-            f"staleness {found['staleness/mean']:.1f} updates on average, {found['staleness/max']:g} at most"
-        )
+    learned = ("accuracy", "margin", "grad_norm", "clip_fraction")
+    numbers += [f"{name} {found[name]:.4g}" for name in learned if name in found]
+    if (mean := found["staleness/mean"]) is not None:
+        numbers.append(f"staleness {mean:.1f} updates on average, {found['staleness/max']:g} at most")
     if found["images_per_s"] is not None:
         numbers.append(f"images/s {found['images_per_s']:.1f}")
-    lines += [", ".join(numbers)] if numbers else []
+    lines = [f"update {found['update']}/{found['updates']}, {left}", *filter(None, [", ".join(numbers)])]
     if (validation := found["validation"]) is not None:
         lines.append(validated(validation["version"], validation["value"], validation["parts"]))
     return lines
@@ -199,39 +195,29 @@ def left_behind(folder: Path) -> LeftBehind:
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
         # The file may have been edited: what is no number is ignored.
-        metrics = [
-            {name: value for name, value in line.items() if isinstance(value, int | float)}
-            for line in run.read_metrics()
-        ]
+        lines = [*run.read_metrics()]
+        metrics = [{name: one for name, one in line.items() if isinstance(one, int | float)} for line in lines]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
     updates = [line for line in metrics if "finished" in line]
     rounds = [line for line in metrics if line.get("validation/reward") is not None]
     last: Mapping[str, Any] = updates[-1] if updates else {}
+    learned = ("accuracy", "margin") if "accuracy" in last else ("reward",)  # of preferences that is not their reward
     return LeftBehind(
         run=run.run_id,
         running=run.is_running(),
         summary=summary,
         update=int(last.get("update", 0)),
         finished=last.get("finished"),
-        numbers=_numbers(last),
+        numbers={name: last[name] for name in (*learned, "staleness/mean", "images_per_s") if name in last},
         validation=_round(rounds[-1]) if rounds else None,
         checkpoint=next((str(path) for path in newest_first(run.checkpoints)), None),
     )
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers that say how it learns; of preferences that is not their reward."""
-    learned = ("accuracy", "margin") if "accuracy" in line else ("reward",)
-    return {name: line[name] for name in (*learned, "staleness/mean", "images_per_s") if line.get(name) is not None}
-
-
 def _round(line: Mapping[str, Any]) -> ValidationPoint:
-    parts = {
-        name.removeprefix("validation/"): value
-        for name, value in line.items()
-        if name.startswith("validation/") and value is not None
-    }
+    start = "validation/"
+    parts = {name.removeprefix(start): value for name, value in line.items() if name.startswith(start)}
     return ValidationPoint(line["update"], parts.pop("reward"), parts)
 
 
@@ -239,12 +225,9 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
     """Render for a person how a run ended, or that it was cut off, and how to go on with it."""
     if found.summary is not None and not found.running:
         return [*_ended(found.summary), *_goes_on(found)]
-    state = (
-        "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
-        if found.running
-        else "it is not running, and it left no summary: it was killed, or the machine went down"
-    )
-    lines = [f"{found.run}: {state}"]
+    running = "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
+    killed = "it is not running, and it left no summary: it was killed, or the machine went down"
+    lines = [f"{found.run}: {running if found.running else killed}"]
     if found.finished is None:
         lines.append("no update was made")
     else:
@@ -264,23 +247,16 @@ def _at(seconds: float) -> str:
 
 def _ended(summary: Summary) -> list[str]:
     reason = f" ({summary.reason})" if summary.reason else ""
-    lines = [
-        f"{summary.run}: {summary.status}{reason} after {summary.updates} update{'s' * (summary.updates != 1)},"
-        f" {duration(summary.wall_s)} after loading"
-    ]
-    if summary.first_reward is not None and summary.last_reward is not None:
-        lines.append(
-            f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (means of the first and the last 5"
-            " updates)"
-        )
+    made = f"{summary.updates} update{'s' * (summary.updates != 1)}, {duration(summary.wall_s)} after loading"
+    lines = [f"{summary.run}: {summary.status}{reason} after {made}"]
+    if (first := summary.first_reward) is not None and (last := summary.last_reward) is not None:
+        lines.append(f"reward {first:.3f} -> {last:.3f} (means of the first and the last 5 updates)")
     if summary.validation:
         lines.append(validation_curve(summary.validation))
     if trained := sum(summary.staleness.values()):
         mean = sum(age * count for age, count in summary.staleness.items()) / trained
-        lines.append(
-            f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most; images/s"
-            f" {summary.images_per_s:.1f}"
-        )
+        ages = f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most"
+        lines.append(f"{ages}; images/s {summary.images_per_s:.1f}")
     return [*lines, _groups(msgspec.to_builtins(summary.counters))]
 
 
@@ -288,8 +264,5 @@ def _goes_on(found: LeftBehind) -> list[str]:
     if found.checkpoint is None:
         return ["it left no checkpoint to go on from"]
     more = " and a larger trainer.updates" if found.summary is not None and found.summary.status == "done" else ""
-    run = Path(found.checkpoint).parents[1]
-    return [
-        f"its newest checkpoint is {found.checkpoint}; the same recipe with checkpoint.resume={run}{more} goes on"
-        " with it"
-    ]
+    way = f"the same recipe with checkpoint.resume={Path(found.checkpoint).parents[1]}{more} goes on with it"
+    return [f"its newest checkpoint is {found.checkpoint}; {way}"]

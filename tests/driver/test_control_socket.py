@@ -82,9 +82,7 @@ def test_a_client_that_went_away_does_not_disturb_what_is_done(path: Path) -> No
     assert serve(path, slow, talk)
 
 
-def test_only_the_user_may_ask_and_the_socket_goes_with_the_run_and_one_that_was_left_behind_is_replaced(
-    tmp_path: Path,
-) -> None:
+def test_only_the_user_may_ask_and_the_socket_goes_with_the_run_and_one_that_was_left_behind_is_replaced(tmp_path):
     """Checks so in a run folder with a long name."""
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
@@ -128,9 +126,7 @@ NONSENSE = st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.
 
 @settings(max_examples=60, deadline=None)
 @given(lines=st.lists(NONSENSE, min_size=1, max_size=4))
-def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(
-    lines: list[bytes], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(lines, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "control.sock"
 
     def talk() -> dict[str, Any]:

@@ -137,9 +137,7 @@ def test_an_attempt_that_is_interrupted_or_fails_while_it_loads_leaves_a_line_an
     assert interrupted.attempts[-1].reason == "RuntimeError: no room"
 
 
-def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_changes_nothing(
-    interrupted: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_changes_nothing(interrupted, monkeypatch):
     """Drops the groups under way, of which the ledger says nothing: they are made again."""
     admit = Coordinator._admit
 
@@ -160,9 +158,7 @@ def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_cha
     interrupted.require_whole(6)
 
 
-def test_an_attempt_whose_folder_cannot_be_taken_over_does_not_say_that_it_made_no_update(
-    interrupted: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_whose_folder_cannot_be_taken_over_does_not_say_that_it_made_no_update(interrupted, monkeypatch):
     def full(*_: Any) -> None:
         raise RunDirectoryError("cannot go on: No space left on device")
 
@@ -227,9 +223,7 @@ def test_a_finished_run_says_so_at_once_and_how_to_go_on_and_keeps_its_results_i
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
-def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(
-    interrupted: Job, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(interrupted, capsys, name):
     run = interrupted.run.path
     (run / name).unlink()
     (run / name).mkdir()
@@ -238,9 +232,7 @@ def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(
     assert capsys.readouterr().err == said
 
 
-def test_a_run_that_began_with_anothers_checkpoint_counts_its_updates_from_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_began_with_anothers_checkpoint_counts_its_updates_from_there(tmp_path, capsys, monkeypatch):
     job = Job(tmp_path)
     job.attempt()
     first, checkpoint = job.run.path, job.run.checkpoints / "update-000004"

@@ -217,9 +217,7 @@ async def test_a_request_for_workers_reports_what_it_waits_for() -> None:
         ]
 
 
-async def test_a_request_while_workers_are_being_added_reports_that_it_waits_and_one_that_fails_changes_nothing() -> (
-    None
-):
+async def test_a_request_while_workers_are_being_added_reports_that_it_waits_and_one_that_fails_changes_nothing():
     async with keeping() as world:
         lines: list[str] = []
         await asyncio.gather(world.keeper.scale("rollout", 3), world.keeper.scale("rollout", 2, lines.append))

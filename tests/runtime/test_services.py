@@ -75,9 +75,7 @@ def recipe(folder: Path, *roles: dict[str, Any]) -> Path:
         (COUNTER | {"resources": {"gpus": 1.5}}, "roles.0.resources.gpus: Ray divides one accelerator"),
     ],
 )
-def test_a_role_that_cannot_be_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], role: dict[str, Any], said: str
-) -> None:
+def test_a_role_that_cannot_be_is_refused_in_one_line(tmp_path, capsys, role, said):
     twice = 1 + ("twice" in role)
     role = {key: value for key, value in role.items() if key != "twice"}
     assert main(["check", str(recipe(tmp_path, *[role] * twice))]) == 2
@@ -144,9 +142,7 @@ def test_a_service_in_the_process_is_reached_and_replaced_when_it_fails(tmp_path
         ({"name": "none"}, "none-0 was not built: expected a Service, got a int"),
     ],
 )
-def test_a_service_that_does_not_start_ends_the_run_and_is_named(
-    tmp_path: Path, role: dict[str, Any], said: str
-) -> None:
+def test_a_service_that_does_not_start_ends_the_run_and_is_named(tmp_path, role, said):
     settings = {"runtime": "inprocess", "startup_timeout_s": 1}
     run = Disturbed.emulated(tmp_path, slow_at("train", 0.02), run=settings, roles=[role])
     summary = run.run(lambda _: None, 30)
@@ -186,9 +182,7 @@ def test_a_service_on_ray_is_replaced_when_it_is_killed_or_stopped_and_is_scaled
     assert json.loads((run.job.run / "summary.json").read_text())["faults"] == 2
 
 
-def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_order_of_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_order_of_the_path(tmp_path, monkeypatch):
     path = recipe(tmp_path, COUNTER)
     with monkeypatch.context() as patched:
         patched.setattr(services, "entry_points", lambda **_: EntryPoints())
@@ -200,9 +194,7 @@ def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_or
         load(path)
 
 
-def test_the_documented_role_is_accepted_and_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_documented_role_is_accepted_and_answers(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "roles.md").read_text()
     program, entry_point, role = re.findall(r"^```(?:python|toml|yaml)\n(.*?)^```$", page, flags=re.M | re.S)
     (tmp_path / "site" / "word_count.py").write_text(program)

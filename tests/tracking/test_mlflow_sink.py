@@ -75,9 +75,7 @@ def test_a_failing_store_is_one_warning_and_never_an_error(runs: Path, caplog: p
     assert len(warnings) == 1 and "MLflow logging stops here" in warnings[0]
 
 
-def test_callers_never_wait_for_the_store(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_callers_never_wait_for_the_store(runs, monkeypatch, caplog):
     from mlflow import MlflowClient
 
     release = threading.Event()

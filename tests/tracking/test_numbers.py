@@ -168,9 +168,7 @@ def test_audio_is_a_wav_of_the_same_numbers(tmp_path: Path) -> None:
     assert rate == 16_000 and np.array_equal(samples.T, audio)
 
 
-def test_a_file_that_cannot_be_finished_is_an_oserror_and_is_not_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_finished_is_an_oserror_and_is_not_left(tmp_path, monkeypatch):
     def full(path: Path, *args: object) -> None:
         path.write_bytes(b"half")
         raise av.error.FFmpegError(28, "No space left on device")

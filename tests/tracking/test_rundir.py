@@ -28,9 +28,7 @@ def config(folder: Path | str) -> schema.Config:
     )
 
 
-def test_a_run_folder_has_its_folders_and_the_resolved_configuration_and_those_of_a_second_get_numbers(
-    tmp_path: Path,
-) -> None:
+def test_a_run_folder_has_its_folders_and_the_resolved_configuration_and_those_of_a_second_get_numbers(tmp_path):
     runs = [RunDirectory.create(config(tmp_path / "new" / "runs"), ManualClock(1_800_000_000)) for _ in range(3)]
     assert [r.run_id.removeprefix(runs[0].run_id) for r in runs] == ["", "-2", "-3"]
     run = runs[0]

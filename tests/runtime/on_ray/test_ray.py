@@ -81,12 +81,9 @@ async def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(hos
     assert await asyncio.gather(*waiting) == list(range(waiters))
 
 
-def test_messages_arrive_as_they_were(echo):
+async def test_messages_arrive_as_they_were_and_an_exception_of_the_role_as_itself(echo):
     message = {"prompt": Prompt(0, "a cat", metadata={"n": 1}), "window": SdeWindow(1, 2), "versions": (1, 2)}
-    assert asyncio.run(echo.phase(message)) == message
-
-
-async def test_an_exception_of_the_role_arrives_as_itself(echo):
+    assert await echo.phase(message) == message
     with pytest.raises(ray_roles.UnsettledError, match="out of balance") as failed:
         await echo.fail("out of balance")
     assert failed.value.count == 3
@@ -106,20 +103,13 @@ async def test_a_role_can_be_handed_another_one_and_its_exceptions(host, echo):
     assert await caller.announce(0, "") == "UnsettledError 3"
 
 
-async def test_a_role_that_cannot_be_built_says_why_at_its_first_call(host):
+async def test_a_role_that_cannot_be_built_dies_or_holds_its_loop_says_so_to_its_callers(host):
     with pytest.raises(Exception, match="no model at this path"):
         await host(ray_roles.Unbuildable).phase("hello")
-
-
-async def test_a_role_whose_process_dies_ends_its_callers_waits(host):
-    dying = host(ray_roles.Echo)
+    dying, stuck = host(ray_roles.Echo), host(ray_roles.Echo)
     await dying.phase("alive")
     with pytest.raises(PeerLost, match="role is gone"):
         await dying.stop("now")
-
-
-async def test_a_role_that_holds_its_loop_answers_no_health_call_meanwhile(host):
-    stuck = host(ray_roles.Echo)
     await stuck.phase("alive")
     holding = asyncio.ensure_future(stuck.announce(0, ""))
     with pytest.raises(TimeoutError):
@@ -130,35 +120,21 @@ async def test_a_role_that_holds_its_loop_answers_no_health_call_meanwhile(host)
     await asyncio.gather(holding, return_exceptions=True)
 
 
-async def test_references_travel_to_another_process_and_back(host):
-    store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
-    reference = await store.put(np.arange(6, dtype=np.uint8).reshape(2, 3))
-    answer = await keeper.phase([reference])
-    assert answer["value"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert (await store.get(answer["reference"])).tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
 async def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
-    trajectory = TensorDict(
-        {
-            "latents": torch.randn(3, 6, 4),
-            "steps": torch.tensor([1, 2]),
-            "none": torch.zeros(0, 3, dtype=torch.int64),
-            "scalar": torch.tensor(2.5, dtype=torch.float64),
-            "transposed": torch.arange(6.0).reshape(2, 3).T,
-            "conditioning": TensorDict(
-                {"mask": torch.ones(2, dtype=torch.bool), "embeds": torch.randn(2, 3).bfloat16()}, []
-            ),
-        },
-        batch_size=[],
-    )
-
+    embeds = torch.randn(2, 3).bfloat16()
+    tensors = {
+        "latents": torch.randn(3, 6, 4),
+        "none": torch.zeros(0, 3, dtype=torch.int64),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "conditioning": TensorDict({"mask": torch.ones(2, dtype=torch.bool), "embeds": embeds}, []),
+    }
+    trajectory = TensorDict(tensors, batch_size=[])
     store = RayStore()
     back = await store.get(await store.put(trajectory))
     assert back.batch_size == torch.Size([])
-    assert set(back.keys(include_nested=True, leaves_only=True)) == set(
-        trajectory.keys(include_nested=True, leaves_only=True)
-    )
+    leaves = [set(one.keys(include_nested=True, leaves_only=True)) for one in (back, trajectory)]
+    assert leaves[0] == leaves[1]
     for key, tensor in trajectory.items(include_nested=True, leaves_only=True):
         assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor), key
     assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
@@ -183,10 +159,12 @@ async def test_media_are_read_where_the_store_has_them(local_ray):
     assert np.array_equal((await store.get(other)).image, video[0])
 
 
-async def test_a_value_whose_owner_died_is_a_lookup_error_and_takes_no_other_read_along(host):
+async def test_references_travel_and_a_value_whose_owner_died_is_a_lookup_error_that_takes_no_other_read_along(host):
     store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
     mine = await store.put(np.arange(3))
-    gone = (await keeper.phase([mine]))["reference"]
+    answer = await keeper.phase([mine])
+    gone = answer["reference"]
+    assert answer["value"].tolist() == (await store.get(gone)).tolist() == [0, 1, 2]
     ray.kill(keeper._actor)
     with pytest.raises(LookupError):
         async with asyncio.timeout(60):
@@ -212,57 +190,46 @@ async def test_small_values_that_are_put_together_share_an_object_and_large_ones
     assert await store.put_all([]) == []
 
 
-def make_cluster(folder: Path, **sections: Any) -> RayCluster:
+def make_cluster(folder: Path, name: str = "run-1", **sections: Any) -> RayCluster:
     inputs = preflight(write_world(folder, run={"runtime": "ray"}, **sections))
-    return RayCluster(inputs, RunDirectory(folder / "run-1"))
+    return RayCluster(inputs, RunDirectory(folder / name))
 
 
 async def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "_PLACEMENT_TIMEOUT_S", 0.2)
     cluster = make_cluster(tmp_path)
     cluster._placements = PlacementPlan((Resources(cpus=500), Resources(cpus=12)), {})
-
-    with pytest.raises(StartError) as failed:
+    with pytest.raises(
+        StartError, match=r"^placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and"
+    ) as failed:
         await cluster._reserve()
-    message = str(failed.value)
-    assert message.startswith("placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and ")
-    assert "lower placement.* or the numbers of workers" in message
+    assert "lower placement.* or the numbers of workers" in str(failed.value)
     ray.util.remove_placement_group(cluster._group)
-
-
-def test_a_ray_of_this_machine_alone_is_not_waited_for_to_grow(local_ray, tmp_path, monkeypatch):
+    # A Ray of this machine alone is not waited for to grow.
     monkeypatch.setattr(resources, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
-    cluster = make_cluster(tmp_path)
     monkeypatch.setattr(RayCluster, "_has_own_ray", True)
-
-    async def main(asked: Resources, error: type[Exception], said: str) -> None:
+    for asked, error, said in (
+        (Resources(cpus=99), StartError, "the run needs 99 CPUs and 0 GPUs, the cluster has 4 and"),
+        (Resources(cpus=1, gpus=2), ConfigError, "the run asks for 2 GPUs, and the Ray cluster has no accelerators"),
+    ):
         cluster._placements = PlacementPlan((asked,), {})
         with pytest.raises(error, match=said):
             await cluster._reserve()
-
-    asyncio.run(main(Resources(cpus=99), StartError, "the run needs 99 CPUs and 0 GPUs, the cluster has 4 and"))
-    said = "placement.accelerator: the run asks for 2 GPUs, and the Ray cluster has no accelerators"
-    asyncio.run(main(Resources(cpus=1, gpus=2), ConfigError, said))
 
 
 def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
     """Runs two jobs one after the other: neither leaves an actor or a placement group behind."""
     write_profile(tmp_path / "profile.json", _QUICK)
 
-    async def main(number: int) -> None:
-        run = RunDirectory(tmp_path / f"run-{number}")
-        run.path.mkdir()
-        config = write_world(
-            tmp_path, run={"runtime": "ray"}, emulation={"profile": "profile.json"}, trainer={"updates": 1}
-        )
-        cluster = RayCluster(preflight(config), run)
+    async def main(name: str) -> None:
+        (tmp_path / name).mkdir()
+        cluster = make_cluster(tmp_path, name, emulation={"profile": "profile.json"}, trainer={"updates": 1})
         try:
             await cluster.connect()
             await cluster.start()
             services = [asyncio.ensure_future(work) for work in cluster.services().values()]
             await asyncio.gather(*cluster.work().values(), *cluster.workers().values())
-            kinds = [event.kind for event in await cluster.coordinator.events()]
-            assert "ended" in kinds
+            assert "ended" in [event.kind for event in await cluster.coordinator.events()]
             for service in services:
                 service.cancel()
             await asyncio.gather(*services, return_exceptions=True)
@@ -270,11 +237,11 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
             await cluster.close()
         assert ray.is_initialized()
         with pytest.raises(ValueError, match="Failed to look up actor"):
-            ray.get_actor(f"run-{number}/1/trainer")
+            ray.get_actor(f"{name}/1/trainer")
 
     asyncio.run(make_cluster(tmp_path).close())  # of one that never started
-    for number in range(2):
-        asyncio.run(main(number))
+    for name in ("run-2", "run-3"):
+        asyncio.run(main(name))
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
 
 

@@ -78,9 +78,7 @@ def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then
     assert f"Ray did not start ({TIMED_OUT}); trying again" in caplog.text
 
 
-def test_a_start_that_hangs_ends_when_the_time_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ten_seconds_a_try: None, no_process_stays: None
-) -> None:
+def test_a_start_that_hangs_ends_when_the_time_is_over(tmp_path, monkeypatch, ten_seconds_a_try, no_process_stays):
     instead(monkeypatch, tmp_path, "sys.stdin.read()")
     with pytest.raises(StartError, match=r"run\.startup_timeout_s = 0\.3, tried 1 time: it was not up after 0 s"):
         connect(None, 1, 0.3)
@@ -96,9 +94,7 @@ def test_what_another_try_would_not_change_is_reported_at_once(tmp_path: Path, m
     assert folder.stat().st_mode & 0o777 == 0o700, "no other user may look into it"
 
 
-def test_a_start_that_is_not_wanted_any_more_ends_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_process_stays: None
-) -> None:
+def test_a_start_that_is_not_wanted_any_more_ends_soon(tmp_path, monkeypatch, no_process_stays):
     starts, stop = instead(monkeypatch, tmp_path, "sys.stdin.read()"), threading.Event()
 
     def when_started() -> None:
@@ -111,9 +107,7 @@ def test_a_start_that_is_not_wanted_any_more_ends_soon(
         connect(None, 1, 60.0, stop)
 
 
-def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_file(tmp_path, monkeypatch):
     address = (
         "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' +"
         " os.environ['RAY_AUTH_TOKEN']}))\nsys.stdin.read()"
@@ -129,9 +123,7 @@ def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_f
     assert not psutil.pid_exists(local.pid)
 
 
-def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_is_a_loss_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_is_a_loss_too(tmp_path, monkeypatch):
     for last, reason in (
         ("print(json.dumps({'lost': 'its gcs_server ended'}))", "its gcs_server ended"),
         ("", "its process ended with code 0"),
@@ -159,9 +151,7 @@ def test_an_address_without_a_listener_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("mode", "said"), [("", "joined with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")]
 )
-def test_a_cluster_that_cannot_be_joined_is_reported_with_what_a_token_asks_for(
-    monkeypatch: pytest.MonkeyPatch, mode: str, said: str
-) -> None:
+def test_a_cluster_that_cannot_be_joined_is_reported_with_what_a_token_asks_for(monkeypatch, mode, said):
     def refuse(**_: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
 
