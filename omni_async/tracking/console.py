@@ -72,19 +72,16 @@ class LineConsole:
         self._line(text)
 
     def update(self, view: UpdateView) -> None:
-        words = [f"update {view.get('update', '?')}/{self._total}"]
-        if "reward" in view:
-            words.append(f"reward {view['reward']:.3f}")
-        words += [f"{name} {value:.4g}" for name, value in view.get("extra", {}).items()]
-        if "staleness" in view:
-            words.append(f"staleness {view['staleness']:.1f}")
-        if view.get("busy"):
-            words.append("busy " + " ".join(f"{role} {fraction:.0%}" for role, fraction in view["busy"].items()))
-        if "images_per_s" in view:
-            words.append(f"images/s {view['images_per_s']:.1f}")
-        if self._validation is not None:
-            words.append(f"validation reward {self._validation:.3f}")
-        self._line(" ".join(words))
+        shown = {
+            "reward": f"{view['reward']:.3f}" if "reward" in view else None,
+            **{name: f"{value:.4g}" for name, value in view.get("extra", {}).items()},
+            "staleness": f"{view['staleness']:.1f}" if "staleness" in view else None,
+            "busy": " ".join(f"{role} {fraction:.0%}" for role, fraction in view.get("busy", {}).items()),
+            "images/s": f"{view['images_per_s']:.1f}" if "images_per_s" in view else None,
+            "validation reward": None if self._validation is None else f"{self._validation:.3f}",
+        }
+        words = (f"{name} {text}" for name, text in shown.items() if text)
+        self._line(" ".join([f"update {view.get('update', '?')}/{self._total}", *words]))
 
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
         self._validation = value
@@ -144,9 +141,8 @@ def staleness(mean: float, counts: Mapping[int, int]) -> str:
     """Format `1.2 updates on average: 3 groups are 1 update old, 1 is 2`. `counts`: staleness in updates -> groups."""
     said: list[str] = []
     for age, groups in sorted(counts.items()):
-        verb = "is" if groups == 1 else "are"
         noun, unit = ("", "") if said else (" group" + "s" * (groups != 1), " update" + "s" * (age != 1) + " old")
-        said.append(f"{groups}{noun} {verb} {age}{unit}")
+        said.append(f"{groups}{noun} {'is' if groups == 1 else 'are'} {age}{unit}")
     average = f"{mean:.1f} updates on average"
     return f"{average}: {', '.join(said)}" if said else average
 

@@ -132,9 +132,7 @@ class Typeface:
         """Return the width of the text in pixels."""
         return sum(font.getlength(run) for font, run in self._runs(text))
 
-    def draw(
-        self, draw: ImageDraw.ImageDraw, position: tuple[float, float], text: str, fill: tuple[int, int, int]
-    ) -> None:
+    def draw(self, draw: ImageDraw.ImageDraw, position: tuple[float, float], text: str, fill: tuple[int, ...]) -> None:
         """Draw the text. `position`: left end and baseline."""
         left, baseline = position
         for font, run in self._runs(text):
@@ -144,10 +142,8 @@ class Typeface:
 
     def _runs(self, text: str) -> list[tuple[Font, str]]:
         """Split the text into runs of characters that one font draws."""
-        found = ((self._font_of(character) or self._fonts[0], character) for character in text)
-        return [
-            (font, "".join(character for _, character in run)) for font, run in groupby(found, lambda pair: pair[0])
-        ]
+        runs = groupby(text, lambda character: self._font_of(character) or self._fonts[0])
+        return [(font, "".join(run)) for font, run in runs]
 
     def _font_of(self, character: str) -> Font | None:
         return next((font for font in self._fonts if _has(font, character)), None)
@@ -163,11 +159,8 @@ def _fonts(size: int) -> tuple[Font, ...]:
 
 
 def _wide() -> list[Path]:
-    folders = [folder.expanduser() for folder in _FOLDERS]
-    found = [
-        path for folder in folders if folder.is_dir() for pattern in _WIDE for path in sorted(folder.rglob(pattern))
-    ]
-    return found[:_MOST_WIDE]
+    folders = [folder for one in _FOLDERS if (folder := one.expanduser()).is_dir()]
+    return [path for folder in folders for pattern in _WIDE for path in sorted(folder.rglob(pattern))][:_MOST_WIDE]
 
 
 @lru_cache(maxsize=4096)

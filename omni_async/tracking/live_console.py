@@ -27,13 +27,8 @@ class LiveConsole:
 
     def __init__(self, stream: TextIO, total_updates: int, done: int = 0) -> None:
         self._rich = RichConsole(file=stream, highlight=False)
-        columns = (
-            MofNCompleteColumn(),
-            BarColumn(None),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        columns = (MofNCompleteColumn(), BarColumn(None), *times)
         self._progress = Progress(TextColumn("update"), *columns, console=self._rich, speed_estimate_period=600.0)
         self._task = self._progress.add_task("updates", total=total_updates, completed=done, start=False)
         self._view: UpdateView = {}
@@ -83,13 +78,9 @@ class LiveConsole:
             rows.append(("images/s", Text(f"{view['images_per_s']:.1f}")))
         if "staleness" in view:
             rows.append(("staleness", Text(staleness(view["staleness"], view.get("staleness_counts", {})))))
-        rows += [
-            (name, _bar(held, capacity, f"{held}/{capacity}"))
-            for name, (held, capacity) in view.get("buffers", {}).items()
-        ]
-        rows += [
-            (f"{role} busy", _bar(fraction, 1.0, f"{fraction:.0%}")) for role, fraction in view.get("busy", {}).items()
-        ]
+        buffers, busy = view.get("buffers", {}), view.get("busy", {})
+        rows += [(name, _bar(held, capacity, f"{held}/{capacity}")) for name, (held, capacity) in buffers.items()]
+        rows += [(f"{role} busy", _bar(fraction, 1.0, f"{fraction:.0%}")) for role, fraction in busy.items()]
         rows += [(name, Text(f"{value:.4g}")) for name, value in view.get("extra", {}).items()]
         return rows
 

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
 
 import psutil
 
 
-def process_tree_pss(*pids: int) -> int:
-    """Return the bytes of these processes and all their descendants, each once; 0 for those that end meanwhile.
+def process_tree_pss(pid: int) -> int:
+    """Return the bytes of a process and all its descendants; 0 for those that end meanwhile.
 
     Where PSS is not available (not Linux, or another user's process) the resident size is used instead, which counts
     shared pages repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster
     joined by address is not."""
-    tree: dict[int, psutil.Process] = {}
-    for pid in pids:
-        try:
-            root = psutil.Process(pid)
-            tree.update({process.pid: process for process in (root, *root.children(recursive=True))})
-        except psutil.NoSuchProcess:
-            continue
-    return sum(_process_bytes(process) for process in tree.values())
+    try:
+        root = psutil.Process(pid)
+        return sum(_process_bytes(process) for process in (root, *root.children(recursive=True)))
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _process_bytes(process: psutil.Process) -> int:
@@ -42,11 +38,9 @@ def _process_bytes(process: psutil.Process) -> int:
 
 
 class MemorySampler:
-    """A thread that measures every `interval_s`, from `start` to `stop`; `peak_bytes` is the largest measurement."""
+    """A thread that measures this process's tree every `interval_s`, from `start` to `stop`; `peak_bytes`: the most."""
 
-    def __init__(self, pids: Iterable[int] = (), interval_s: float = 2.0) -> None:
-        """Watch this process's tree, and `pids` with theirs."""
-        self._pids = {os.getpid(), *pids}
+    def __init__(self, interval_s: float = 2.0) -> None:
         self._interval_s = interval_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._measure_until_stopped, name="memory-sampler", daemon=True)
@@ -69,4 +63,4 @@ class MemorySampler:
             self._measure()
 
     def _measure(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, process_tree_pss(*self._pids))
+        self.peak_bytes = max(self.peak_bytes, process_tree_pss(os.getpid()))

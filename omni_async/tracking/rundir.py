@@ -150,8 +150,7 @@ class RunDirectory:
 
     def void_metrics(self, version: int, validated: int | None) -> None:
         """Move the lines after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
-        valid: list[bytes] = []
-        void: list[bytes] = []
+        valid, void = list[bytes](), list[bytes]()
         for line in read_lines(self.metrics):
             (valid if _record(line, version, validated) is not None else void).append(line)
         if void:
@@ -161,9 +160,8 @@ class RunDirectory:
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
         """Read all lines, or those that `void_metrics` would leave for a run that goes on from `version`."""
-        return [
-            record for line in read_lines(self.metrics) if (record := _record(line, version, validated)) is not None
-        ]
+        records = (_record(line, version, validated) for line in read_lines(self.metrics))
+        return [record for record in records if record is not None]
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
         """Report which of these updates and rounds do not have exactly one line in `metrics.jsonl`; None if all do."""
@@ -177,10 +175,8 @@ class RunDirectory:
         gaps = []
         for kind, wanted, counts in (("update", updates, found[True]), ("validation of version", rounds, found[False])):
             missing, repeated = [one for one in wanted if not counts[one]], [one for one in wanted if counts[one] > 1]
-            if missing:
-                gaps.append(f"no line of {kind} {_few(missing)}")
-            if repeated:
-                gaps.append(f"more than one line of {kind} {_few(repeated)}")
+            gaps += [f"no line of {kind} {_few(missing)}"] if missing else []
+            gaps += [f"more than one line of {kind} {_few(repeated)}"] if repeated else []
         return f"has {' and '.join(gaps)}" if gaps else None
 
     def wall_s(self, version: int) -> float:

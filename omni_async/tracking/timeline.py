@@ -63,16 +63,8 @@ def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[st
         else:
             lane, num_lanes = num_lanes, num_lanes + 1
         heapq.heappush(running, (end, lane))
-        event = {
-            "ph": "X",
-            "name": span.kind,
-            "cat": Worker.parse(span.actor).role,
-            "pid": pid,
-            "tid": lane,
-            "ts": start,
-            "dur": end - start,
-        }
-        complete.append({**event, "args": span.args})
+        event = {"ph": "X", "name": span.kind, "cat": Worker.parse(span.actor).role, "pid": pid, "tid": lane}
+        complete.append({**event, "ts": start, "dur": end - start, "args": span.args})
     return complete, num_lanes
 
 
@@ -86,16 +78,11 @@ def read_trace(path: Path) -> list[Span]:
     trace = msgspec.json.decode(read_file(path))
     origin = trace["otherData"]["origin_s"]
     actors = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    begun = [origin + event["ts"] / 1e6 for event in spans]
     return [
-        Span(
-            actors[event["pid"]],
-            event["name"],
-            origin + event["ts"] / 1e6,
-            origin + (event["ts"] + event["dur"]) / 1e6,
-            event["args"],
-        )
-        for event in trace["traceEvents"]
-        if event["ph"] == "X"
+        Span(actors[event["pid"]], event["name"], start, start + event["dur"] / 1e6, event["args"])
+        for event, start in zip(spans, begun, strict=True)
     ]
 
 
@@ -123,13 +110,9 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
         seconds = [length(times) for times in (busy, blocked, waiting)]
         shares = [amount / wall if wall > 0 else 0.0 for amount in seconds]
         per_role[Worker.parse(actor).role].append((shares[0], shares[1] - shares[0], shares[2] - shares[1]))
-    return {
-        role: {
-            name: sum(column) / len(rows)
-            for name, column in zip(("busy", "backpressured", "starved"), zip(*rows, strict=True), strict=True)
-        }
-        for role, rows in sorted(per_role.items())
-    }
+    names = ("busy", "backpressured", "starved")
+    means = {role: [sum(column) / len(rows) for column in zip(*rows, strict=True)] for role, rows in per_role.items()}
+    return {role: dict(zip(names, shares, strict=True)) for role, shares in sorted(means.items())}
 
 
 def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:

@@ -130,7 +130,6 @@ def test_memory_counts_descendants_once_and_only_while_they_live() -> None:
         assert child.stdout.readline() == b"up\n"
         both = process_tree_pss(os.getpid())
         assert both - alone > 190 << 20
-        assert abs(process_tree_pss(os.getpid(), child.pid) - both) < 50 << 20
         time.sleep(0.2)
         child.stdin.close()
     assert process_tree_pss(child.pid) == 0
