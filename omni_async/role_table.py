@@ -108,14 +108,6 @@ async def _engine_lost(peers: Peers, name: str, reason: str) -> None:
         await peers.coordinator.objects_lost(name)
 
 
-async def _scorer_lost(peers: Peers, name: str, reason: str) -> None:
-    await peers.coordinator.scorer_lost(name)
-
-
-async def _service_lost(peers: Peers, name: str, reason: str) -> None:
-    await peers.coordinator.service_lost(name)
-
-
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +159,7 @@ BUILT_IN = (
         "replace",
         scales=True,
         loading="loading its scorers",
-        lost=_scorer_lost,
+        lost=lambda peers, name, reason: peers.coordinator.scorer_lost(name),
     ),
     RoleSpec(
         TRAINER,
@@ -193,7 +185,7 @@ def _service(number: int, name: str) -> RoleSpec:
         emulated=False,
         scales=True,
         loading=find_service(name).loading,
-        lost=_service_lost,
+        lost=lambda peers, name, reason: peers.coordinator.service_lost(name),
     )
 
 

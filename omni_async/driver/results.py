@@ -104,9 +104,8 @@ class Results:
             self._unwritten[path.name] = "skipped on Ctrl-C"
         except Exception as error:  # noqa: BLE001 (it is reported, and the other results are written)
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            self._unwritten[path.name] = (
-                cause.strerror if isinstance(cause, OSError) else None
-            ) or f"{type(error).__name__}: {error}"
+            why = cause.strerror if isinstance(cause, OSError) else None
+            self._unwritten[path.name] = why or f"{type(error).__name__}: {error}"
         return path.name not in self._unwritten
 
     def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
@@ -116,7 +115,8 @@ class Results:
         if self.mlflow is None:
             return
         run = self.run
-        for path in (run.config_yaml, run.summary, run.profile, run.trace):
-            if observer.owns and not self.at_once and path.exists() and path.name not in self._unwritten:
-                self.mlflow.log_artifact(path)
+        if observer.owns and not self.at_once:
+            for path in (run.config_yaml, run.summary, run.profile, run.trace):
+                if path.exists() and path.name not in self._unwritten:
+                    self.mlflow.log_artifact(path)
         self.mlflow.finish(summary.status, _SOON_S if self.at_once else _IN_ORDER_S)

@@ -56,10 +56,8 @@ class Restarts:
             when.popleft()
         if len(when) >= self._most:
             times = f"{self._most} times within the hour, as often as run.restarts allows"
-            raise GaveUp(
-                f"{slot} was lost ({reason})"
-                + (f" after it had been replaced {times}" if self._most else " and run.restarts is 0")
-            )
+            often = f" after it had been replaced {times}" if self._most else " and run.restarts is 0"
+            raise GaveUp(f"{slot} was lost ({reason}){often}")
         recent = sum(then > now - _LONGEST_PAUSE_S for then in when)
         when.append(now)
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (recent - 1)) if recent else 0.0
@@ -111,11 +109,8 @@ class Keeper:
 
     def workers(self, role: str) -> list[str]:
         """Return the role's workers that are at work or being replaced, one per slot."""
-        return [
-            name
-            for slot, name in self._workers.items()
-            if Worker.parse(slot).role == role and name not in self._leaving
-        ]
+        mine = (name for slot, name in self._workers.items() if Worker.parse(slot).role == role)
+        return [name for name in mine if name not in self._leaving]
 
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
         """Start or drain workers until there are `count` of the role; surplus ones may still finish what they have.

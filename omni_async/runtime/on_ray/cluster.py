@@ -70,9 +70,8 @@ class RayCluster(Cluster):
 
     async def connect(self) -> None:
         run, stop = self._config.run, threading.Event()
-        starting = asyncio.ensure_future(
-            in_thread(partial(connect, run.ray_address, self._placements.cpus, run.startup_timeout_s, stop)),
-        )
+        join = partial(connect, run.ray_address, self._placements.cpus, run.startup_timeout_s, stop)
+        starting = asyncio.ensure_future(in_thread(join))
         try:
             self._connection = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -88,7 +87,7 @@ class RayCluster(Cluster):
 
     async def _start(self) -> None:
         await self._reserve()
-        await in_thread(self._spawn_all)
+        await in_thread(lambda: [self._spawn(worker) for worker in self._all_workers()])
         loading = {name for name, _ in self._at_work()}
 
         async def start(name: str) -> None:
@@ -106,15 +105,9 @@ class RayCluster(Cluster):
             self._group = await ray_resources.reserve(self._placements, self._kind, grows)
             await ray_resources.wait_for_room(self._group, self._placements, self._kind)
 
-    def _spawn_all(self) -> None:
-        for worker in self._all_workers():
-            self._spawn(worker)
-
     def _spawn(self, worker: Worker) -> Proxy:
-        peers = self._peers_of(worker)
-        return self._host(
-            worker, partial(_build_there, self._table[worker.role].build, worker, self._inputs, self._run.path, peers)
-        )
+        build, peers = self._table[worker.role].build, self._peers_of(worker)
+        return self._host(worker, partial(_build_there, build, worker, self._inputs, self._run.path, peers))
 
     def _host(self, worker: Worker, make: Callable[[], Any]) -> Proxy:
         """Start an actor in the worker's place, around what `make` returns there."""
@@ -199,8 +192,8 @@ class RayCluster(Cluster):
         return found
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        where = {name: self._where[name] for name in self._actors if name in self._where}
-        return {name: {"pid": one.pid, "node": one.node} for name, one in where.items()}
+        where = ((name, self._where[name]) for name in self._actors if name in self._where)
+        return {name: {"pid": one.pid, "node": one.node} for name, one in where}
 
     # ---- workers that come and go ------------------------------------------------------------------------------------
 
@@ -215,10 +208,8 @@ class RayCluster(Cluster):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise StartError(
-                f"{name} was not ready within run.startup_timeout_s = {timeout:g}:"
-                f" {await in_thread(ray_resources.what_is_free)}"
-            ) from None
+            late = f"{name} was not ready within run.startup_timeout_s = {timeout:g}"
+            raise StartError(f"{late}: {await in_thread(ray_resources.what_is_free)}") from None
         return worker
 
     async def _end(self, name: str) -> None:
@@ -259,9 +250,8 @@ class RayCluster(Cluster):
             here = ray.get_runtime_context().get_node_id()
             # Workers on other nodes were ended by Ray. A trainer or a coordinator that was not would write where the
             # next attempt does.
-            ending = [
-                one for name, one in where.items() if one.node == here or self.spec_of(name).on_loss == "new attempt"
-            ]
+            lasting = {name for name in where if self.spec_of(name).on_loss == "new attempt"}
+            ending = [one for name, one in where.items() if one.node == here or name in lasting]
             with ThreadPoolExecutor(max(1, len(ending))) as threads:
                 list(threads.map(end_process, ending))
 

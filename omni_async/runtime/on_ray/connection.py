@@ -108,18 +108,16 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
             local.end()
             _leave()
             reason = _one_line(error)
+            logs = f"its logs: {local.folder}"
             if isinstance(error, StartFailed) and error.final:
-                raise StartError(
-                    f"Ray cannot be started on this machine: {reason}; its logs: {local.folder}"
-                ) from error
+                raise StartError(f"Ray cannot be started on this machine: {reason}; {logs}") from error
             if time.monotonic() + _PAUSE_S >= deadline:
+                often = f"run.startup_timeout_s = {timeout_s:g}, tried {tries} time{'s' * (tries != 1)}"
                 raise StartError(
-                    f"Ray did not start within run.startup_timeout_s = {timeout_s:g}, tried {tries}"
-                    f" time{'s' * (tries != 1)}: {reason}; is the machine overloaded? Its logs: {local.folder}"
+                    f"Ray did not start within {often}: {reason}; is the machine overloaded? I{logs[1:]}"
                 ) from error
-            logger.warning(
-                "Ray did not start (%s); trying again, for up to %.0f s more", reason, deadline - time.monotonic()
-            )
+            left = deadline - time.monotonic()
+            logger.warning("Ray did not start (%s); trying again, for up to %.0f s more", reason, left)
             stop.wait(_PAUSE_S)
 
 
@@ -135,9 +133,8 @@ def _join(address: str) -> Connection:
         ray.init(address=address, runtime_env={"env_vars": environment}, **_QUIET)
     except Exception as error:
         _leave()
-        raise StartError(
-            f"run.ray_address: cannot join Ray at {address}: {_one_line(error)}{_about_tokens()}"
-        ) from error
+        refused = f"run.ray_address: cannot join Ray at {address}: {_one_line(error)}"
+        raise StartError(refused + _about_tokens()) from error
     return Connection(True, None)
 
 
@@ -153,14 +150,10 @@ def _about_tokens() -> str:
 
     To one without a token Ray reports no more than that it cannot connect."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        return (
-            "; the token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token must be the cluster's, on"
-            " every machine"
-        )
-    return (
-        "; a cluster that asks for a token is joined with RAY_AUTH_MODE=token in the environment, here and where a node"
-        " joins"
-    )
+        where = "RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+        return f"; the token in {where} must be the cluster's, on every machine"
+    where = "RAY_AUTH_MODE=token in the environment, here and where a node joins"
+    return f"; a cluster that asks for a token is joined with {where}"
 
 
 def reread_environment() -> None:

@@ -94,9 +94,10 @@ def _require_room(wanted: Sequence[dict[str, float]], kind: str) -> None:
     if need[kind] and not have.get(kind):
         raise _lacks(need[kind], kind, have)
     if any(need[name] > have.get(name, 0) for name in need):
+        there = f"{have.get('CPU', 0):g} and {have.get(kind, 0):g} in all"
         raise StartError(
-            f"placement: the run needs {need['CPU']:g} CPUs and {need[kind]:g} {kind}s, the cluster has "
-            f"{have.get('CPU', 0):g} and {have.get(kind, 0):g} in all; lower placement.* or the numbers of workers"
+            f"placement: the run needs {need['CPU']:g} CPUs and {need[kind]:g} {kind}s, the cluster has {there};"
+            " lower placement.* or the numbers of workers"
         )
 
 

@@ -112,19 +112,15 @@ class Proxy:
 
 def _last_line(error: BaseException) -> str:
     """Return the last line of a traceback, which says what was raised."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[
-        :500
-    ]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:500]
 
 
 def _cause(error: BaseException) -> str:
     """Return, from Ray's page about a dead actor, the sentence that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = next(
-        (line for line in lines if "killed" in line or "node" in line or "died" in line),
-        lines[0] if lines else "no reason is known",
-    )
-    return found[:200]
+    why = [line for line in lines if any(word in line for word in ("killed", "node", "died"))]
+    return [*why, *lines, "no reason is known"][0][:200]
 
 
 # ---- the process of an actor -----------------------------------------------------------------------------------------

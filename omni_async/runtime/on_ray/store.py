@@ -27,7 +27,7 @@ from omni_async.aio.waiting import Coalescer
 from omni_async.store import ObjectLost, nbytes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # Values share an object up to this size: beyond it copying takes longer than what an object costs.
 _SHARED_BYTES = 8 * 2**20
@@ -45,7 +45,9 @@ class RayStore:
     def __init__(self) -> None:
         # Reads block a thread and not the event loop, which Ray can't tell.
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
-        self._reads: Coalescer[Any, list[Any] | ray.exceptions.RayError] = Coalescer(_read)
+        self._reads: Coalescer[Any, list[Any] | ray.exceptions.RayError] = Coalescer(
+            lambda objects: asyncio.to_thread(_read, objects)
+        )
 
     async def put(self, value: Any) -> Place:
         (reference,) = await self.put_all([value])
@@ -91,25 +93,19 @@ def _size(value: Any) -> int:
         return _SHARED_BYTES
 
 
-async def _read(objects: list[Any]) -> list[Any]:
-    return await asyncio.to_thread(_read_now, objects)
-
-
-def _read_now(objects: list[Any]) -> list[Any]:
+def _read(objects: list[Any]) -> list[Any]:
     """Return the objects' values, or the error of each."""
     different = list(dict.fromkeys(objects))
     try:
         found = dict(zip(different, ray.get(different), strict=True))
     except ray.exceptions.RayError:
-        found = {one: _read_one(one) for one in different}
+        found = {}
+        for one in different:
+            try:
+                found[one] = ray.get(one)
+            except ray.exceptions.RayError as error:
+                found[one] = error
     return [found[one] for one in objects]
-
-
-def _read_one(one: Any) -> Any:
-    try:
-        return ray.get(one)
-    except ray.exceptions.RayError as error:
-        return error
 
 
 # ---- tensors as arrays -----------------------------------------------------------------------------------------------
@@ -145,20 +141,16 @@ def _to_arrays(value: Any) -> Any:
 
 def _to_tensors(value: Any) -> Any:
     if isinstance(value, _Tensor):
-        return _shared_tensor(value)
+        torch = _torch()
+        dtype = getattr(torch, value.dtype)
+        if value.data.size == 0:
+            return torch.empty(value.shape, dtype=dtype)
+        return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
     if isinstance(value, _TensorDict):
         from tensordict import TensorDict
 
         return TensorDict({name: _to_tensors(leaf) for name, leaf in value.leaves.items()}, batch_size=value.batch_size)
     return value
-
-
-def _shared_tensor(value: _Tensor) -> torch.Tensor:
-    torch = _torch()
-    dtype = getattr(torch, value.dtype)
-    if value.data.size == 0:
-        return torch.empty(value.shape, dtype=dtype)
-    return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
 
 
 @cache
