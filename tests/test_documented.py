@@ -125,9 +125,8 @@ _SIMULATED = {
 def test_a_documented_simulation_runs(words, workplace, capsys):
     assert cli.main(words) == 0
     said = capsys.readouterr()
-    assert all(" of 200" in line for line in said.err.splitlines()), (
-        "on a slow machine it says how far it is, and nothing else"
-    )
+    slow = "on a slow machine it says how far it is, and nothing else"
+    assert all(" of 200" in line for line in said.err.splitlines()), slow
     assert "images/s" in said.out
 
 
@@ -139,15 +138,9 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     namespace: dict[str, Any] = {}
     exec("class Demanding:\n" + textwrap.indent(snippet("@staticmethod\ndef check_prompt"), "    "), namespace)
     ask = namespace["Demanding"].check_prompt
-    assert (
-        ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"'
-        and ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
-    )
-
-
-def test_the_documented_scorer_of_audio_scores_audio() -> None:
-    namespace: dict[str, Any] = {"Score": Score}
-    exec(snippet("class Loudness:"), namespace)
+    assert ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"'
+    assert ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
+    exec(snippet("class Loudness:"), {"Score": Score} | namespace, namespace)
     tone = Media(audio=np.full((2, 10), 0.5, np.float32), sample_rate=8000)
     reward = WeightedScorer.alone(namespace["Loudness"]())
     assert score_all(reward, [tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
@@ -177,10 +170,8 @@ def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -
     assert int(re.findall(r"update-(\d+)", folder)[0]) == load("recipes/quickstart/quickstart.yaml").trainer.updates
     begun = QwenImageTransformer2DModel.from_pretrained("recipes/quickstart/checkpoint", subfolder="transformer")
     trained = {name: parameter.data + 1 for name, parameter in begun.named_parameters()}
-    writer = dcp.HuggingFaceStorageWriter(folder)
-    dcp.save(
-        {f"model.transformer.{name}": value for name, value in trained.items()}, storage_writer=writer, no_dist=True
-    )
+    stored = {f"model.transformer.{name}": value for name, value in trained.items()}
+    dcp.save(stored, storage_writer=dcp.HuggingFaceStorageWriter(folder), no_dist=True)
     exec(program, {})
     again = QwenImagePipeline.from_pretrained("trained").transformer
     assert all(torch.equal(parameter, trained[name]) for name, parameter in again.named_parameters())

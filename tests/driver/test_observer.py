@@ -126,12 +126,21 @@ def test_a_run_is_lines_of_metrics_and_of_the_console_images_and_a_summary_that_
     assert found["validation"]["version"] == 4
     json.dumps(found)
 
+    watched.observer.ended = None  # as after the loss of the coordinator itself, with no other attempt after it
+    summary = watched.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
+    assert (summary.updates, summary.images) == (4, updates[-1]["images"])
+    assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
 
-def test_emulated_media_are_not_drawn(tmp_path):
+
+def test_emulated_media_are_not_drawn_and_a_metrics_file_that_is_none_is_not_waited_for(tmp_path):
     watcher, run, console, _ = observer(tmp_path, emulation={"profile": "p.json"})
     show(watcher, validated(2, "any"))
     assert not list(run.samples.iterdir()) and not console.notes
     assert console.validations == [(2, 0.5)]
+    run.metrics.unlink()
+    os.mkfifo(run.metrics)
+    with pytest.raises(OSError, match="not a file"):
+        run.void_metrics(3, None)
 
 
 def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tmp_path):
@@ -140,16 +149,6 @@ def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tm
     assert not watched.console.validations
     assert not [line for line in watched.metrics() if "validation/reward" in line]
     assert watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all()).validation == ()
-
-
-def test_a_run_without_a_last_event_is_summarised_by_its_last_update(tmp_path):
-    """Covers the loss of the coordinator itself with no other attempt after it."""
-    ended = watch(tmp_path / "ended")
-    updates = [line for line in ended.metrics() if "finished" in line]
-    ended.observer.ended = None
-    summary = ended.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
-    assert (summary.updates, summary.images) == (4, updates[-1]["images"])
-    assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
 
 
 def changed(lines: list[bytes], **values: Any) -> list[bytes]:
@@ -194,24 +193,6 @@ def test_what_is_reported_of_earlier_attempts_does_not_come_from_the_metrics_fil
     assert [said in warning for warning in warnings] == ([] if said is None else [True]), console.notes
 
 
-def test_a_metrics_file_that_is_none_is_not_waited_for(tmp_path):
-    _, run, _, _ = observer(tmp_path)
-    os.mkfifo(run.metrics)
-    with pytest.raises(OSError, match="not a file"):
-        run.void_metrics(3, None)
-
-
-def test_spans_become_busy_fractions(tmp_path):
-    watcher, _, _, clock = observer(tmp_path)
-    clock.advance(10.0)
-    spans = [Span("rollout-0", "generate", 1000.0, 1005.0), Span("reward-0", "starved", 1000.0, 1010.0)]
-    show(watcher, RunEvent("spans", {"spans": spans}))
-    assert watcher.spans.all() == spans
-    busy = watcher.summary("done", None, None, clock.now(), watcher.spans.all()).busy
-    assert busy["rollout"]["busy"] == 0.5
-    assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
-
-
 FILM = Media(video=np.zeros((4, 3, 32, 32), np.uint8), fps=8, audio=np.zeros((1, 4000), np.float32), sample_rate=8000)
 
 
@@ -251,8 +232,14 @@ def test_a_full_disk_is_noted_and_ends_nothing(tmp_path, monkeypatch):
 def test_throughput_is_divided_by_every_device_of_the_job_that_exists(tmp_path, monkeypatch, cpus, sections, devices):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cpus))
     watcher, _, _, clock = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, **sections)
-    clock.advance(2.0)
+    clock.advance(10.0)
+    spans = [Span("rollout-0", "generate", 1000.0, 1005.0), Span("reward-0", "starved", 1000.0, 1010.0)]
+    show(watcher, RunEvent("spans", {"spans": spans}))
+    assert watcher.spans.all() == spans
+    watcher.ended = None
     summary = watcher.summary("failed", "no engine", None, clock.now(), watcher.spans.all())
+    assert summary.busy["rollout"]["busy"] == 0.5
+    assert summary.busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
     assert summary.devices == devices
     assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
     assert summary.conserved and summary.first_reward is None

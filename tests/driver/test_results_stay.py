@@ -194,14 +194,6 @@ def test_while_an_attempt_makes_updates_the_summary_of_those_before_is_kept_asid
     assert seen and all(one == (False, first) for one in seen)
 
 
-def test_a_summary_put_aside_that_cannot_be_removed_costs_nothing_else(interrupted: Job) -> None:
-    interrupted.run.summary.unlink()
-    interrupted.run.summary.mkdir()
-    summary = interrupted.attempt()
-    assert (summary.status, summary.unwritten) == ("done", {})
-    assert read_summary(interrupted.run.summary).status == "done"
-
-
 def test_a_finished_run_says_so_at_once_and_how_to_go_on_and_keeps_its_results_if_it_is_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,9 +248,13 @@ def test_a_run_that_was_killed_after_its_last_update_gets_the_summary_it_lacks(t
     again = job.attempt()
     assert read_summary(job.run.summary) == again
     assert (again.status, again.updates, again.counters) == ("done", 6, done.counters)
-    assert (job.run.trace.read_bytes(), job.run.profile.read_bytes()) == (trace, profile), (
-        "of the attempt that made the updates"
-    )
+    made = "of the attempt that made the updates"
+    assert (job.run.trace.read_bytes(), job.run.profile.read_bytes()) == (trace, profile), made
+    job.run.summary.unlink()
+    job.run.summary.mkdir()  # put aside, it cannot be removed, which costs nothing else
+    summary = job.attempt("trainer.updates=8")
+    assert (summary.status, summary.unwritten) == ("done", {})
+    assert read_summary(job.run.summary).status == "done"
 
 
 def killed_at(moment: int, *overrides: str, job: Job) -> bool:

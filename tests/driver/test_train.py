@@ -135,21 +135,8 @@ def play(
     return summary, console
 
 
-def test_a_run_that_ends_well_leaves_its_files_and_says_where(tmp_path, monkeypatch):
-    summary, console = play(
-        tmp_path, monkeypatch, {"trainer": ends_well, "rollout-0": until_the_end}, {"publisher": forever}
-    )
-    assert (summary.status, summary.reason) == ("done", None)
-    folder = tmp_path / "runs" / summary.run
-    left = {"config.yaml", "summary.json", "attempts.jsonl", "trace.json", "samples", "checkpoints"}
-    assert {path.name for path in folder.iterdir()} >= left
-    assert not (folder / "profile.json").exists(), "nothing was measured"
-    assert json.loads((folder / "trace.json").read_text())["traceEvents"] == []
-    assert any(str(folder / "trace.json") in note for note in console.notes)
-
-
-def test_the_last_lines_have_the_numbers_of_the_rounds_under_the_same_names(tmp_path, monkeypatch):
-    """Covers any name that the scorer gives them."""
+def test_a_run_that_ends_well_leaves_its_files_and_says_where_and_the_numbers_of_its_rounds(tmp_path, monkeypatch):
+    """Says them under the names that the scorer gives them, whatever these are."""
 
     async def validates(control: Control) -> None:
         for version, exact in ((0, 0.125), (4, 0.875)):
@@ -157,13 +144,18 @@ def test_the_last_lines_have_the_numbers_of_the_rounds_under_the_same_names(tmp_
             control.log.add("validation", {"version": version, "parts": parts})
         control.end("done")
 
-    _, console = play(tmp_path, monkeypatch, {"trainer": validates})
+    roles = {"trainer": validates, "rollout-0": until_the_end}
+    summary, console = play(tmp_path, monkeypatch, roles, {"publisher": forever})
+    assert (summary.status, summary.reason) == ("done", None)
+    folder = tmp_path / "runs" / summary.run
+    left = {"config.yaml", "summary.json", "attempts.jsonl", "trace.json", "samples", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} >= left
+    assert not (folder / "profile.json").exists(), "nothing was measured"
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"] == []
+    assert any(str(folder / "trace.json") in note for note in console.notes)
     assert console.validations == [(0, 0.0625), (4, 0.4375)]
-    said = (
-        "validation of versions 0 to 4 (2 rounds): reward 0.062 -> 0.438, ocr_exact 0.125 -> 0.875, sharp 1.000 ->"
-        " 1.000"
-    )
-    assert said in console.notes
+    numbers = "reward 0.062 -> 0.438, ocr_exact 0.125 -> 0.875, sharp 1.000 -> 1.000"
+    assert f"validation of versions 0 to 4 (2 rounds): {numbers}" in console.notes
 
 
 def test_a_run_on_preferences_neither_loads_engines_nor_generates(tmp_path, monkeypatch):
@@ -294,7 +286,9 @@ def test_while_results_are_written_sigterm_changes_nothing_and_ctrl_c_skips_one(
     assert "  not written: trace.json (skipped on Ctrl-C)" in console.notes
 
 
-def test_a_second_ctrl_c_does_not_wait_for_a_cluster_that_does_not_close(tmp_path, monkeypatch):
+def test_ctrl_c_while_models_load_ends_the_run_and_a_second_does_not_wait_for_a_cluster_that_does_not_close(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(session, "_SAME_S", 0.0)
     monkeypatch.setattr(runtime, "_SOON_S", 0.01)
 
@@ -303,32 +297,28 @@ def test_a_second_ctrl_c_does_not_wait_for_a_cluster_that_does_not_close(tmp_pat
             self.closed = True
             await interrupted(self.coordinator)
 
-    summary, _ = play(tmp_path, monkeypatch, Stuck({}, starting=interrupted))
+    summary, _ = play(tmp_path / "stuck", monkeypatch, Stuck({}, starting=interrupted))
     assert summary.status == "interrupted"
-
-
-def test_ctrl_c_while_models_load_ends_the_run_without_a_traceback(tmp_path, monkeypatch):
-    summary, _ = play(tmp_path, monkeypatch, HandCluster({}, starting=interrupted))
+    summary, _ = play(tmp_path / "loading", monkeypatch, HandCluster({}, starting=interrupted))
     assert (summary.status, summary.reason) == ("interrupted", "before the first update")
 
 
-def test_an_unusable_mlflow_is_a_wrong_configuration_and_the_cluster_is_closed(tmp_path, monkeypatch):
+def test_an_unusable_mlflow_is_a_wrong_configuration_and_a_run_that_did_not_start_is_still_recorded(
+    tmp_path, monkeypatch
+):
     def refuse(*_: Any) -> None:
         raise MlflowUnusableError("tracking.mlflow: cannot use http://nowhere")
 
-    cluster = HandCluster({"trainer": ends_well})
+    cluster, calls = HandCluster({"trainer": ends_well}), list[str]()
+    inputs = preflight(write_world(tmp_path, tracking={"mlflow": {"enabled": True}}))
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
     monkeypatch.setattr(runtime, "_open_mlflow", refuse)
     with pytest.raises(MlflowUnusableError, match="cannot use http://nowhere"):
-        train(preflight(write_world(tmp_path, tracking={"mlflow": {"enabled": True}})), RememberingConsole())
+        train(inputs, RememberingConsole())
     assert cluster.closed
-
-
-def test_a_run_that_did_not_start_is_still_recorded_in_mlflow(tmp_path, monkeypatch):
-    calls: list[str] = []
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({}, starting=fails(RuntimeError("no"))))
     monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: RecordingSink(calls))
-    train(preflight(write_world(tmp_path, tracking={"mlflow": {"enabled": True}})), RememberingConsole())
+    train(inputs, RememberingConsole())
     assert calls[-1] == "failed"
 
 
