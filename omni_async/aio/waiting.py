@@ -52,10 +52,6 @@ class _Waiter:
         self.caller = caller
         self.woken = asyncio.get_running_loop().create_future()
 
-    def wake(self) -> None:
-        if not self.woken.done():
-            self.woken.set_result(None)
-
 
 class FairQueue:
     """A queue, first come, first served.
@@ -98,8 +94,8 @@ class FairQueue:
         """End all waits of `caller`, now and later."""
         self._evicted.add(caller)
         for waiter in self._waiters:
-            if waiter.caller == caller:
-                waiter.wake()
+            if waiter.caller == caller and not waiter.woken.done():
+                waiter.woken.set_result(None)
 
     @property
     def waiting(self) -> int:

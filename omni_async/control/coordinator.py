@@ -119,7 +119,7 @@ class Coordinator(Bulletin):
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         """Take generated samples. Raises the error of a result that cannot be right; its sample is made again."""
-        frees = self._samples.bytes.is_bounded  # they may be smaller than was reserved for them
+        frees = self._samples.bytes.bound is not None  # they may be smaller than was reserved for them
         for result in results:
             sample = self._samples.answered(engine, result.sample_id)
             if sample is None:

@@ -24,17 +24,13 @@ class HeldBytes:
     `samples_per_update` samples are trained together."""
 
     def __init__(self, bound: int | None, samples_per_update: int) -> None:
-        self._bound = bound
+        self.bound = bound
         self._samples_per_update = samples_per_update
         self._share = 0 if bound is None else bound // samples_per_update
         self._num_expected: dict[int, int] = defaultdict(int)  # those that are to be made, by bucket
         self._largest: dict[int, int] = {}  # sizes by bucket
         self._held = 0
         self._most = 0
-
-    @property
-    def is_bounded(self) -> bool:
-        return self._bound is not None
 
     @property
     def reserved(self) -> int:
@@ -45,7 +41,7 @@ class HeldBytes:
 
     def has_room(self, bucket: int, count: int) -> bool:
         """Return whether `count` more samples of the bucket may be made."""
-        return self._bound is None or self.reserved + count * self._size(bucket) <= self._bound
+        return self.bound is None or self.reserved + count * self._size(bucket) <= self.bound
 
     def reserve(self, bucket: int, count: int) -> None:
         """Expect `count` more samples of the bucket."""
@@ -65,11 +61,11 @@ class HeldBytes:
 
     def problem(self, sample_id: str, size: int) -> str | None:
         """Return what is wrong with the bound, if it is too small for a sample of `size` bytes."""
-        if self._bound is None or size <= self._share:
+        if self.bound is None or size <= self._share:
             return None
         return (
             f"buffer.max_bytes: sample {sample_id} has {size_text(size)}, and the {self._samples_per_update} samples of"
-            f" an update are held together: expected at least {size * self._samples_per_update}, got {self._bound}"
+            f" an update are held together: expected at least {size * self._samples_per_update}, got {self.bound}"
         )
 
     def begin_update(self) -> None:
@@ -77,4 +73,4 @@ class HeldBytes:
         self._most = self._held
 
     def statistics(self) -> dict[str, int | None]:
-        return {"capacity": self._bound, "reserved": self.reserved, "ready": self._held, "most": self._most}
+        return {"capacity": self.bound, "reserved": self.reserved, "ready": self._held, "most": self._most}

@@ -77,8 +77,8 @@ class Versions:
         Raises WeightMismatch unless it is a published version with the published digest, no older than before. An
         engine that joins with a version that all others had left behind still holds nothing: its samples could reach
         the trainer too old."""
-        if self._is_behind(report):
-            return
+        if self.engines.get(report.engine) == -1 and report.version < self._left_behind:
+            return  # its digest may be forgotten already
         if report.engine not in self.engines:
             raise WeightMismatch(
                 f"engine {report.engine} is none of this run's: {', '.join(self.engines) or 'it has none'}"
@@ -104,12 +104,6 @@ class Versions:
         if self._count(before, -1) == 0 and self.held is not None:
             # Digests older than any engine's version can never be reported again.
             self._digests = {v: d for v, d in self._digests.items() if v >= self.held}
-
-    def _is_behind(self, report: WeightReport) -> bool:
-        """Return whether a newcomer holds a version that all others had left behind.
-
-        Its digest may be forgotten already."""
-        return self.engines.get(report.engine) == -1 and report.version < self._left_behind
 
     def require_made(self, result: SampleResult) -> None:
         """Raise WeightMismatch if a step claims a version that the trainer has not made."""

@@ -219,9 +219,7 @@ async def test_a_cancelled_first_waiter_passes_its_turn_on(woken_first: bool) ->
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_nothing_is_lost_among_many_waiters_cancelled_at_random_moments(
-    seed: int,
-) -> None:
+async def test_nothing_is_lost_among_many_waiters_cancelled_at_random_moments(seed: int) -> None:
     dice = random.Random(seed)
     counter = Counterful()
     waiting: dict[str, asyncio.Task[int]] = {}

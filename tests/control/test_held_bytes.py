@@ -71,9 +71,7 @@ def test_runs_that_fit_one_update_end(S: int, P: int, window: int, room: float) 
 
 
 @pytest.mark.parametrize("how", ["answered", "failed", "lost"])
-async def test_a_sample_of_an_ended_group_holds_its_bytes_until_its_engine_has_answered_or_is_lost(
-    how: str,
-) -> None:
+async def test_a_sample_of_an_ended_group_holds_its_bytes_until_its_engine_has_answered_or_is_lost(how: str) -> None:
     """There is room for one group only, so its replacement waits for those bytes, and nothing else would admit it."""
     coordinator, entries = make_coordinator(
         make_config(S=1, P=1, retries=0, engines=2, max_bytes=2 * SAMPLE_BYTES, updates=3)

@@ -47,10 +47,7 @@ def nothing_to_take(c: Coordinator) -> bool:
 
 
 def gone(job: ScoreJob) -> tuple[str, list[ScoreResult]]:
-    return (
-        "reward-0",
-        [ScoreResult(job.sample_id, job.attempt, error="its node died", fault="replace")],
-    )
+    return ("reward-0", [ScoreResult(job.sample_id, job.attempt, error="its node died", fault="replace")])
 
 
 def attempts(requests: list[SampleRequest]) -> dict[str, tuple[int, int]]:
@@ -77,10 +74,7 @@ async def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds(
     (second,) = await c.next_groups(0, 1)
     assert (taken.group, second.group) == (0, 1)
     await c.update_done(report(1, [taken, second]))
-    assert [(entry.group, entry.event, entry.attempts) for entry in entries] == [
-        (0, "trained", 1),
-        (1, "trained", 2),
-    ]
+    assert [(entry.group, entry.event, entry.attempts) for entry in entries] == [(0, "trained", 1), (1, "trained", 2)]
 
 
 async def test_what_others_have_stored_is_left_alone() -> None:
@@ -205,7 +199,7 @@ async def test_a_group_that_is_lost_too_often_is_dropped_with_the_reason_and_ano
         await c.group_gone(0, "its node died")
         requests = await c.next_samples("rollout-0", 100, 100)
     assert [(entry.event, entry.reason) for entry in entries] == [
-        ("dropped", "its trajectories were lost 2 times: its node died"),
+        ("dropped", "its trajectories were lost 2 times: its node died")
     ]
     assert {(r.group, r.attempt) for r in requests} == {(1, 1)}
     await complete(c, requests)
@@ -452,10 +446,7 @@ async def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_b
         "late scores of the lost worker count for nothing"
     )
     assert await c.next_to_score("reward-0", 4) == [], "and it gets no more"
-    await c.scored(
-        "reward-1",
-        [ScoreResult(job.sample_id, job.attempt, error="x") for job in again],
-    )
+    await c.scored("reward-1", [ScoreResult(job.sample_id, job.attempt, error="x") for job in again])
 
 
 async def test_weights_that_a_lost_engine_reports_are_no_news() -> None:

@@ -44,10 +44,7 @@ def test_a_run_ends_without_waiting_for_retries() -> None:
     async def main() -> None:
         c, entries = await started(S=0, P=1, backoff_s=30.0)
         jobs = await drawn(c, 2)
-        await c.scored(
-            "reward-0",
-            [ScoreResult(job.sample_id, job.attempt, error="x") for job in jobs],
-        )
+        await c.scored("reward-0", [ScoreResult(job.sample_id, job.attempt, error="x") for job in jobs])
         asking, closing = asyncio.create_task(c.next_to_score("reward-0", 2)), asyncio.create_task(c.closing())
         await asyncio.sleep(1)
         assert not asking.done() and not closing.done()
@@ -91,12 +88,7 @@ def test_a_postponed_score_costs_no_try() -> None:
     for number in range(6):
         (job, *_) = now(c.next_to_score("reward-0", 1))
         assert job.sample_id == f"g0.s{number % 2}", "the others are tried first"
-        now(
-            c.scored(
-                "reward-0",
-                [ScoreResult(job.sample_id, job.attempt, error="down", fault="outage")],
-            )
-        )
+        now(c.scored("reward-0", [ScoreResult(job.sample_id, job.attempt, error="down", fault="outage")]))
     assert entries == []
     (job, *_) = now(c.next_to_score("reward-0", 1))
     now(c.scored("reward-0", [ScoreResult(job.sample_id, job.attempt, error="unreadable")]))

@@ -8,18 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from control_world import (
-    distinct,
-    finish,
-    hold,
-    make_config,
-    make_coordinator,
-    make_result,
-    now,
-    play,
-    score,
-    started,
-)
+from control_world import distinct, finish, hold, make_config, make_coordinator, make_result, now, play, score, started
 
 from omni_async.control.coordinator import Coordinator
 from omni_async.types import SampleRequest, ScoreJob
