@@ -15,7 +15,7 @@ async def fail_after(turns: int, error: BaseException) -> None:
     raise error
 
 
-def test_the_first_failure_ends_all_and_names_its_task() -> None:
+async def test_the_first_failure_ends_all_and_names_its_task() -> None:
     ended: list[str] = []
 
     async def forever(name: str) -> None:
@@ -25,7 +25,7 @@ def test_the_first_failure_ends_all_and_names_its_task() -> None:
             await asyncio.sleep(0)  # cleaning up may take a while
             ended.append(name)
 
-    async def main() -> None:
+    with pytest.raises(TaskFailed, match="reward-1: RuntimeError: out of paper") as caught:
         async with Supervisor() as supervisor:
             tasks = [supervisor.start(name, forever(name)) for name in ("producer-0", "trainer")]
             supervisor.start("reward-1", fail_after(3, RuntimeError("out of paper")))
@@ -33,16 +33,7 @@ def test_the_first_failure_ends_all_and_names_its_task() -> None:
                 await supervisor.wait()
             finally:
                 assert not any(task.done() for task in tasks)
-        raise AssertionError("not reached")
-
-    async def watch() -> None:
-        try:
-            await main()
-        finally:
-            assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is left running"
-
-    with pytest.raises(TaskFailed, match="reward-1: RuntimeError: out of paper") as caught:
-        asyncio.run(watch())
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is left running"
     assert caught.value.task == "reward-1"
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert sorted(ended) == ["producer-0", "trainer"]
@@ -59,8 +50,8 @@ async def test_it_waits_for_all_and_leaves_nothing_behind() -> None:
         assert all(task.done() for task in tasks)
 
 
-def test_a_failure_before_the_wait_is_not_missed() -> None:
-    async def main() -> None:
+async def test_a_failure_before_the_wait_is_not_missed() -> None:
+    with pytest.raises(TaskFailed, match="trainer: ValueError: nan"):
         async with Supervisor() as supervisor:
             supervisor.start("driver", asyncio.sleep(0))
             supervisor.start("trainer", fail_after(0, ValueError("nan")))
@@ -68,41 +59,28 @@ def test_a_failure_before_the_wait_is_not_missed() -> None:
                 await asyncio.sleep(0)
             await supervisor.wait()
 
-    with pytest.raises(TaskFailed, match="trainer: ValueError: nan"):
-        asyncio.run(main())
 
+async def test_a_task_started_during_the_wait_is_watched_too() -> None:
+    async def restart() -> None:
+        supervisor.start("producer-1", fail_after(1, RuntimeError("no weights")))
+        await asyncio.Event().wait()
 
-def test_a_task_started_during_the_wait_is_watched_too() -> None:
-    async def main() -> None:
+    with pytest.raises(TaskFailed, match="producer-1: RuntimeError: no weights"):
         async with Supervisor() as supervisor:
-
-            async def restart() -> None:
-                supervisor.start("producer-1", fail_after(1, RuntimeError("no weights")))
-                await asyncio.Event().wait()
-
             supervisor.start("watchdog", restart())
             async with asyncio.timeout(2):
                 await supervisor.wait()
 
-    with pytest.raises(TaskFailed, match="producer-1: RuntimeError: no weights"):
-        asyncio.run(main())
 
-
-def test_an_error_in_the_block_still_ends_every_task() -> None:
-    async def main() -> None:
-        tasks = []
-        try:
-            async with Supervisor() as supervisor:
-                tasks.append(supervisor.start("endless", asyncio.Event().wait()))
-                raise KeyError("mine")
-        finally:
-            assert tasks[0].cancelled()
-
+async def test_an_error_in_the_block_still_ends_every_task() -> None:
     with pytest.raises(KeyError, match="mine"):
-        asyncio.run(main())
+        async with Supervisor() as supervisor:
+            endless = supervisor.start("endless", asyncio.Event().wait())
+            raise KeyError("mine")
+    assert endless.cancelled()
 
 
-def test_cancelling_the_owner_ends_its_tasks_first() -> None:
+async def test_cancelling_the_owner_ends_its_tasks_first() -> None:
     ended: list[str] = []
 
     async def slow_to_end() -> None:
@@ -121,15 +99,12 @@ def test_cancelling_the_owner_ends_its_tasks_first() -> None:
         finally:
             ended.append("owner")
 
-    async def main() -> None:
-        task = asyncio.create_task(owner())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
-
-    asyncio.run(main())
+    task = asyncio.create_task(owner())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
     assert ended == ["task", "owner"]
 
 

@@ -202,22 +202,6 @@ async def _cancels_itself() -> None:
     raise asyncio.CancelledError
 
 
-@pytest.mark.parametrize("woken_first", [False, True])
-async def test_a_cancelled_first_waiter_passes_its_turn_on(woken_first: bool) -> None:
-    counter = Counterful()
-    first, second = (asyncio.create_task(counter.take(name)) for name in "ab")
-    await turns(1)
-    if woken_first:
-        counter.put(1)
-        first.cancel()
-    else:
-        first.cancel()
-        counter.put(1)
-    async with asyncio.timeout(1):
-        assert await second == 1
-    assert first.cancelled()
-
-
 @pytest.mark.parametrize("seed", range(8))
 async def test_nothing_is_lost_among_many_waiters_cancelled_at_random_moments(seed: int) -> None:
     dice = random.Random(seed)
