@@ -16,7 +16,6 @@ from omni_async.version_spans import VersionSpans
 async def test_groups_in_every_state_go_on() -> None:
     """Keeps one trained group, one ready, two unfinished, the rest not begun."""
     before = Bench(S=3, P=1, updates=6)
-
     config = make_config(S=3, P=1, updates=6)
     for group in (0, 1):
         await before.generate(group, 0)
@@ -79,7 +78,6 @@ async def test_an_interrupted_run_keeps_what_it_drops() -> None:
     """Checks that groups in this attempt's ledger as dropped are admitted again by the next one, and those lines are
     void."""
     bench = Bench(S=1, P=2, updates=3)
-
     await bench.generate(0, 0)
     assert bench.take() is not None
     await bench.c.stop("ctrl-c")
@@ -93,7 +91,6 @@ async def test_an_interrupted_run_keeps_what_it_drops() -> None:
 
 async def test_a_smaller_staleness_budget_makes_old_groups_again() -> None:
     before = Bench(S=3, P=1, updates=6)
-
     for group in (0, 1, 2):
         await before.generate(group, 0)
     for _ in range(2):
@@ -110,7 +107,6 @@ async def test_a_smaller_staleness_budget_makes_old_groups_again() -> None:
 @pytest.mark.parametrize("change", ["fewer samples", "more samples", "another prompt", "more steps"])
 async def test_a_ready_group_that_would_be_another_now_is_made_again(change: str) -> None:
     before = Bench(S=1, P=1, updates=4)
-
     await before.generate(0, 0)
     kept = await before.c.continuation()
     (ready,) = kept.ready

@@ -47,7 +47,6 @@ async def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound(
 
 async def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_ready() -> None:
     before = Bench(S=3, P=1, updates=6)
-
     for group in range(3):
         await before.generate(group, 0)
     kept = await before.c.continuation()

@@ -16,27 +16,23 @@ from omni_async.types import SampleRequest, ScoreJob
 
 def jobs(c: Coordinator, limit: int = 100) -> list[ScoreJob]:
     """Returns the jobs that a reward worker gets now; none if it would have to wait."""
-
-    async def ask() -> list[ScoreJob]:
-        try:
-            return now(c.next_to_score("reward-0", limit))  # type: ignore[no-any-return]
-        except AssertionError:
-            return []
-
-    return asyncio.run(ask())
+    try:
+        return now(c.next_to_score("reward-0", limit))  # type: ignore[no-any-return]
+    except AssertionError:
+        return []
 
 
 def make_in_step(**config: Any) -> tuple[Coordinator, list[Any]]:
     c, entries = make_coordinator(make_config(score_at_once=False, **config))
-    asyncio.run(hold(c, 0, *(f"rollout-{i}" for i in range(config.get("engines", 1)))))
+    now(hold(c, 0, *(f"rollout-{i}" for i in range(config.get("engines", 1)))))
     return c, entries
 
 
 def done(c: Coordinator, *requests: SampleRequest) -> None:
-    asyncio.run(finish(c, "rollout-0", list(requests), 0))
+    now(finish(c, "rollout-0", list(requests), 0))
 
 
-def test_samples_are_scored_when_the_last_one_is_generated() -> None:
+async def test_samples_are_scored_when_the_last_one_is_generated() -> None:
     c, _ = make_in_step(S=0, P=2, group_size=2)
     requests = now(c.next_samples("rollout-0", 16, 16))
     for request in requests[:-1]:
@@ -47,12 +43,12 @@ def test_samples_are_scored_when_the_last_one_is_generated() -> None:
     assert [job.sample_id for job in jobs(c, 3)] == ["g1.s1"]
 
 
-def test_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:
+async def test_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:
     c, _ = make_in_step(S=0, P=2, group_size=2, trajectories=3)
     done(c, *now(c.next_samples("rollout-0", 16, 16)))
     first = jobs(c, 1)
     assert len(first) == 1
-    asyncio.run(score(c, first, distinct))
+    now(score(c, first, distinct))
     assert jobs(c) == [], "there is a slot again, and a sample for it"
     done(c, *now(c.next_samples("rollout-0", 16, 16)))
     assert len(jobs(c)) == 3
@@ -73,11 +69,11 @@ async def test_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_
         assert {job.sample_id for job in await worker} == {"g0.s0", "g0.s1", "g2.s0", "g2.s1"}
 
 
-def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
+async def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
     c, _ = make_coordinator(
         make_config(score_at_once=False, S=0, P=1, group_size=2, validation={"every": 1}), validation_prompts=2
     )
-    asyncio.run(hold(c, 0))
+    now(hold(c, 0))
     requests = [r for _ in range(4) for r in now(c.next_samples("rollout-0", 1, 4))]
     by_kind = {kind: [r for r in requests if r.kind == kind] for kind in ("train", "validation")}
     assert Counter(r.kind for r in requests) == {"train": 2, "validation": 2}
@@ -91,12 +87,7 @@ def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
 
 def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_scored() -> None:
     at_once, in_step = (
-        [
-            (version, group)
-            for version, group in play(
-                make_config(S=0, P=3, updates=4, engines=2, score_at_once=streaming), seed=7
-            ).taken
-        ]
+        play(make_config(S=0, P=3, updates=4, engines=2, score_at_once=streaming), seed=7).taken
         for streaming in (True, False)
     )
     assert at_once == in_step

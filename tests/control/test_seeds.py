@@ -321,7 +321,6 @@ def test_all_samples_of_a_group_have_its_spec_and_validation_the_shared_one() ->
 async def test_a_resumed_run_draws_the_same_buckets() -> None:
     config = make_config(S=3, P=1, updates=6, buckets=WEIGHTS)
     before = Bench(S=3, P=1, updates=6, buckets=WEIGHTS)
-
     for group in (0, 1):
         await before.generate(group, 0)
     taken = before.take()
