@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.arguments import command_parser
 from benchmarks.kill_everything import Job, end_job, problems
 from omni_async.config import ConfigError
-from omni_async.driver.control_socket import ControlError, Request, ask
+from omni_async.driver.control_socket import ControlError
 from omni_async.tracking.attempts import read_faults
 from omni_async.tracking.summary import read_summary
 
@@ -84,7 +84,7 @@ class Run:
     def _kill(self, role: str, how: str, begun: float) -> str | None:
         """Kills one worker of the role that is running. Returns its name; None if all of them are being replaced."""
         try:
-            parts = ask(self.job.run / "control.sock", Request(), timeout_s=30.0)["parts"]
+            parts = self.job.parts()
         except (ControlError, ValueError):
             return None  # it starts again, or has ended
         chosen = random.choice([name for name in parts if name.startswith(role)] or [""])

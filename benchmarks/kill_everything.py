@@ -22,6 +22,7 @@ from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config, ConfigError, load
 from omni_async.control.ledger import LedgerDamaged, require_prefix
+from omni_async.driver.control_socket import Request, ask
 from omni_async.tracking.files import read_lines
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
@@ -93,6 +94,11 @@ class Job:
         (run,) = self.folder.glob(f"{self.config.run.name}-*/")
         return run
 
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """Returns the processes of the job while it runs. Raises ControlError if it does not answer."""
+        status: dict[str, dict[str, Any]] = ask(self.run / "control.sock", Request(), timeout_s=30)["parts"]
+        return status
+
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Reads a file of JSON lines. Raises ValueError, with the line's number, if one is no JSON."""
         found = []
@@ -118,9 +124,9 @@ def end_job(job: subprocess.Popen[str]) -> None:
     job.wait()
 
 
-def problems(job: Job) -> list[str]:
+def problems(job: Job, updates: int | None = None) -> list[str]:
     """Lists what is wrong with the files of a finished job; nothing, if every group ended once and every update was
-    made once."""
+    made once. `updates`: as many as these, in place of all that the recipe asks for."""
     try:
         config, ledger, metrics = job.config, job.lines("ledger.jsonl"), job.lines("metrics.jsonl")
     except ValueError as error:
@@ -136,13 +142,14 @@ def problems(job: Job) -> list[str]:
             f"{len(groups)} lines for groups {groups[0]} to {groups[-1]}, {len(set(groups))} of them different"
         )
     trained = Counter(line["trained_version"] for line in ledger if line["event"] == "trained")
-    wanted = dict.fromkeys(range(1, config.trainer.updates + 1), config.trainer.groups_per_update)
+    last = config.trainer.updates if updates is None else updates
+    wanted = dict.fromkeys(range(1, last + 1), config.trainer.groups_per_update)
     if trained != wanted:
         wrong = sorted(version for version in wanted.keys() | trained.keys() if trained[version] != wanted.get(version))
         found.append(f"updates {wrong[:10]} were not made of {config.trainer.groups_per_update} groups")
-    updates = [line["update"] for line in metrics if "finished" in line]
-    if updates != [*wanted]:
-        found.append(f"metrics have {len(updates)} updates, {len(set(map(str, updates)))} of them different")
+    made = [line["update"] for line in metrics if "finished" in line]
+    if made != [*wanted]:
+        found.append(f"metrics have {len(made)} updates, {len(set(map(str, made)))} of them different")
     if stale := [
         line for line in ledger if line["event"] == "trained" and line["staleness"] > config.staleness.max_updates
     ]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -51,6 +50,7 @@ from omni_async.types import (
 from omni_async.version_spans import VersionSpans
 from omni_async.weights.snapshot import SharedRows, Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
+from tests.configs import build
 from tests.images import as_media
 from tests.loops import settle
 
@@ -67,17 +67,17 @@ PREFERENCES = {
 def make_config(**changes: Any) -> Config:
     """Makes a configuration from dotted keys over small defaults, as in `make_config(**{"rollout.max_inflight":
     3})`."""
-    raw: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": {"pipeline": "qwen_image", "path": "0"},
-        "data": {"prompts": "prompts.txt"},
         "rollout": {
             "group_size": 4,
             "sampling": {"height": 32, "width": 48},
             "num_inference_steps": STEPS,
             "max_inflight": 4,
             "max_batch": 2,
+            "sde": {"window": {"size": 2, "range": [0, STEPS - 1]}},
         },
-        "reward": {"batch": 4, "scorers": [{"name": "ocr"}]},
+        "reward": {"batch": 4},
         "algorithm": {"clip_range": 0.2},
         "trainer": {
             "updates": 4,
@@ -85,14 +85,7 @@ def make_config(**changes: Any) -> Config:
             "optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0, "max_grad_norm": None},
         },
     }
-    raw["rollout"]["sde"] = {"window": {"size": 2, "range": [0, STEPS - 1]}}
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        section = raw
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
-    config = with_spec(msgspec.convert(raw, Config))
+    config = with_spec(build(defaults, changes))
     assert check(config) is None, check(config)
     return config
 

@@ -12,8 +12,6 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import msgspec
-
 from omni_async.config import Config, check
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
@@ -31,6 +29,7 @@ from omni_async.types import (
     WeightReport,
 )
 from omni_async.version_spans import VersionSpans
+from tests.configs import build
 
 STRANDED_AFTER_S = 20.0
 SAMPLE_BYTES = 100
@@ -65,29 +64,20 @@ def make_config(
     trained on. `score_at_once` is reward.streaming; without it less room for samples is allowed than a real
     configuration must have. `buckets` are their weights; bucket i is sampled by `{"size": i}`, and its samples have
     `SAMPLE_BYTES` / (i + 1) bytes."""
-    config = msgspec.convert(
+    noisy = {"sde": {"window": {"size": 2, "range": [0, 5]}}}
+    config = build(
         {
             "run": {"seed": seed},
-            "model": {"pipeline": "qwen_image", "path": "model"},
-            "data": {"prompts": "prompts.txt"},
+            "model": {"pipeline": "qwen_image"},
             "rollout": {
                 "workers": engines,
                 "group_size": group_size,
                 "max_inflight": max_inflight,
                 "retries": retries,
                 "buckets": [{"sampling": {"size": size}, "weight": weight} for size, weight in enumerate(buckets)],
-                **(
-                    {"sde": {"window": {"size": 2, "range": [0, 5]}}}
-                    if steps is None
-                    else {"sde": None, "num_inference_steps": steps}
-                ),
+                **(noisy if steps is None else {"sde": None, "num_inference_steps": steps}),
             },
-            "reward": {
-                "retries": score_retries,
-                "backoff_s": backoff_s,
-                "streaming": score_at_once,
-                "scorers": [{"name": "ocr"}],
-            },
+            "reward": {"retries": score_retries, "backoff_s": backoff_s, "streaming": score_at_once},
             "staleness": {"max_updates": S, "exact": exact},
             "buffer": {"trajectories": trajectories, "groups": groups, "window": window, "max_bytes": max_bytes},
             "weights": {"publish_every": publish_every},
@@ -97,8 +87,7 @@ def make_config(
             },
             "trainer": {"updates": updates, "groups_per_update": P},
             "validation": None if validation is None else {"prompts": "validation.txt", **validation},
-        },
-        Config,
+        }
     )
     problem = check(config)
     assert problem is None or (not score_at_once and problem.startswith("buffer.trajectories")), problem

@@ -6,7 +6,6 @@ import asyncio
 import random
 from typing import Any
 
-import msgspec
 import pytest
 
 from omni_async.config.schema import Config
@@ -16,16 +15,12 @@ from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.types import Span
+from tests.configs import build
 
 
 def config(**rollout: Any) -> Config:
-    sections = {
-        "model": {"path": "m"},
-        "data": {"prompts": "p"},
-        "rollout": {"group_size": 8, "max_batch": 4, "num_inference_steps": 10} | rollout,
-        "trainer": {"workers": 2},
-    }
-    return msgspec.convert(sections, Config)
+    batches = {"group_size": 8, "max_batch": 4, "num_inference_steps": 10}
+    return build({"rollout": batches | rollout, "trainer": {"workers": 2}})
 
 
 def measured(spans: list[Span], **rollout: Any) -> Profile:

@@ -12,17 +12,13 @@ from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING
 from omni_async.rollout.emulated import EmulatedEngine, ReplayedTimes
 from omni_async.rollout.factory import build_engine
+from tests.configs import build
 from tests.rollout.conftest import make_request
 
 
 def config(engine: str, path: str, **rollout: str) -> Config:
-    sections = {
-        "model": {"pipeline": "qwen_image", "path": path},
-        "data": {"prompts": "p.txt"},
-        "reward": {"scorers": [{"name": "ocr"}]},
-        "rollout": {"engine": engine, "emulated": {"step_s": 0.0}} | rollout,
-    }
-    return with_spec(msgspec.convert(sections, Config))
+    drawn = {"engine": engine, "emulated": {"step_s": 0.0}} | rollout
+    return with_spec(build({"model": {"pipeline": "qwen_image", "path": path}, "rollout": drawn}))
 
 
 @pytest.mark.parametrize("name", ["emulated", "diffusers"])

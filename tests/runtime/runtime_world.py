@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import yaml
 
 from omni_async.config import Config, load
 from omni_async.control.control_state import LedgerState
@@ -20,6 +19,7 @@ from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import LedgerEntry
+from tests.configs import write_recipe_file
 from tests.images import as_media
 
 
@@ -29,7 +29,7 @@ def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: An
     write_checkpoint(folder / "model")
     (folder / "prompts.txt").write_text("a cat\na dog\n")
     recipe: dict[str, Any] = {
-        "run": {"name": "test", "dir": str(folder / "runs"), "runtime": "inprocess"},
+        "run": {"name": "test", "runtime": "inprocess"},
         "model": {"path": "model"},
         "data": {"prompts": "prompts.txt"},
         "rollout": {"engine": "emulated", "group_size": 2, "sampling": {"height": 32, "width": 32}},
@@ -37,10 +37,7 @@ def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: An
         "trainer": {"updates": 4, "groups_per_update": 2},
         "tracking": {"mlflow": {"enabled": False}, "images_every": 2, "images": 4},
     }
-    for name, section in sections.items():
-        recipe[name] = {**recipe.get(name, {}), **section}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return load(folder / "recipe.yaml", overrides)
+    return load(write_recipe_file(folder / "recipe.yaml", recipe, sections), overrides)
 
 
 # Sections of a run on preferences, which are not on disk.

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from simulation_world import build
-
 from omni_async.config import Config, check
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
@@ -19,6 +17,7 @@ from omni_async.control.ledger import encode_line, extend
 from omni_async.control.reporting import buffer_statistics
 from omni_async.control.seeds import PromptStream, sample_seed, window_of
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest
+from tests.configs import build
 
 SAMPLE_BYTES = 32  # of a trajectory and its media, as the engines make them
 

@@ -6,8 +6,6 @@ import asyncio
 from collections import deque
 from typing import Any, cast
 
-import msgspec
-
 from omni_async.actors.plan import plan_updates
 from omni_async.config import Config, check
 from omni_async.control.coordinator import Coordinator
@@ -19,25 +17,12 @@ from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.simulation.world import Meters, SharedDevices, World
 from omni_async.types import Prompt, SampleRequest, SampleResult, ScoreJob, ScoreResult, SdeWindow, WeightReport
 from pipelines.qwen_image.sampling import QwenImageSampling
-
-
-def build(base: dict[str, dict[str, Any]], changes: dict[str, Any]) -> Config:
-    """Builds a configuration without its checks: `{"rollout__workers": 2}` changes rollout.workers of `base`."""
-    tree: dict[str, dict[str, Any]] = {
-        "model": {"path": "model"},
-        "data": {"prompts": "prompts.txt"},
-        "reward": {"scorers": [{"name": "ocr"}]},
-    }
-    for section, keys in base.items():
-        tree[section] = tree.get(section, {}) | keys
-    for path, value in changes.items():
-        section, key = path.split("__")
-        tree.setdefault(section, {})[key] = value
-    return msgspec.convert(tree, Config)
+from tests.configs import build
 
 
 def make_config(**changes: Any) -> Config:
-    """Builds a configuration that is allowed. Buffers are large unless a test says otherwise."""
+    """Builds a configuration that is allowed: `rollout__workers=2` sets rollout.workers. Buffers are large unless a
+    test says otherwise."""
     config = build({"buffer": {"trajectories": 4096, "groups": 256}}, changes)
     assert check(config) is None, check(config)
     return config

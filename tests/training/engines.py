@@ -3,7 +3,6 @@ samples, and inspected."""
 
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.shards import whole
+from tests.configs import build
 from tests.fakes import TinyPolicy
 
 CPU = torch.device("cpu")
@@ -20,21 +20,13 @@ CPU = torch.device("cpu")
 
 def make_config(**changes: Any) -> Config:
     """Returns `make_config(**{"trainer.micro_batch_size": 3})`: dotted keys over small defaults."""
-    raw: dict[str, Any] = {
+    defaults = {
         "model": {"pipeline": "qwen_image", "path": "0"},
-        "data": {"prompts": "prompts.txt"},
         "rollout": {"group_size": 4, "sampling": {"height": 32, "width": 48}, "num_inference_steps": 5},
-        "reward": {"scorers": [{"name": "ocr"}]},
         "algorithm": {"clip_range": 0.2, "correction": {"mode": "bypass"}},
         "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
     }
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        section = raw
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return with_spec(msgspec.convert(raw, Config))
+    return with_spec(build(defaults, changes))
 
 
 def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:

@@ -21,6 +21,7 @@ from omni_async.training.model import PlainBackend
 from omni_async.types import SdeWindow
 from omni_async.weights.buckets import unpack
 from omni_async.weights.shards import whole
+from tests.configs import build
 from tests.fakes import share
 from tests.pipelines.families import FAMILIES, STEPS
 from tests.training.drawn import drawn
@@ -41,18 +42,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def make_config(family: Any, path: str, **trainer: Any) -> Config:
     raw = {
         "model": {"path": path, "pipeline": family.name},
-        "data": {"prompts": "prompts.txt"},
         "rollout": {
             "group_size": 4,
             "num_inference_steps": STEPS,
             "sampling": {"height": 32, "width": 32, **GUIDANCE[family.name]},
             "sde": {"window": {"size": 2, "range": [0, 5]}},
         },
-        "reward": {"scorers": [{"name": "ocr"}]},
         "algorithm": {"clip_range": 0.2, "kl_coef": 0.1},
         "trainer": {"micro_batch_size": 2, "optimizer": {"name": "sgd", "lr": 1e-2, "max_grad_norm": None}, **trainer},
     }
-    return with_spec(msgspec.convert(raw, Config))
+    return with_spec(build(raw))
 
 
 GUIDANCE: dict[str, dict[str, Any]] = {

@@ -1,0 +1,50 @@
+"""Builds what every test world runs: a configuration or a recipe file out of the world's defaults and what a test
+changes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from omni_async.config import Config
+
+Sections = Mapping[str, Any]
+_SMALLEST: Sections = {
+    "model": {"path": "model"},
+    "data": {"prompts": "prompts.txt"},
+    "reward": {"scorers": [{"name": "ocr"}]},
+}
+
+
+def with_sections(recipe: Sections, sections: Sections) -> dict[str, Any]:
+    """Returns a copy of a recipe in which the given keys of a section replace its own; what is no section replaces all
+    of it."""
+    merged = dict(recipe)
+    for name, keys in sections.items():
+        merged[name] = {**merged.get(name, {}), **keys} if isinstance(keys, dict) else keys
+    return merged
+
+
+def build(defaults: Sections, changes: Sections | None = None) -> Config:
+    """Builds a configuration of the smallest recipe with these sections, without its checks: the change
+    `{"rollout.workers": 2}`, or `rollout__workers`, is of one key."""
+    tree = msgspec.to_builtins(with_sections(_SMALLEST, defaults))  # a copy: defaults are shared by all tests
+    for key, value in (changes or {}).items():
+        *path, last = key.replace("__", ".").split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return msgspec.convert(tree, Config)
+
+
+def write_recipe_file(path: Path, recipe: Sections, sections: Sections) -> Path:
+    """Writes the recipe with these changes of its sections; runs go to `runs` beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run = {"dir": str(path.parent / "runs"), **recipe.get("run", {})}
+    path.write_text(yaml.safe_dump(with_sections({**recipe, "run": run}, sections)))
+    return path
