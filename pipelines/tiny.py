@@ -30,33 +30,37 @@ def fill_zeros(model: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.05)
 
 
-def clip_tokenizer(vocab_size: int = 700, corpus: Iterable[str] = CORPUS) -> CLIPTokenizer:
-    """Train a byte-level BPE tokenizer with CLIP's word suffix.
+def train_bpe(texts: Iterable[str], vocab_size: int, split: Any, **suffix: str) -> tuple[dict[str, int], Any]:
+    """Train a byte-level BPE on the words that `split` makes, which may end in an `end_of_word_suffix`.
 
-    Its last two tokens begin and end a text, as in the published ones, where pooling looks for the largest id."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    Returns vocabulary and merges."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe = Tokenizer(models.BPE(**suffix))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         show_progress=False,
-        initial_alphabet=alphabet,
-        end_of_word_suffix="</w>",
+        initial_alphabet=byte_level.alphabet(),
+        **suffix,
     )
-    bpe.train_from_iterator([*corpus] * 2, trainer)
-    trained = trained_model(bpe)
-    vocab: dict[str, int] = trained["vocab"]
-    for token in (*(f"{letter}</w>" for letter in sorted(alphabet)), "<|startoftext|>", "<|endoftext|>"):
+    bpe.train_from_iterator([*texts] * 2, trainer)  # twice: every word is frequent enough to be merged
+    trained = _trained_model(bpe)
+    return trained["vocab"], [tuple(merge) for merge in trained["merges"]]
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Train a byte-level BPE tokenizer with CLIP's word suffix.
+
+    Its last two tokens begin and end a text, as in the published ones, where pooling looks for the largest id."""
+    vocab, merges = train_bpe(CORPUS, 700, pre_tokenizers.WhitespaceSplit(), end_of_word_suffix="</w>")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for token in (*(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"):
         vocab.setdefault(token, len(vocab))
-    merges = [tuple(merge) for merge in trained["merges"]]
-    pairs: Any = merges  # what the tokenizer takes, whatever it declares
-    return CLIPTokenizer(vocab=vocab, merges=pairs, model_max_length=_CLIP_TOKENS)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=_CLIP_TOKENS)
 
 
-def t5_tokenizer(model_max_length: int = 512, corpus: Iterable[str] = CORPUS) -> T5Tokenizer:
+def t5_tokenizer() -> T5Tokenizer:
     """Train a Unigram tokenizer, which serves T5 and UMT5."""
     unigram = Tokenizer(models.Unigram())
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -67,13 +71,12 @@ def t5_tokenizer(model_max_length: int = 512, corpus: Iterable[str] = CORPUS) ->
         initial_alphabet=sorted(_T5_LETTERS),
         show_progress=False,
     )
-    unigram.train_from_iterator([*corpus] * 4, trainer)
-    pieces = [(piece, score) for piece, score in trained_model(unigram)["vocab"]]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=model_max_length)
+    unigram.train_from_iterator([*CORPUS] * 4, trainer)
+    pieces = [(piece, score) for piece, score in _trained_model(unigram)["vocab"]]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=512)
 
 
-def trained_model(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a tokenizer has learnt: its `vocab` and, of a BPE, its `merges`."""
+def _trained_model(tokenizer: Tokenizer) -> dict[str, Any]:
     model: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
     return model
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omni_async.media import Media
-from omni_async.rewards.base import shown_to
-from omni_async.rewards.checks import require_media, require_scores
+from omni_async.rewards.base import require_media, require_scores, shown_to
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.types import Prompt, Score
 

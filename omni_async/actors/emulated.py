@@ -8,6 +8,7 @@ the object store and the device; unblocked by those alone. The emulated engine i
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,18 +23,39 @@ from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
-from omni_async.performance.emulation import Device, Draws, random_bytes
+from omni_async.performance.emulation import Device, Draws, random_bytes, seed_of
 from omni_async.performance.profile import Profile
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
-from omni_async.rewards.replay import ReplayScorer
 from omni_async.store import ObjectStore
-from omni_async.types import Piece, ReadyGroup, SampleDrift, Score, ScoreJob, ScoreResult, TensorSpec, TrainGroup
+from omni_async.types import (
+    Piece,
+    Prompt,
+    ReadyGroup,
+    SampleDrift,
+    Score,
+    ScoreJob,
+    ScoreResult,
+    TensorSpec,
+    TrainGroup,
+)
 from omni_async.weights.digest import Bucket
 from omni_async.weights.snapshot import SharedRows, Snapshot
 
 # A version's number is written into its first bucket, so no two versions are the same bytes.
 _VERSION_BYTES = 8
+
+
+class ReplayScorer:
+    """A scorer whose rewards are uniform in [0, 1), made of the seed that an emulated engine wrote on the media."""
+
+    name = "replay"
+    accepts = ("image", "video", "audio")
+
+    def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
+        """Score media by their seeds. ValueError for media too short to carry a seed."""
+        drawn = (hashlib.blake2b(str(seed_of(one)).encode(), digest_size=8).digest() for one in media)
+        return [Score(int.from_bytes(one, "little") / 2**64) for one in drawn]
 
 
 class EmulatedRewarder(Rewarder):

@@ -1,14 +1,29 @@
-"""Defines the interface of scorers: functions from a batch of media and prompts to finite scores."""
+"""Defines the interface of scorers, functions from a batch of media and prompts to finite scores.
+
+It also checks the input that every scorer may rely on and the output it must return; the errors name the scorer and the
+sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import math
+import re
+from collections.abc import Coroutine, Sequence
+from numbers import Real
+from typing import Any, Protocol
 
+import numpy as np
+
+from omni_async.media import Media
 from omni_async.types import Prompt, Score
 
-if TYPE_CHECKING:
-    from omni_async.media import Media
+# A scorer's output goes into checkpoints, metrics and captions.
+_LONGEST_TEXT = 2000
+_LONGEST_NAME = 100
+_MOST_PARTS = 256
+# Metrics are means of parts: a sum of them has to be a number, too.
+_LARGEST_PART = 1e100
+# Halves of surrogate pairs, which no file can hold, and control characters, which no image can show.
+_UNFIT = re.compile(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 class ScoreError(RuntimeError):
@@ -82,3 +97,89 @@ def shown_to(label: str, scorer: object, media: Sequence[Media]) -> list[Any]:
             takes, found = " or ".join(accepted), " and ".join(one.parts)
             raise ScoreError(f"scorer {label!r} accepts {takes}, the sample is {found}")
     return [one.pixels for one in media] if getattr(scorer, "accepts", None) is None else list(media)
+
+
+def describe(position: int, prompt: Prompt) -> str:
+    text = prompt.text if len(prompt.text) <= 60 else prompt.text[:57] + "..."
+    return f"sample {position} (prompt {prompt.index}: {text!r})"
+
+
+def require_media(media: Sequence[Any], prompts: Sequence[Prompt]) -> None:
+    """Require as many prompts as media, each of them `Media`; ScoreError otherwise."""
+    if len(media) != len(prompts):
+        raise ScoreError(f"{len(media)} samples but {len(prompts)} prompts")
+    for position, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
+        if not isinstance(one, Media):
+            raise ScoreError(f"{describe(position, prompt)}: expected media, got a {_kind(one)}")
+
+
+def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
+    """Return the scores, one per prompt, with plain floats for numbers and texts that can be written.
+
+    Raises ScoreError, whatever a scorer may have returned, unless every value and part is a finite number."""
+    if isinstance(scores, Coroutine):
+        scores.close()  # it will never be awaited
+        why = "score must be a plain method; it is called in a thread of its own, and may block"
+        raise ScoreError(f"scorer {scorer!r} is asynchronous: {why}")
+    if not isinstance(scores, list | tuple):
+        raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
+    if len(scores) != len(prompts):
+        raise ScoreError(f"scorer {scorer!r} returned {len(scores)} scores for {len(prompts)} samples")
+    return [
+        _require_score(f"scorer {scorer!r}, {describe(position, prompt)}", score)
+        for position, (score, prompt) in enumerate(zip(scores, prompts, strict=True))
+    ]
+
+
+def _require_score(where: str, score: Any) -> Score:
+    if not isinstance(score, Score):
+        raise ScoreError(f"{where}: a {_kind(score)}, expected a Score")
+    if not isinstance(score.text, str | None):
+        raise ScoreError(f"{where}: text is a {_kind(score.text)}, expected a str or None")
+    if not isinstance(score.values, tuple):
+        raise ScoreError(f"{where}: values is a {_kind(score.values)}, expected a tuple of numbers")
+    value = _finite(where, "value", score.value)
+    parts = _require_parts(where, score.parts)
+    values = tuple(_finite(where, f"values[{i}]", number) for i, number in enumerate(score.values))
+    return Score(value, parts, None if score.text is None else _fit(score.text), values)
+
+
+def _require_parts(where: str, parts: Any) -> dict[str, float]:
+    if not isinstance(parts, dict):
+        raise ScoreError(f"{where}: parts is a {_kind(parts)}, expected a dict of named numbers")
+    if len(parts) > _MOST_PARTS:
+        raise ScoreError(f"{where}: {len(parts)} parts, expected {_MOST_PARTS} at most")
+    for name in parts:
+        if not isinstance(name, str):
+            raise ScoreError(f"{where}: a part's name is a {_kind(name)}, expected a str")
+        if not 0 < len(name) <= _LONGEST_NAME or _UNFIT.search(name):
+            expected = f"expected 1 to {_LONGEST_NAME} characters without control characters"
+            raise ScoreError(f"{where}: a part is called {name[:_LONGEST_NAME]!r}, {expected}")
+    numbers = {str.__str__(name): _finite(where, name, number) for name, number in parts.items()}
+    for name, number in numbers.items():
+        if abs(number) > _LARGEST_PART:
+            raise ScoreError(f"{where}: {name} is {number:g}, expected at most {_LARGEST_PART:g}")
+    return numbers
+
+
+def _fit(text: str) -> str:
+    """Convert any text to a plain one that can be written and shown."""
+    plain = _UNFIT.sub("\ufffd", str.__str__(text[:_LONGEST_TEXT]))
+    return plain if len(text) <= _LONGEST_TEXT else f"{plain}..."
+
+
+def _finite(where: str, part: str, number: Any) -> float:
+    # NumPy's scalars are Real but for its bool. Whether something is right is a score, of 0 or 1.
+    if not isinstance(number, Real | np.bool_):
+        raise ScoreError(f"{where}: {part} is a {_kind(number)}, expected a number")
+    try:
+        plain = float(number)
+    except OverflowError:  # an int of any size is Real
+        plain = math.inf
+    if not math.isfinite(plain):
+        raise ScoreError(f"{where}: {part} is {plain}, expected a finite number")
+    return plain
+
+
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__name__} of shape {tuple(thing.shape)}" if hasattr(thing, "shape") else type(thing).__name__

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from omni_async.config import schema
 from omni_async.config.redact import one_line
 from omni_async.rewards import registry
-from omni_async.rewards.base import Scorer, Unbounded, WrongScorer
-from omni_async.rewards.checks import describe
+from omni_async.rewards.base import Scorer, Unbounded, WrongScorer, describe
 from omni_async.rewards.failures import Discreet, place_of, told
 from omni_async.types import Prompt, Score
 

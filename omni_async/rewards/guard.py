@@ -32,8 +32,16 @@ from omni_async.aio.clock import Clock
 from omni_async.config.redact import one_line
 from omni_async.config.schema import Reward
 from omni_async.media import Media
-from omni_async.rewards.base import Outage, ScoreError, Scorer, Unbounded, is_concurrent, shown_to
-from omni_async.rewards.checks import require_media, require_scores
+from omni_async.rewards.base import (
+    Outage,
+    ScoreError,
+    Scorer,
+    Unbounded,
+    is_concurrent,
+    require_media,
+    require_scores,
+    shown_to,
+)
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.failures import is_outage, place_of, repeats, told
 from omni_async.rewards.probe import Probe
@@ -161,7 +169,10 @@ class GuardedScorer:
             first, answer = answer, await self._call(media, prompts)
             wrong = isinstance(answer, ScoreError) and repeats(answer, first)
         if not isinstance(answer, ScoreError):
-            await self._answered(media[0], prompts[0])
+            if self._known is None or self._doubted:
+                self._known = [media[0].copy()], prompts[:1]  # a copy, because the original is the object store's
+            self._doubted = False
+            await self._is_back()
             return [*answer]
         if len(media) > 1:
             return await self._one_by_one(media, prompts, answer)
@@ -193,12 +204,6 @@ class GuardedScorer:
         if not self._reported_down:
             self._reported_down = True
             await self._report(f"warning: scorer {self._label!r} fails ({self._unnamed(reason)}); its samples wait")
-
-    async def _answered(self, media: Media, prompt: Prompt) -> None:
-        if self._known is None or self._doubted:
-            self._known = [media.copy()], [prompt]  # a copy, because the original is the object store's
-        self._doubted = False
-        await self._is_back()
 
     async def _is_back(self) -> None:
         seconds, reported = self._breaker.open_s, self._reported_down

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from msgspec import Meta
 
-from omni_async.rewards.base import ScoreError
-from omni_async.rewards.checks import describe
+from omni_async.rewards.base import ScoreError, describe
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

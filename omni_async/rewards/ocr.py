@@ -36,8 +36,7 @@ from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
 from omni_async.media import evenly
-from omni_async.rewards.base import ScoreError
-from omni_async.rewards.checks import describe
+from omni_async.rewards.base import ScoreError, describe
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from omni_async.config import Config
 from omni_async.families import MediaShape
 from omni_async.media import Media
-from omni_async.rewards.checks import describe
+from omni_async.rewards.base import describe
 from omni_async.types import Prompt
 
 # Enough to detect a scorer that answers for a batch as if it were one sample.

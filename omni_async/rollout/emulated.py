@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_async.performance.emulation import SEED_BYTES, Device, Draws, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile
@@ -130,8 +130,7 @@ class _Sample:
     versions: list[int] = field(default_factory=list)
 
 
-@dataclass
-class _Swap:
+class _Swap(NamedTuple):
     version: int
     asked: float
     done: asyncio.Future[None]

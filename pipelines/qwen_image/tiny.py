@@ -20,7 +20,7 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from pipelines import tiny
@@ -32,16 +32,8 @@ PROMPT_PREFIX, PROMPT_SUFFIX = PROMPT_TEMPLATE.split("{}")
 LATENT_CHANNELS = 16
 
 _PADDING_TOKEN = "<|endoftext|>"
-_SPECIAL_TOKENS = (
-    _PADDING_TOKEN,
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+_NAMES = ("im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
+_SPECIAL_TOKENS = (_PADDING_TOKEN, *(f"<|{name}|>" for name in _NAMES))
 # Qwen2Tokenizer splits by this pattern after every load; merges learnt under another one could never apply.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -56,33 +48,15 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
 
     Raises:
         ValueError: if ``vocab_size`` is too small for the template's prefix to take 34 tokens."""
-    # Special tokens are added afterwards, so they only separate words here. Every word must be frequent enough to be
-    # merged.
+    # Special tokens are added afterwards, so they only separate words here.
     texts = [PROMPT_PREFIX, PROMPT_SUFFIX, *corpus]
     for special in _SPECIAL_TOKENS:
         texts = [text.replace(special, "\n") for text in texts]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts * 2,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size - len(_SPECIAL_TOKENS),
-            min_frequency=2,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    trained = tiny.trained_model(bpe)
+    split = pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated")
+    vocab, merges = tiny.train_bpe(texts, vocab_size - len(_SPECIAL_TOKENS), split)
     tokenizer = Qwen2Tokenizer(
-        vocab=trained["vocab"],
-        # The tokenizer requires pairs.
-        merges=[tuple(merge) for merge in trained["merges"]],  # type: ignore[misc]
+        vocab=vocab,
+        merges=merges,
         unk_token=_PADDING_TOKEN,
         eos_token="<|im_end|>",
         pad_token=_PADDING_TOKEN,
@@ -111,27 +85,15 @@ def build_text_encoder(
         return int(tokenizer.convert_tokens_to_ids(token))  # type: ignore[arg-type]  # one token, one id
 
     text_config = {
-        "hidden_size": hidden,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 2 * hidden,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 4096,
+        **{"hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"intermediate_size": 2 * hidden, "vocab_size": vocab_size, "max_position_embeddings": 4096},
+        **{"bos_token_id": token_id(_PADDING_TOKEN), "eos_token_id": token_id("<|im_end|>")},
         "initializer_range": init_std,
-        "bos_token_id": token_id(_PADDING_TOKEN),
-        "eos_token_id": token_id("<|im_end|>"),
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
     }
     vision_config = {
-        "depth": 1,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": hidden,
-        "intermediate_size": 32,
-        "fullatt_block_indexes": [0],
-        "window_size": 112,
-        "hidden_act": "silu",
+        **{"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": hidden, "intermediate_size": 32},
+        **{"fullatt_block_indexes": [0], "window_size": 112, "hidden_act": "silu"},
     }
     config = Qwen2_5_VLConfig(
         tie_word_embeddings=True,

@@ -19,8 +19,7 @@ import numpy as np
 from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
-from omni_async.rewards.base import ScoreError
-from omni_async.rewards.checks import describe
+from omni_async.rewards.base import ScoreError, describe
 from omni_async.rewards.ocr import missing_text, wanted_text
 from omni_async.types import Prompt, Score
 

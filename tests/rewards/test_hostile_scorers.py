@@ -20,8 +20,7 @@ from omni_async.config import schema
 from omni_async.config.schema import Reward
 from omni_async.families import MediaShape
 from omni_async.rewards import registry
-from omni_async.rewards.base import Outage, ScoreError
-from omni_async.rewards.checks import require_scores
+from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure, Panel
 from omni_async.rewards.registry import ScorerConfigError
