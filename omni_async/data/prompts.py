@@ -76,9 +76,8 @@ def _read(path: str, key: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(
-            f"{key}: {path}:{number}: not UTF-8 text: byte {error.object[error.start]:#04x}: {error.reason}"
-        ) from None
+        why = f"byte {error.object[error.start]:#04x}: {error.reason}"
+        raise ConfigError(f"{key}: {path}:{number}: not UTF-8 text: {why}") from None
 
 
 def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
@@ -111,11 +110,10 @@ def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]
     """Return the images as the line names them, without digests: no file is opened yet."""
     if "image" in fields and "images" in fields:
         raise ConfigError(f"{where}: give image or images, not both")
-    key = "image" if "image" in fields else "images"
+    key, expected = ("image", "a path") if "image" in fields else ("images", "a list of paths")
     given = fields.get(key, [])
     names = [given] if key == "image" else given
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        expected = "a path" if key == "image" else "a list of paths"
         raise ConfigError(f"{where}: {key}: expected {expected}, got {repr(given)[:200]}")
     return tuple(PromptImage(name, "") for name in names)
 
@@ -168,8 +166,7 @@ def _require_unique_keys(line: str, where: str) -> None:
 
 def _require_text(prompt: Prompt, where: str, max_chars: int) -> None:
     if len(prompt.text) > max_chars:
-        raise ConfigError(
-            f"{where}: the prompt has {len(prompt.text)} characters, data.max_prompt_chars allows {max_chars}"
-        )
+        allowed = f"data.max_prompt_chars allows {max_chars}"
+        raise ConfigError(f"{where}: the prompt has {len(prompt.text)} characters, {allowed}")
     if "\0" in prompt.text or "\0" in (prompt.target or ""):
         raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text; is this a text file?")

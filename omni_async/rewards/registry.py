@@ -48,6 +48,10 @@ class ScorerConfigError(ValueError):
     """`reward.scorers` names something unknown, or gives it parameters it does not take."""
 
 
+def _refused(name: str, why: str) -> ScorerConfigError:
+    return ScorerConfigError(f"scorer {name!r}: {why}")
+
+
 def _registered() -> EntryPoints:
     built_in = (EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in _BUILT_IN.items())
     return EntryPoints([*built_in, *entry_points(group=ENTRY_POINT_GROUP)])
@@ -70,9 +74,7 @@ def _load(name: str) -> type:
             f"unknown scorer {name!r}: registered are {', '.join(names())}; your own is named 'module:Class'"
         )
     elif not _OWN.fullmatch(name):
-        raise ScorerConfigError(
-            f"scorer {name!r}: expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)"
-        )
+        raise _refused(name, "expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)")
     else:
         point = EntryPoint(name=name, value=name, group=ENTRY_POINT_GROUP)
     loaded: Any = _imported(name, point.module)
@@ -80,12 +82,11 @@ def _load(name: str) -> type:
         if not hasattr(loaded, attribute):
             classes = (value for value in vars(loaded).values() if isinstance(value, type))
             found = [value.__name__ for value in classes if value.__module__ == point.module]
-            defined = f"it defines {', '.join(found)}" if found else "it defines no class"
-            raise ScorerConfigError(f"scorer {name!r}: module {point.module!r} has no {point.attr!r}; {defined}")
+            defined = f"it defines {', '.join(found) or 'no class'}"
+            raise _refused(name, f"module {point.module!r} has no {point.attr!r}; {defined}")
         loaded = getattr(loaded, attribute)
     if not isinstance(loaded, type) or not callable(getattr(loaded, "score", None)):
-        why = f"{point.value!r} is not a class with a method `score(media, prompts)`"
-        raise ScorerConfigError(f"scorer {name!r}: {why}")
+        raise _refused(name, f"{point.value!r} is not a class with a method `score(media, prompts)`")
     return loaded
 
 
@@ -96,14 +97,12 @@ def _imported(name: str, module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             why = f"there is no {error.name!r} in {_searched()}"
-            raise ScorerConfigError(f"scorer {name!r}: cannot import {module!r}: {why}") from None
+            raise _refused(name, f"cannot import {module!r}: {why}") from None
         problem: BaseException = error
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code; KeyboardInterrupt stays the user's)
         problem = error
-    text = str(problem) or "no reason given"
-    raise ScorerConfigError(
-        f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{place_of(problem)}"
-    ) from None
+    why = f"{type(problem).__name__}: {str(problem) or 'no reason given'}{place_of(problem)}"
+    raise _refused(name, f"cannot import {module!r}: {why}") from None
 
 
 def _searched() -> str:
@@ -122,19 +121,14 @@ def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, An
         return inspect.signature(scorer), get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]
     except Exception as error:  # noqa: BLE001 (annotations are foreign code)
         why = f"{type(error).__name__}: {error}; names in them must be there at run time, not under TYPE_CHECKING alone"
-        raise ScorerConfigError(
-            f"scorer {name!r}: the annotations of its constructor cannot be evaluated: {why}"
-        ) from None
+        raise _refused(name, f"the annotations of its constructor cannot be evaluated: {why}") from None
 
 
 def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any]:
     """Convert `params` to the types of the constructor's keyword arguments."""
     signature, hints = _signature(name, scorer)
-    allowed = {
-        key: hints.get(key, Any)
-        for key, p in signature.parameters.items()
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-    }
+    named = (p for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+    allowed = {p.name: hints.get(p.name, Any) for p in named}
     converted: dict[str, Any] = {}
     for key, value in params.items():
         if key not in allowed:
@@ -169,9 +163,7 @@ def _referenced(value: Any) -> Iterator[str]:
 
 def secrets_of(config: schema.Scorer) -> frozenset[str]:
     """Return every credential that the scorer was given, so that its messages can be shown without them."""
-    return secrets_in(config.params) | frozenset(
-        found for found in _referenced(config.params) if len(found) >= SHORTEST
-    )
+    return secrets_in(config.params) | {found for found in _referenced(config.params) if len(found) >= SHORTEST}
 
 
 def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
@@ -182,9 +174,7 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
     _arguments(config.name, scorer, config.params)
     declared = getattr(scorer, "accepts", ("image",))
     if not isinstance(declared, tuple | list) or not declared or not set(declared) <= set(PARTS):
-        raise ScorerConfigError(
-            f"scorer {config.name!r}: accepts must be a tuple of {', '.join(PARTS)}, got {declared!r}"
-        )
+        raise _refused(config.name, f"accepts must be a tuple of {', '.join(PARTS)}, got {declared!r}")
     parts = [one.part for one in made]
     if not set(declared) & set(parts):
         takes = " or ".join(declared) + ("" if hasattr(scorer, "accepts") else " (it has no `accepts`)")
@@ -198,10 +188,8 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
     if declared is None:
         return None
     if not isinstance(declared, classmethod | staticmethod):
-        raise ScorerConfigError(
-            f"scorer {config.name!r}: check_prompt must be a classmethod or staticmethod: prompts are checked before a"
-            " scorer is built"
-        )
+        why = "prompts are checked before a scorer is built"
+        raise _refused(config.name, f"check_prompt must be a classmethod or staticmethod: {why}")
     signature, _ = _signature(config.name, scorer)
     bound = signature.bind(**_arguments(config.name, scorer, config.params))
     bound.apply_defaults()

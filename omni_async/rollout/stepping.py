@@ -108,18 +108,17 @@ class InFlight:
             "sigmas": self.sigmas,
             "steps": torch.tensor(list(self._trained), dtype=torch.int64),
         }
-        for field in self.request.fields:
-            match field:
-                case "latents":
-                    found[field] = torch.stack(self._latents or [self.latents])
-                case "log_probs":
-                    found[field] = torch.stack(self._log_probs) if self._log_probs else torch.zeros(0)
-                case "means":
-                    found[field] = torch.stack(self._means) if self._means else torch.zeros(0, *self.shape)
-                case "final":
-                    found[field] = self.latents.clone()  # a view would keep its whole batch alive
-                case "conditioning" if conditioning is not None:
-                    found[field] = conditioning
+        fields = set(self.request.fields)
+        if "latents" in fields:
+            found["latents"] = torch.stack(self._latents or [self.latents])
+        if "log_probs" in fields:
+            found["log_probs"] = torch.stack(self._log_probs) if self._log_probs else torch.zeros(0)
+        if "means" in fields:
+            found["means"] = torch.stack(self._means) if self._means else torch.zeros(0, *self.shape)
+        if "final" in fields:
+            found["final"] = self.latents.clone()  # a view would keep its whole batch alive
+        if "conditioning" in fields and conditioning is not None:
+            found["conditioning"] = conditioning
         return found
 
 
