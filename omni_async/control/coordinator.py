@@ -175,8 +175,6 @@ class Coordinator(Bulletin):
         self._samples.resume(sample)
         self._rewarders.notify()
 
-    # ---- consequences ------------------------------------------------------------------------------------------------
-
     def _carry_out(self, outcome: Outcome | None) -> None:
         """Carry out what the sample table asks for."""
         if outcome is None:
@@ -313,8 +311,7 @@ class Coordinator(Bulletin):
         self._held_may_differ(before)
 
     def _held_may_differ(self, before: int | None) -> None:
-        held = self.versions.held
-        if held is None or held == before or self._closed:
+        if (held := self.versions.held) is None or held == before or self._closed:
             return
         self._ready.notify()
         self._groups.publish(held)
@@ -427,8 +424,6 @@ class Coordinator(Bulletin):
     def _end(self) -> None:
         if self._ending.state is None:
             self._ending.drop_groups(self._state())
-
-    # ---- watching ----------------------------------------------------------------------------------------------------
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
         """Take over the trajectories of a checkpoint's ready groups; called before the first version."""

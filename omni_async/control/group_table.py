@@ -130,13 +130,9 @@ class Group(SampleSet):
             one = former[sample.request.sample_id]
             versions = one.step_versions
             first = versions.first if versions else ready.admitted_version
-            yield (
-                sample,
-                SampleResult(
-                    one.sample_id, "checkpoint", one.trajectory, one.media, first, versions, 0.0, 0.0, one.nbytes
-                ),
-                one.score,
-            )
+            where = one.trajectory, one.media
+            result = SampleResult(one.sample_id, "checkpoint", *where, first, versions, 0.0, 0.0, one.nbytes)
+            yield sample, result, one.score
 
     @property
     def scores(self) -> list[Score]:
@@ -179,13 +175,11 @@ class Group(SampleSet):
         """Return the group as the trainer takes it, when every sample is scored."""
         samples = []
         for sample in self.samples:
-            result, score = sample.result, sample.score
-            if result is None or score is None:
+            made, score = sample.result, sample.score
+            if made is None or score is None:
                 raise ValueError(f"group {self.number} is not complete: sample {sample.request.sample_id}")
             samples.append(
-                ReadySample(
-                    result.sample_id, result.trajectory, result.media, score, result.step_versions, result.nbytes
-                )
+                ReadySample(made.sample_id, made.trajectory, made.media, score, made.step_versions, made.nbytes)
             )
         return ReadyGroup(self.number, self.prompt, self.window, self.admitted_version, tuple(samples), self.bucket)
 

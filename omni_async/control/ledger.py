@@ -226,9 +226,8 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
         raise LedgerDamaged(f"the ledger has {lines} lines, the checkpoint counts {counted.lines}")
     if (size, digest) != (counted.size, counted.digest):
         found = _first_damage(path, counted.lines) or "lines are missing, doubled, swapped or changed"
-        raise LedgerDamaged(
-            f"the first {counted.lines} lines of the ledger are not those that the checkpoint counts: {found}"
-        )
+        which = f"the first {counted.lines} lines of the ledger"
+        raise LedgerDamaged(f"{which} are not those that the checkpoint counts: {found}")
 
 
 def _first_damage(path: Path, lines: int) -> str | None:

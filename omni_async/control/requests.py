@@ -61,10 +61,8 @@ class RequestFactory:
     def training(self, group: int, prompt: Prompt, window: SdeWindow | None, bucket: int = 0) -> list[SampleRequest]:
         rollout, seed = self._config.rollout, self._config.run.seed
         shared = initial_noise_seed(seed, prompt.index, group) if rollout.share_initial_noise else None
-        noise_level = rollout.sde.noise_level if rollout.sde else 0.0
-        first = self._request("train", group, prompt, rollout.num_inference_steps, noise_level)
-        spec = rollout.specs[bucket]
-        first = replace(first, spec=spec, window=window, fields=self.fields, initial_seed=shared)
+        first = self._request("train", group, prompt, rollout.num_inference_steps)
+        first = replace(first, spec=rollout.specs[bucket], window=window, fields=self.fields, initial_seed=shared)
         seeds = sample_seeds(seed, prompt.index, group, rollout.group_size)
         # Copies of one request: of all that admission does, filling in every field of every sample would take longest.
         return [
@@ -81,7 +79,7 @@ class RequestFactory:
             return []
         return [
             replace(
-                self._request("validation", version, prompt, validation.num_inference_steps, 0.0),
+                self._request("validation", version, prompt, validation.num_inference_steps),
                 sample_id=f"v{version}.p{prompt.index}.s{sample}",
                 sample=sample,
                 seed=sample_seed(seed, prompt.index, "validation", sample),
@@ -90,23 +88,13 @@ class RequestFactory:
             for sample in range(validation.samples_per_prompt)
         ]
 
-    def _request(
-        self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int, noise_level: float
-    ) -> SampleRequest:
+    def _request(self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int) -> SampleRequest:
         """Return a request with what all samples of a prompt share; the caller fills in the rest."""
         rollout = self._config.rollout
+        noise_level = rollout.sde.noise_level if rollout.sde and kind == "train" else 0.0
+        sde_kind = rollout.sde.kind if rollout.sde else "flow"
         return SampleRequest(
-            sample_id="",
-            kind=kind,
-            group=group,
-            sample=0,
-            prompt=prompt,
-            seed=0,
-            spec=rollout.sampling,
-            num_inference_steps=num_inference_steps,
-            noise_level=noise_level,
-            sde_kind=rollout.sde.kind if rollout.sde else "flow",
-            window=None,
+            "", kind, group, 0, prompt, 0, rollout.sampling, num_inference_steps, noise_level, sde_kind, window=None
         )
 
 

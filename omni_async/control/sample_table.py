@@ -244,11 +244,10 @@ class SampleTable:
 
     def add_samples(self, owner: SampleSet) -> None:
         """Queue the samples of a group that is admitted, or of a round that begins."""
-        samples = owner.samples
-        self._num_queued[owner.kind] += len(samples)
+        self._num_queued[owner.kind] += len(owner.samples)
         if owner.kind == "train":
-            self.bytes.reserve(owner.bucket, len(samples))
-        for sample in samples:
+            self.bytes.reserve(owner.bucket, len(owner.samples))
+        for sample in owner.samples:
             self.samples[sample.request.sample_id] = sample
             self._queue(sample)
 
