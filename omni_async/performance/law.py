@@ -1,4 +1,4 @@
-"""Computes the laws of overlap: the least time of an update, in step and asynchronously.
+"""Computes the laws of overlap: the least time of an update, in step and asynchronously, and the stage times they need.
 
 Seconds per optimizer update throughout.
 
@@ -9,6 +9,12 @@ L is the wave latency: the seconds from admitting an update's groups to engines 
 Without streaming inside a wave L = T_g + T_r + T_t + T_s; streaming shortens it. S = 0 is the synchronous loop. For
 service times that do not vary the law is exact in step without streaming, and wherever the bottleneck is never idle;
 otherwise it is a lower bound.
+
+Stage times are counted from a configuration and a profile. With S = 0 everything of a step starts from nothing, so its
+jobs can be counted exactly. With S > 0 the updates share the devices and a job may hold samples of two; the result is
+then a lower bound: as few jobs as there can be, each as short as it can be. Of stages that a job needs and its profile
+has no time for, because the run that was measured never did them, only the trainer's proximal pass follows from
+something else; the others count as nothing, which can only be reported.
 """
 
 from __future__ import annotations
@@ -16,6 +22,11 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec.structs import replace
+
+from omni_async.config import Config
+from omni_async.performance.profile import Profile
+from omni_async.performance.service import NOTHING, ServiceTime
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -70,3 +81,182 @@ def smallest_useful_budget(times: StageTimes, variation: float = 0.0) -> int:
         return 0
     needed = math.ceil(times.latency / times.bottleneck[1] - 1e-9) - 1
     return max(0, needed) + (variation > 0.25)
+
+
+def stage_times(
+    config: Config, profile: Profile, *, streams: bool, recomputes_proximal: bool, samples_per_rank: float
+) -> StageTimes:
+    """Return mean stage times, in the profile's seconds.
+
+    Args:
+        config: The job.
+        profile: Its service times, with estimates.
+        streams: The trainer starts a group when it is ready.
+        recomputes_proximal: It recomputes log-probs.
+        samples_per_rank: Samples of a group, on the rank that has most.
+    """
+    job = _Job(config, profile, streams, recomputes_proximal, samples_per_rank)
+    every, budget = config.weights.publish_every, config.staleness.max_updates
+    swap, blocked = profile.swap.mean(), profile.export.mean() / every
+    publish = profile.export.mean() + profile.publish.mean() + swap
+    if config.placement.colocated:
+        # Engine, rank and, mostly, reward worker each get the device once per update.
+        publish += (2 + config.placement.reward_in_turn) * profile.switch.mean()
+    # S + 1 updates hold slots, and a publish frees those of `every` updates at once: the last `every - left_over` of
+    # the updates a publish needs were admitted by the one `publishes` before it.
+    publishes, left_over = divmod(budget + 1, every)
+    wave = (job.latency(every - left_over) + publish) / (publishes * every)
+    # Versions that come faster than they are taken are skipped, and their pauses with them; all S + 1 updates at most.
+    unpaused = max(job.generate, job.score, job.train + blocked, wave)
+    taken = profile.publish.mean() + swap + _longest_wait(config, profile)
+    return StageTimes(
+        generate=job.generate,
+        score=job.score,
+        train=job.train,
+        publish=publish / every,
+        blocked=blocked,
+        pause=swap / (every if taken <= every * unpaused else budget + 1),
+        wave=wave * (budget + 1),
+    )
+
+
+def _longest_wait(config: Config, profile: Profile) -> float:
+    """Return the seconds a version that has arrived may have to wait for the boundary that `weights.swap` names."""
+    batch = engine_batch(config)
+    batches = {
+        "step": 1 / config.rollout.num_inference_steps,
+        "request": 2,
+        "drain": 1 + math.ceil(config.rollout.max_inflight / batch),
+    }
+    return batches[config.weights.swap] * profile.generate.mean(batch)
+
+
+def engine_batch(config: Config) -> int:
+    """Return how many samples an engine computes together: its batch, unless its slots or buffer share are fewer."""
+    share = math.ceil(config.buffer.trajectories / config.rollout.workers)
+    return max(1, min(config.rollout.max_batch, config.rollout.max_inflight, share))
+
+
+class _Job:
+    """The stages of one configuration, and their combined latency."""
+
+    def __init__(
+        self, config: Config, profile: Profile, streams: bool, recomputes_proximal: bool, per_rank: float
+    ) -> None:
+        rollout, reward, trainer = config.rollout, config.reward, config.trainer
+        self._in_step = config.staleness.max_updates == 0
+        self._scores_late = self._in_step and (not reward.streaming or config.placement.reward_in_turn)
+        self._streams = streams and not config.placement.colocated
+        self._profile = profile
+        self._engines, self._batch = rollout.workers, engine_batch(config)
+        self._reward_workers, self._reward_batch = reward.workers, reward.batch
+        self._group_size, self._slots = rollout.group_size, config.buffer.trajectories
+        self._samples = trainer.groups_per_update * rollout.group_size
+        self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
+        self._steps = trainer.steps_per_update * profile.step.mean()
+        self.train = trainer.groups_per_update * self._group + self._steps
+        share = _makespan if self._in_step else _share
+        self.generate = share(profile.generate, self._samples, self._engines, self._batch)
+        self.score = _share(profile.score, self._samples, reward.workers, reward.batch)
+        if self._in_step and not reward.streaming:
+            # The samples are all there, and a worker takes as many as it may.
+            rounds, rest = divmod(self._samples, reward.workers * reward.batch)
+            self.score = rounds * profile.score.mean(reward.batch) + profile.score.mean(min(reward.batch, rest))
+
+    def latency(self, updates: int) -> float:
+        """Return the seconds from the admission of the groups of that many updates until the last of them is made."""
+        if self._in_step:
+            return self._step()
+        samples, train = updates * self._samples, updates * self.train
+        if not self._streams:
+            return max(self._ready(samples) + self.train, self._ready(self._samples) + train)
+        return max(self._ready(samples) + self._group + self._steps, self._ready(self._group_size) + train)
+
+    def _ready(self, samples: int) -> float:
+        """Return the seconds until that many samples are generated and scored, with S > 0."""
+        one_scored, one_generated = self._profile.score.mean(1), self._profile.generate.mean(1)
+        return max(self._generated(samples) + one_scored, one_generated + self._scored(samples))
+
+    def _step(self) -> float:
+        """Return the seconds of a step with S = 0.
+
+        All engines start at once, so samples come in rounds; what follows is busy without a break from the first round
+        on, or from the last."""
+        together, group = self._engines * self._batch, self._group_size
+        rest = self._samples % together
+        # Where the last round is not shared evenly, some engines end a sample earlier.
+        last = rest % self._engines * math.ceil(rest / self._engines) or rest or together
+        # Where the samples do not all have a slot at once, the first engines take most of the slots.
+        fewest = min(self._batch, self._samples // self._engines) if self._samples <= self._slots else 1
+        first = self._profile.generate.mean(max(1, fewest))
+        if self._scores_late:
+            scored = self.generate + self.score
+        else:
+            scored = max(self.generate + self._scored(last), first + self._scored(self._samples))
+        if not self._streams:
+            return scored + self.train
+        before = self.generate if self._scores_late else min(self.generate, first * math.ceil(group / together))
+        return max(
+            scored + self._group + self._steps,
+            before + self._scored((group - 1) % together + 1) + self.train,
+            self.generate + self._profile.score.mean(1) + math.ceil(last / group) * self._group + self._steps,
+        )
+
+    def _generated(self, samples: int) -> float:
+        """Return the seconds until all engines together have generated the samples, sharing them evenly."""
+        return _makespan(self._profile.generate, samples, self._engines, self._batch)
+
+    def _scored(self, samples: int) -> float:
+        """Return the least seconds in which the reward workers score the samples, however they come."""
+        return _makespan(self._profile.score, samples, self._reward_workers, self._reward_batch)
+
+
+def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
+    """Return the seconds until `workers`, which share the samples evenly, have done them in jobs of at most `batch`."""
+    rounds, rest = divmod(math.ceil(samples / workers), batch)
+    return rounds * service.mean(batch) + service.mean(rest)
+
+
+def _share(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
+    """Return the seconds of each of `workers` that do nothing but full batches."""
+    return samples / workers * service.mean(batch) / batch
+
+
+def with_estimates(profile: Profile, config: Config) -> Profile:
+    """Return the profile with `proximal`, a forward pass, estimated from `train` where it has no time for it.
+
+    The same profile if it has, or has none for either."""
+    if profile.proximal != NOTHING or profile.train == NOTHING:
+        return profile
+    return replace(profile, proximal=profile.train.scaled(1 / _passes(config)))
+
+
+def _passes(config: Config) -> int:
+    """Count a group's training in forward passes.
+
+    Backward costs two, or one through weights that are frozen; with gradient checkpointing activations are computed a
+    second time."""
+    backward = 1 if config.model.lora is not None else 2
+    return 1 + config.trainer.gradient_checkpointing + backward
+
+
+def unmeasured(profile: Profile, config: Config, *, recomputes_proximal: bool) -> list[str]:
+    """Return a sentence for every stage that the job needs and the profile has no time for.
+
+    Args:
+        profile: As it was read, without estimates.
+        config: The job.
+        recomputes_proximal: The trainer recomputes log-probs.
+    """
+    sentences: list[str] = []
+    if recomputes_proximal and profile.proximal == NOTHING and profile.train != NOTHING:
+        sentences.append(
+            f"profile {profile.name} has no time for proximal, the pass that recomputes log-probs for the correction:"
+            f" estimated as 1/{_passes(config)} of a group's training; a run that needs the pass measures it"
+        )
+    needed = ["generate", "score", "train", "step", "export", "publish", "swap"]
+    needed += ["switch"] if config.placement.colocated else []
+    stages = profile.stages()
+    if missing := [stage for stage in needed if stages[stage] == NOTHING]:
+        sentences.append(f"profile {profile.name} has no time for {', '.join(missing)}: counted as 0 s")
+    return sentences

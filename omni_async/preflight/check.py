@@ -26,8 +26,8 @@ from omni_async.config.schema import Emulation
 from omni_async.control.control_state import LedgerState
 from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
+from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
-from omni_async.performance.stages import unmeasured, with_estimates
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
 from omni_async.preflight.resume import find_resume_point
 from omni_async.rewards import registry as scorers

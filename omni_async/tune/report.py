@@ -18,10 +18,9 @@ from omni_async.config import Config, ConfigError, load
 from omni_async.config.redact import redact
 from omni_async.config.yaml_text import to_yaml
 from omni_async.performance.law import max_speedup
-from omni_async.tune.explain import seconds
 from omni_async.tune.keys import with_keys
 from omni_async.tune.search import LOSS, Point, tolerated
-from omni_async.tune.tuning import Tuned
+from omni_async.tune.tuning import Tuned, seconds
 
 _COLUMNS = {
     "staleness.max_updates": "S",

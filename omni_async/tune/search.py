@@ -37,9 +37,11 @@ from omni_async.tune.keys import (
     WINDOW,
     Keys,
     S,
+    Split,
     Value,
     count,
     dealt,
+    devices_each,
     fewest_trajectories,
     half_batch,
     moved,
@@ -47,7 +49,6 @@ from omni_async.tune.keys import (
     values,
     with_keys,
 )
-from omni_async.tune.split import Split, devices_each
 
 # Throughput that a smaller S may cost, and that any other smaller or plainer value may cost, as fractions; more where
 # another seed changes more.

@@ -24,10 +24,12 @@ from omni_async.tune.keys import (
     WINDOW,
     S,
     fewest_trajectories,
+    ranked_splits,
+    split_by_law,
     with_keys,
+    worth_simulating,
 )
 from omni_async.tune.search import LOSS, MODEST, Point, Trials, fastest, search
-from omni_async.tune.split import ranked_splits, split_by_law, worth_simulating
 from omni_async.tune.tuning import front
 from tests.tune.tune_world import PROFILE, job, simulate_by_law
 

@@ -25,14 +25,18 @@ from omni_async.tune.keys import (
     WINDOW,
     S,
     dealt,
+    device_kind,
+    devices_each,
     fewest_trajectories,
     keys_of,
     moved,
+    ranked_splits,
     roomy,
+    split_by_law,
     values,
     with_keys,
+    worth_simulating,
 )
-from omni_async.tune.split import device_kind, devices_each, ranked_splits, split_by_law, worth_simulating
 from tests.tune.tune_world import GPU, PROFILE, job
 
 ON_GPUS = Placement(rollout=GPU, reward=GPU, trainer=GPU)

@@ -21,9 +21,9 @@ from omni_async.config.schema import (
     Staleness,
     Trainer,
 )
+from omni_async.performance.law import stage_times
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
-from omni_async.performance.stages import stage_times
 from omni_async.simulation.result import Occupancy, Simulated
 
 GPU = Resources(gpus=1.0)
