@@ -12,7 +12,7 @@ from omni_async.config import Config, load
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.simulate import simulate
-from omni_async.simulation.sweep import synchronous, with_budget
+from omni_async.simulation.sweep import scheduled, with_budget
 
 _BUDGETS = (1, 2)
 _UPDATES, _IN_STEP_UPDATES = 200, 40
@@ -54,7 +54,7 @@ def row(name: str, seeds: int) -> list[str]:
     config = load(EMULATED / f"{name}.yaml")
     assert config.emulation is not None, "a recipe of the folder has a profile"
     profile = load_profile(config.emulation.profile)
-    in_step = _simulated(synchronous(config), profile, _IN_STEP_UPDATES, seeds)
+    in_step = _simulated(scheduled(config, "sync"), profile, _IN_STEP_UPDATES, seeds)
     cells = [
         f"`{name}`",
         f"{in_step[0].law_s:.4g}",

@@ -159,10 +159,10 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
 
     ConfigError if an option does not fit."""
     from omni_async.simulation.simulate import Steady, default_updates
-    from omni_async.simulation.sweep import arms, in_bundles, synchronous
+    from omni_async.simulation.sweep import arms, in_bundles, scheduled
 
     updates = options.updates or default_updates(config)
-    chosen, problems = [("this recipe", config, updates), ("sync", synchronous(config), _SYNC_UPDATES)], []
+    chosen, problems = [("this recipe", config, updates), ("sync", scheduled(config, "sync"), _SYNC_UPDATES)], []
     if options.sweep:
         found = arms(config)
         problems = [f"{arm.name}: left out: {arm.problem}" for arm in found if arm.problem is not None]

@@ -29,14 +29,9 @@ class Arm(NamedTuple):
 
 def arms(config: Config) -> list[Arm]:
     """Return every baseline, and `async` with every budget; buffers are large enough that only the budget binds."""
-    found = {str(name): _scheduled(config, name) for name in _BASELINES}
-    found |= {f"async S={budget}": with_budget(_scheduled(config, "async"), budget) for budget in BUDGETS}
+    found = {str(name): scheduled(config, name) for name in _BASELINES}
+    found |= {f"async S={budget}": with_budget(scheduled(config, "async"), budget) for budget in BUDGETS}
     return [Arm(name, job, check(job)) for name, job in found.items()]
-
-
-def synchronous(config: Config) -> Config:
-    """Return the same job on the same partition, one stage after the other."""
-    return _scheduled(config, "sync")
 
 
 def with_budget(config: Config, budget: int) -> Config:
@@ -55,7 +50,8 @@ def with_budget(config: Config, budget: int) -> Config:
     )
 
 
-def _scheduled(config: Config, name: ScheduleName) -> Config:
+def scheduled(config: Config, name: ScheduleName) -> Config:
+    """Return the same job on the same partition with another schedule."""
     return apply_schedule(replace(config, schedule=name, staleness=replace(config.staleness, exact=False)))
 
 

@@ -96,11 +96,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._timers, (when, self._num_timers, timer, None))
         return timer
 
-    def call_later(
-        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self.now + delay, callback, *args, context=context)
-
     def call_when(self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
         """Call back at a time, like `call_at`, but cheaper.
 

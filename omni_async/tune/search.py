@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -254,40 +255,33 @@ class Point(msgspec.Struct, frozen=True):
     simulated: Simulated
 
 
+@dataclass
 class Trials:
-    def __init__(
-        self,
-        config: Config,
-        profile: Profile,
-        simulate: Simulate,
-        *,
-        kept: Keys,
-        budget: int,
-        seed: int = 0,
-        progress: Callable[[int, Point], None] | None = None,
-    ) -> None:
-        """Take the job and the simulator.
+    """The simulations of a search: each setting once, all with the same seed, at most as many as the budget says.
 
-        `kept`: keys that stay as they are, whatever is asked for. `progress` is called with the number of simulations
-        made, and the last one. `floor`: images per second that no recommendation may fall short of, where anything
-        reaches them."""
-        self.config = config
-        self.profile = profile
-        self.kept = kept
-        self.made = 0
-        self.noise = 0.0
-        self.floor = 0.0
-        self._simulate = simulate
-        self._budget = budget
-        self._seed = seed
-        self._progress = progress
-        self._steady = steady_updates(config, profile)
-        self._bundle = choose_bundle(config, self._steady, _MOST_BUNDLES, fewest=0)
+    `kept`: keys that stay as they are, whatever is asked for. `progress` is called with the number of simulations
+    made, and the last one. `noise`: see `measure_noise`. `floor`: images per second that no recommendation may fall
+    short of, where anything reaches them."""
+
+    config: Config
+    profile: Profile
+    simulate: Simulate
+    kept: Keys
+    budget: int
+    seed: int = 0
+    progress: Callable[[int, Point], None] | None = None
+    made: int = 0
+    noise: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._steady = steady_updates(self.config, self.profile)
+        self._bundle = choose_bundle(self.config, self._steady, _MOST_BUNDLES, fewest=0)
         self._points: dict[tuple[tuple[str, Value], ...], Point | None] = {}
 
     @property
     def spent(self) -> bool:
-        return self.made >= self._budget
+        return self.made >= self.budget
 
     @property
     def points(self) -> list[Point]:
@@ -339,20 +333,20 @@ class Trials:
         Smaller differences mean nothing."""
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
-            others = (self.run(config, point.keys, self._seed + i) for i in range(1, _SEEDS))
+            others = (self.run(config, point.keys, self.seed + i) for i in range(1, _SEEDS))
             speeds = [point.images_per_s, *(other.images_per_s for other in others)]
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
         """Simulate any configuration of the same job, whatever the budget says."""
-        seed = self._seed if seed is None else seed
+        seed = self.seed if seed is None else seed
         updates = self._steady + 2 * (config.staleness.max_updates + 1)
-        simulated = self._simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
+        simulated = self.simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
         simulated = replace(simulated, wall_s=0.0)  # what the search took is not what it found
         point = Point(keys, simulated.images_per_s, simulated)
         self.made += 1
-        if self._progress is not None:
-            self._progress(self.made, point)
+        if self.progress is not None:
+            self.progress(self.made, point)
         return point
 
 

@@ -28,34 +28,18 @@ def make_config(**changes: Any) -> Config:
     return config
 
 
-def make_profile(**stages: ServiceTime | float | tuple[float, ...]) -> Profile:
+def make_profile(**stages: float | tuple[float, ...]) -> Profile:
     """Builds a profile: a number is seconds per job, a pair also seconds per unit, a third its coefficient of
     variation."""
     times = {"generate": 0.0, "score": 0.0, "train": 0.0, **stages}
-    made = {
-        name: value if isinstance(value, ServiceTime) else ServiceTime(*_tuple(value)) for name, value in times.items()
-    }
+    made = {name: ServiceTime(*(value if isinstance(value, tuple) else (value,))) for name, value in times.items()}
     return Profile(name="made", source="a test", **made)
 
 
-def _tuple(value: float | tuple[float, ...]) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
 def request(sample: int, window: SdeWindow | None, group: int = 0) -> SampleRequest:
-    return SampleRequest(
-        sample_id=f"g{group}.s{sample}",
-        kind="train",
-        group=group,
-        sample=sample,
-        prompt=Prompt(0, "a prompt"),
-        seed=sample,
-        spec=QwenImageSampling(height=64, width=64),
-        num_inference_steps=10,
-        noise_level=0.7,
-        sde_kind="flow",
-        window=window,
-    )
+    spec = {"spec": QwenImageSampling(height=64, width=64), "num_inference_steps": 10, "noise_level": 0.7}
+    number = {"sample_id": f"g{group}.s{sample}", "group": group, "sample": sample, "seed": sample}
+    return SampleRequest(kind="train", prompt=Prompt(0, "a prompt"), sde_kind="flow", window=window, **number, **spec)
 
 
 class FakeCoordinator:

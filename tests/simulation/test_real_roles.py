@@ -39,19 +39,11 @@ LONGEST_S = 1e5  # virtual: the roles' periodic flushes hide a deadlock
 
 
 def job(folder: Path, profile: Profile, schedule: ScheduleName | None = "async", **changes: Any) -> Config:
-    write_profile(folder / "profile.json", profile)
-    config = make_config(
-        **{
-            "run__dir": str(folder / "runs"),
-            "run__runtime": "inprocess",
-            "emulation__profile": str(folder / "profile.json"),
-            "rollout__workers": 2,
-            "rollout__max_batch": 8,
-            "rollout__max_inflight": 16,
-            "trainer__updates": UPDATES,
-            **changes,
-        }
-    )
+    path = folder / "profile.json"
+    write_profile(path, profile)
+    run = {"run__dir": str(folder / "runs"), "run__runtime": "inprocess", "emulation__profile": str(path)}
+    rollout = {"rollout__workers": 2, "rollout__max_batch": 8, "rollout__max_inflight": 16}
+    config = make_config(**run, **{**rollout, "trainer__updates": UPDATES, **changes})
     return apply_schedule(replace(config, schedule=schedule))
 
 
@@ -80,11 +72,7 @@ def measured(config: Config) -> tuple[float, list[int]]:
             assert status == "done"
             await workers.wait()
 
-    async def main() -> None:
-        async with asyncio.timeout(LONGEST_S):
-            await play()
-
-    run(main())
+    run(asyncio.wait_for(play(), LONGEST_S))
     steady = Steady(config, UPDATES)
     return (ends[steady.last - 1] - ends[steady.first - 1]) / (steady.last - steady.first), staleness
 

@@ -3,24 +3,15 @@ slots allow."""
 
 from __future__ import annotations
 
+import msgspec
+import yaml
 from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
-from omni_async.config.algorithm import Algorithm, Correction
+from omni_async.config.algorithm import Correction
 from omni_async.config.schedule import num_devices
-from omni_async.config.schema import (
-    Buffer,
-    Data,
-    Model,
-    Placement,
-    Resources,
-    Reward,
-    Rollout,
-    Scorer,
-    Staleness,
-    Trainer,
-)
+from omni_async.config.schema import Resources, Staleness, Trainer
 from omni_async.performance.law import stage_times
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
@@ -53,17 +44,10 @@ PROFILE = Profile(
 
 def job(**sections: object) -> Config:
     """Returns a job with engines and ranks on GPUs, reward workers beside them."""
-    config = Config(
-        model=Model(path="model"),
-        data=Data(prompts="prompts.txt"),
-        rollout=Rollout(workers=2, group_size=8, max_inflight=8, max_batch=4),
-        reward=Reward(workers=1, batch=2, scorers=(Scorer(name="ocr"),)),
-        staleness=Staleness(max_updates=2),
-        buffer=Buffer(trajectories=64, groups=12),
-        algorithm=Algorithm(correction=Correction(mode="bypass")),  # the same work at every S
-        trainer=Trainer(workers=1, groups_per_update=4),
-        placement=Placement(rollout=GPU, trainer=GPU),
-    )
+    config = msgspec.convert(yaml.safe_load(RECIPE), Config)
+    # The same work at every S.
+    bypass = replace(config.algorithm, correction=Correction(mode="bypass"))
+    config = replace(config, algorithm=bypass, staleness=Staleness(max_updates=2), trainer=Trainer(workers=1))
     for name, keys in sections.items():
         config = replace(config, **{name: replace(getattr(config, name), **keys)})  # type: ignore[arg-type]
     return config
@@ -74,12 +58,8 @@ def simulate_by_law(
 ) -> Simulated:
     """Returns a run as fast as the law says, if there are slots for as many groups; engines that may hold fewer
     samples than they compute together, or that exchange weights only when they are idle, lose a tenth each."""
-    times, per_update = (
-        stage_times(
-            config, profile, streams=True, recomputes_proximal=False, samples_per_rank=samples_per_rank(config)
-        ),
-        config.trainer.groups_per_update,
-    )
+    share, per_update = samples_per_rank(config), config.trainer.groups_per_update
+    times = stage_times(config, profile, streams=True, recomputes_proximal=False, samples_per_rank=share)
     ahead = min(config.staleness.max_updates + 1, config.buffer.groups / per_update)
     step = max(times.bottleneck[1], times.latency * config.weights.publish_every / ahead)
     step *= 1.1 if config.rollout.max_inflight < config.rollout.max_batch else 1.0
