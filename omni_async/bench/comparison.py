@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -86,8 +86,7 @@ def _summary(arm: ArmRecord, others: dict[str, ArmRecord]) -> ArmSummary:
     runs, shown = list(arm.measured.values()), median_run(arm)
     step = spread([run.step_s for run in runs])
     staleness: Counter[int] = sum((Counter(run.staleness) for run in runs), Counter())
-    law = arm.prediction.law_s if arm.prediction else None
-    simulated = arm.prediction.simulated_s if arm.prediction else None
+    law, simulated = (arm.prediction.law_s, arm.prediction.simulated_s) if arm.prediction else (None, None)
     memory = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
     return ArmSummary(
         name=arm.name,
@@ -108,21 +107,15 @@ def _summary(arm: ArmRecord, others: dict[str, ArmRecord]) -> ArmSummary:
         staleness_max=max(staleness, default=0),
         peak_memory_bytes=max(memory, default=None),
         speedups={
-            name: _speedup(arm, others[name])
+            name: _speedup(arm, others[name], rounds)
             for name in BASELINES
-            if name in others and name != arm.name and _rounds(arm, others[name])
+            if name in others and name != arm.name and (rounds := arm.measured.keys() & others[name].measured.keys())
         },
     )
 
 
-def _rounds(arm: ArmRecord, baseline: ArmRecord) -> list[int]:
-    return sorted(arm.measured.keys() & baseline.measured.keys())
-
-
-def _speedup(arm: ArmRecord, baseline: ArmRecord) -> Speedup:
-    ratio = spread(
-        [baseline.measured[number].step_s / arm.measured[number].step_s for number in _rounds(arm, baseline)]
-    )
+def _speedup(arm: ArmRecord, baseline: ArmRecord, rounds: Collection[int]) -> Speedup:
+    ratio = spread([baseline.measured[number].step_s / arm.measured[number].step_s for number in sorted(rounds)])
     before, after = median_run(baseline).attribution, median_run(arm).attribution
     return Speedup(ratio, differences(before, after), in_words(ratio.median, baseline.name, before, after))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +57,16 @@ def _legend_above(axes: Any) -> None:
 
 
 def _step_times(axes: Any, arms: list[ArmSummary]) -> None:
-    for x, arm in enumerate(arms):
-        step = arm.step_s
-        errors = [[step.median - step.low], [step.high - step.median]]
-        axes.errorbar(
-            x,
-            step.median,
-            errors,
-            fmt="o",
-            color=_COLOURS["training"],
-            capsize=4,
-            label="measured (median, quartiles)" if x == 0 else None,
-        )
-        if arm.law_s is not None:
-            axes.hlines(arm.law_s, x - 0.3, x + 0.3, color="black", label="law" if x == 0 else None)
-        if arm.simulated_s is not None:
-            axes.plot(
-                x,
-                arm.simulated_s,
-                marker="D",
-                fillstyle="none",
-                color=_COLOURS["switch"],
-                linestyle="none",
-                label="simulated" if x == 0 else None,
-            )
+    steps, x = [arm.step_s for arm in arms], range(len(arms))
+    errors = [[step.median - step.low for step in steps], [step.high - step.median for step in steps]]
+    medians, colour = [step.median for step in steps], _COLOURS["training"]
+    axes.errorbar(x, medians, errors, fmt="o", color=colour, capsize=4, label="measured (median, quartiles)")
+    if law := [(at, arm.law_s) for at, arm in enumerate(arms) if arm.law_s is not None]:
+        at, seconds = zip(*law, strict=True)
+        axes.hlines(seconds, [a - 0.3 for a in at], [a + 0.3 for a in at], color="black", label="law")
+    if simulated := [(at, arm.simulated_s) for at, arm in enumerate(arms) if arm.simulated_s is not None]:
+        colour = _COLOURS["switch"]
+        axes.plot(*zip(*simulated, strict=True), "D", fillstyle="none", color=colour, label="simulated")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("seconds per update")
     axes.set_title("Step time", loc="left", pad=22)
@@ -88,13 +74,18 @@ def _step_times(axes: Any, arms: list[ArmSummary]) -> None:
     _name_arms(axes, arms)
 
 
+def _stack(axes: Any, x: Sequence[float], parts: Iterable[tuple[str | None, str, list[float]]], width: float) -> None:
+    """Draw bars of several parts on top of each other; a part is a label, a colour and a height per bar."""
+    bottoms = [0.0] * len(x)
+    for label, colour, heights in parts:
+        axes.bar(x, heights, bottom=bottoms, color=colour, width=width, label=label)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+
+
 def _attribution(axes: Any, arms: list[ArmSummary]) -> None:
-    bottoms = [0.0] * len(arms)
-    for category, text in CATEGORIES.items():
-        heights = [arm.attribution[category] for arm in arms]
-        if max(heights) > 0:
-            axes.bar(range(len(arms)), heights, bottom=bottoms, color=_COLOURS[category], width=0.7, label=text)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    heights = {category: [arm.attribution[category] for arm in arms] for category in CATEGORIES}
+    parts = [(CATEGORIES[name], _COLOURS[name], seconds) for name, seconds in heights.items() if max(seconds) > 0]
+    _stack(axes, range(len(arms)), parts, 0.7)
     axes.set_ylabel("seconds per update")
     axes.set_title("Where the trainer's time goes", loc="left")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
@@ -103,27 +94,17 @@ def _attribution(axes: Any, arms: list[ArmSummary]) -> None:
 
 def _roles(axes: Any, arms: list[ArmSummary]) -> None:
     width = 0.8 / len(_ROLES)
+    text = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 7, "color": "white"}
     outline = [withStroke(linewidth=1.5, foreground="#333333")]
     for number, role in enumerate(_ROLES):
         centres = [x + (number - 1) * width for x in range(len(arms))]
-        bottoms = [0.0] * len(arms)
-        for state, colour in _STATES.items():
-            heights = [arm.busy.get(role, {}).get(state, 0.0) for arm in arms]
-            axes.bar(
-                centres, heights, bottom=bottoms, color=colour, width=0.9 * width, label=state if number == 0 else None
-            )
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        parts = [
+            (None if number else state, colour, [arm.busy.get(role, {}).get(state, 0.0) for arm in arms])
+            for state, colour in _STATES.items()
+        ]
+        _stack(axes, centres, parts, 0.9 * width)
         for centre in centres:
-            axes.annotate(
-                role,
-                (centre, 0.02),
-                rotation=90,
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                color="white",
-                path_effects=outline,
-            )
+            axes.annotate(role, (centre, 0.02), path_effects=outline, **text)
     axes.set_ylim(0, 1)
     axes.set_ylabel("fraction of the time")
     axes.set_title("What each role does", loc="left", pad=22)
@@ -133,26 +114,18 @@ def _roles(axes: Any, arms: list[ArmSummary]) -> None:
 
 def _staleness(axes: Any, arms: list[ArmSummary]) -> None:
     oldest = max(arm.staleness_max for arm in arms)
-    shares = [[_share(arm, age) for arm in arms] for age in range(oldest + 1)]
+    groups = [max(1, sum(arm.staleness.values())) for arm in arms]
+    shares = [
+        [arm.staleness.get(age, 0) / total for arm, total in zip(arms, groups, strict=True)]
+        for age in range(oldest + 1)
+    ]
     axes.imshow(shares, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=1)
     for age, line in enumerate(shares):
         for x, share in enumerate(line):
+            colour = "white" if share > 0.55 else "black"
             if share > 0:
-                axes.text(
-                    x,
-                    age,
-                    f"{100 * share:.0f} %",
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="white" if share > 0.55 else "black",
-                )
+                axes.text(x, age, f"{100 * share:.0f} %", ha="center", va="center", fontsize=8, color=colour)
     axes.set_yticks(range(oldest + 1))
     axes.set_ylabel("staleness of trained groups, updates")
     axes.set_title("Staleness", loc="left")
     _name_arms(axes, arms)
-
-
-def _share(arm: ArmSummary, age: int) -> float:
-    total = sum(arm.staleness.values())
-    return arm.staleness.get(age, 0) / total if total else 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 
-from rich.console import Console
+import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
@@ -23,16 +23,11 @@ class Progress:
 
     A context manager; `console_of` gives the console of one run."""
 
-    def __init__(self, total: int, console: Console) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("runs"),
-            TimeElapsedColumn(),
-        )
+    def __init__(self, total: int, console: rich.console.Console) -> None:
+        runs = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
         self._bar = Bar(
-            *columns,
+            TextColumn("{task.description}"),
+            *runs,
             console=console,
             disable=not console.is_terminal,
             transient=True,
@@ -60,12 +55,11 @@ class Progress:
                 self.print_line(f"{name} skipped: {planned.skipped}")
                 continue
             law = f", law {predicted[planned.arm.name]:.3g} s per update" if planned.arm.name in predicted else ""
-            workers = (
-                f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers}"
-                " ranks"
+            self.print_line(
+                f"{name} S = {config.staleness.max_updates}, {config.rollout.workers} engines, {config.reward.workers}"
+                f" reward workers, {config.trainer.workers} ranks; buffer.groups {config.buffer.groups},"
+                f" buffer.trajectories {config.buffer.trajectories}{law}"
             )
-            buffers = f"buffer.groups {config.buffer.groups}, buffer.trajectories {config.buffer.trajectories}"
-            self.print_line(f"{name} S = {config.staleness.max_updates}, {workers}; {buffers}{law}")
         self.print_line(
             f"{self._total} runs of up to {plan.base.trainer.updates} updates, interleaved in {plan.repeats} rounds;"
             f" {plan.out}"
@@ -94,13 +88,10 @@ class Progress:
             )
 
     def _left(self) -> str:
-        elapsed = f"; elapsed {_clock(time.monotonic() - self._began)}"
-        left = self._total - self._ended
-        return (
-            f"{elapsed}, about {_clock(left * sum(self._seconds) / len(self._seconds))} left"
-            if left and self._seconds
-            else elapsed
-        )
+        elapsed, left = f"; elapsed {_clock(time.monotonic() - self._began)}", self._total - self._ended
+        if not (left and self._seconds):
+            return elapsed
+        return f"{elapsed}, about {_clock(left * sum(self._seconds) / len(self._seconds))} left"
 
     def print_line(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -55,7 +55,14 @@ def preflight(config: Config) -> RunInputs:
         family = find_family(config.model.pipeline or family_of(Path(config.model.path)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _check_placement(config)
+    for role in ("rollout", "reward", "trainer"):
+        # Ray divides an accelerator, but not several among actors that all want all.
+        gpus = getattr(config.placement, role).gpus
+        if config.placement.colocated and gpus > 1:
+            raise ConfigError(
+                f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use"
+                " more workers"
+            )
     _check_backend(config)
     checks = [*_check_scorers(config), _images_check(family)]
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
@@ -73,9 +80,7 @@ def preflight(config: Config) -> RunInputs:
     validation = (
         load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
     )
-    _require_accelerators(
-        config
-    )  # last: what is wrong with the recipe itself also shows on a machine that is too small for it
+    _require_accelerators(config)  # last: what is wrong with the recipe also shows on a machine that is too small
     return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
 
 
@@ -93,16 +98,11 @@ def _check_run_dir(folder: str) -> None:
     wanted = Path(folder).absolute()
     try:
         found = next(path for path in (wanted, *wanted.parents) if path.exists())
-        problem = (
-            "is not a folder"
-            if not found.is_dir()
-            else ""
-            if os.access(found, os.W_OK | os.X_OK)
-            else "is not writable"
-        )
+        is_folder, is_open = found.is_dir(), os.access(found, os.W_OK | os.X_OK)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make a run folder in {wanted}: {error.strerror or error}") from None
-    if problem:
+    if not (is_folder and is_open):
+        problem = "is not writable" if is_folder else "is not a folder"
         raise ConfigError(f"run.dir: cannot make a run folder in {wanted}: {found} {problem}")
 
 
@@ -146,17 +146,6 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
     return dataclasses.replace(
         inputs, config=config, start=start, run=point.run, untouched=point.run is not None, notes=notes
     )
-
-
-def _check_placement(config: Config) -> None:
-    """Refuse shares of several accelerators: Ray divides one, but not several among actors that all want all."""
-    for role in ("rollout", "reward", "trainer"):
-        gpus = getattr(config.placement, role).gpus
-        if config.placement.colocated and gpus > 1:
-            raise ConfigError(
-                f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use"
-                " more workers"
-            )
 
 
 def _check_backend(config: Config) -> None:

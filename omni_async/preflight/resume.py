@@ -54,11 +54,8 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
         return _newest_unfinished(config, [] if passed is None else passed)
     folder = Path(resume)
     if not folder.is_dir():
-        raise ConfigError(
-            f"checkpoint.resume: {folder} is not a folder"
-            if folder.exists()
-            else f"checkpoint.resume: no such folder: {folder}"
-        )
+        problem = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
+        raise ConfigError(f"checkpoint.resume: {problem}")
     if (folder / "checkpoints").is_dir() or RunDirectory(folder).config_yaml.is_file():
         if RunDirectory(folder).is_running():
             raise ConfigError(f"checkpoint.resume: {folder} is running; wait for its end, or stop it")
@@ -110,7 +107,11 @@ def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -
 def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
     done: list[str] = []
     point = None
-    for run in _newest_runs_first(config):
+    folder = Path(config.run.dir)
+    runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    of_name = [run for run in runs if run.is_of(config.run.name)]
+    # Names have the time, and a number for runs that began in the same second.
+    for run in sorted(of_name, key=lambda run: run.began, reverse=True):
         if run.is_running():
             passed.append(f"passed over {run.run_id}: it is running")
         elif read_ending(run.summary)[0] == "done":
@@ -121,7 +122,7 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
             search = _Search()
             if (point := next(search.points(config, run.path), None)) is not None:
                 break
-            passed.append(f"warning: passed over {run.run_id}: {search.why(run.path)}")
+            passed.append(f"warning: passed over {run.run_id}: {search.why()}")
     if done:
         others = f" and {len(done) - _NAMED} others" if len(done) > _NAMED else ""
         passed.append(
@@ -131,19 +132,10 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
     return None if point is None else _within_updates(config, point)
 
 
-def _newest_runs_first(config: Config) -> Iterator[RunDirectory]:
-    """Yield the runs of this name, the newest first.
-
-    Their names have the time, and a number for those that began in the same second."""
-    folder = Path(config.run.dir)
-    runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    yield from sorted((run for run in runs if run.is_of(config.run.name)), key=lambda run: run.began, reverse=True)
-
-
 def _of_run(config: Config, run: Path) -> ResumePoint:
     search = _Search()
     if (point := next(search.points(config, run), None)) is None:
-        raise ConfigError(f"checkpoint.resume: {run} {search.why(run)}; checkpoint.resume=null starts a new run")
+        raise ConfigError(f"checkpoint.resume: {run} {search.why()}; checkpoint.resume=null starts a new run")
     return _within_updates(config, point)
 
 
@@ -172,23 +164,21 @@ class _Search:
     def points(self, config: Config, run: Path) -> Iterator[ResumePoint]:
         """Yield the checkpoints that can be used, the newest first."""
         for folder in newest_first(run / "checkpoints"):
+            state = None
             try:
                 state = _usable(config, folder)
-            except CheckpointError as error:
-                self.refused.append(_not_from(folder, str(error)))
-                continue
-            try:
                 _require_ledger(run, state)
             except CheckpointError as error:
                 self.refused.append(_not_from(folder, str(error)))
-                self.orphan = self.orphan or folder
+                if state is not None:
+                    self.orphan = self.orphan or folder
                 continue
             state, notes = _with_fitting_groups(config, state)
             yield ResumePoint(
                 folder, state, run, (*self.refused, *notes, f"going on with {run.name} from update {state.version}")
             )
 
-    def why(self, run: Path) -> str:
+    def why(self) -> str:
         """Explain why there is none, with the reason of the newest, which stands for all of many."""
         newest, *older = [line.removeprefix("warning: ") for line in self.refused] or ["it has none"]
         reasons = newest + (f"; and {len(older)} older cannot be used either" if older else "")
@@ -211,9 +201,8 @@ def _usable(config: Config, folder: Path) -> State:
         if found != wanted:
             raise CheckpointError(f"{folder} is of another job: its {what} is {found!r}, the recipe's is {wanted!r}")
     steps, per_update = state.engine.get("optimizer_steps"), config.trainer.steps_per_update
-    if (
-        steps is not None and steps != state.version * per_update
-    ):  # schedules count optimizer steps, and updates by them
+    # Schedules count optimizer steps, and updates by them.
+    if steps is not None and steps != state.version * per_update:
         raise CheckpointError(
             f"{folder} is of another job: it made {steps} optimizer steps in {state.version} updates,"
             f" trainer.steps_per_update is {per_update}"
@@ -227,14 +216,13 @@ def _require_same_devices(config: Config, folder: Path, state: State) -> None:
     Emulated devices train nothing: their checkpoints, without weights, would replace trained ones, and their numbers
     those of the run."""
     trained, emulated = "optimizer_steps" in state.engine, config.emulation is not None
-    if trained and emulated:
-        raise CheckpointError(
-            f"{folder} is of another job: it holds trained weights, and the recipe's devices are emulated (emulation)"
+    if trained == emulated:
+        why = (
+            "it holds trained weights, and the recipe's devices are emulated (emulation)"
+            if trained
+            else "it has no weights, because its devices were emulated; the recipe's are not"
         )
-    if not trained and not emulated:
-        raise CheckpointError(
-            f"{folder} is of another job: it has no weights, because its devices were emulated; the recipe's are not"
-        )
+        raise CheckpointError(f"{folder} is of another job: {why}")
 
 
 def _require_ledger(run: Path, state: State) -> None:

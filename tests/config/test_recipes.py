@@ -31,6 +31,7 @@ PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
 FRAGMENTS = [
     pytest.param(fragment, id=f"{page.stem}-{number}")
     for page in PAGES
+    if page.stem != "own"  # whose objective is not installed; tests/training/test_kinds_from_outside.py trains it
     for number, fragment in enumerate(
         re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     )
@@ -49,11 +50,9 @@ def header_of(path: Path) -> str:
 
 
 def num_gpus(config: Config) -> float:
-    placement = config.placement
-    return (
-        config.rollout.workers * placement.rollout.gpus
-        + config.trainer.workers * placement.trainer.gpus
-        + config.reward.workers * placement.reward.gpus
+    return sum(
+        getattr(config, role).workers * getattr(config.placement, role).gpus
+        for role in ("rollout", "trainer", "reward")
     )
 
 
@@ -127,11 +126,8 @@ def test_an_unknown_objective_with_settings_is_told_from_one_that_has_none() -> 
     assert said in complaint(MINIMAL, "algorithm.name=flow_grp", settings)
 
 
-def test_every_objective_has_a_quickstart_recipe() -> None:
+def test_every_objective_has_a_quickstart_recipe_and_a_page_to_which_the_index_leads() -> None:
     assert {load(path).algorithm.name for path in (QUICKSTART / "algorithms").glob("*.yaml")} == objectives().keys()
-
-
-def test_every_objective_has_a_page_and_the_index_leads_to_all_of_them() -> None:
     stems = {page.stem for page in PAGES}
     assert objectives().keys() <= stems
     index = (ROOT / "docs" / "algorithms" / "index.md").read_text(encoding="utf-8")

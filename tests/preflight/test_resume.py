@@ -158,12 +158,9 @@ def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path:
 def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000", 2, 12)
+    beyond = f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 goes on with it"
     for resume in ("auto", str(run)):
-        said = refusal(recipe(tmp_path, resume))
-        assert (
-            f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 goes on with it"
-            in said
-        )
+        assert beyond in refusal(recipe(tmp_path, resume))
     said = refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000012")))
     assert "update-000012 is at update 12 already, trainer.updates is 4; trainer.updates=N with N above 12" in said
     assert find_resume_point(recipe(tmp_path, trainer={"updates": 12})) is not None, (
@@ -192,13 +189,9 @@ def test_a_run_that_is_running_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
-    assert (
-        refusal(recipe(tmp_path, str(tmp_path / "gone"))) == f"checkpoint.resume: no such folder: {tmp_path / 'gone'}"
-    )
-    assert (
-        refusal(recipe(tmp_path, str(tmp_path / "recipe.yaml")))
-        == f"checkpoint.resume: {tmp_path / 'recipe.yaml'} is not a folder"
-    )
+    gone, file = tmp_path / "gone", tmp_path / "recipe.yaml"
+    assert refusal(recipe(tmp_path, str(gone))) == f"checkpoint.resume: no such folder: {gone}"
+    assert refusal(recipe(tmp_path, str(file))) == f"checkpoint.resume: {file} is not a folder"
     run = tmp_path / "world-20260101-000000"
     run.mkdir()
     (run / "latest").symlink_to(tmp_path)
@@ -273,18 +266,14 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
     said = refusal(recipe(tmp_path, str(trained), emulation=emulation))
     assert "it holds trained weights, and the recipe's devices are emulated" in said
     passed: list[str] = []
-    assert (
-        find_resume_point(recipe(tmp_path, emulation=emulation), passed) is None
-        and "it holds trained weights" in passed[0]
-    )
+    assert find_resume_point(recipe(tmp_path, emulation=emulation), passed) is None
+    assert "it holds trained weights" in passed[0]
     emulated = run_of(config, "20260102-000000")
     folder = checkpoint_of(emulated, State(ControlState(3), None, "flow_grpo"), emulated=True)
     for path in (emulated, folder):
         assert "it has no weights, because its devices were emulated" in refusal(recipe(tmp_path, str(path)))
-    point = found(config)
-    assert point.run == trained, "auto passes the emulated run over"
-    point = found(recipe(tmp_path, emulation=emulation))
-    assert point.run == emulated
+    assert found(config).run == trained, "auto passes the emulated run over"
+    assert found(recipe(tmp_path, emulation=emulation)).run == emulated
 
 
 def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_path: Path) -> None:
@@ -294,19 +283,13 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
     )
     state = State(ControlState(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=made_with(config))
     folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
-    same = found(config)
-    assert same.state.control.ready == (ready,)
-    for other in (
-        recipe(tmp_path, rollout={"num_inference_steps": 7}),
-        recipe(tmp_path, folder, rollout={"num_inference_steps": 7}),
-    ):
-        point = found(other)
+    assert found(config).state.control.ready == (ready,)
+    for resume in ("auto", folder):
+        point = found(recipe(tmp_path, resume, rollout={"num_inference_steps": 7}))
         assert point.state.control.ready == ()
         assert [one.group for one in point.state.control.unfinished] == [3]
-        assert (
-            point.notes[0]
-            == "groups that waited for the trainer (1) are made again: rollout.num_inference_steps changed"
-        )
+        changed = "rollout.num_inference_steps changed"
+        assert point.notes[0] == f"groups that waited for the trainer (1) are made again: {changed}"
     masked = recipe(tmp_path, algorithm={"correction": {"mode": "decoupled", "kappa_nats": 2.0}})
     point = found(masked)
     assert point.state.control.ready == (), "they have no means, which the mask reads"
@@ -328,7 +311,6 @@ def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:
     assert [(line["update"], "finished" in line) for line in again.read_metrics(2, 0)] == expected
     assert run.metrics.read_bytes() == before, "nothing changes before there is something to record"
     again.take_over(config, 2, 0)
-    assert [
-        (line["update"], "finished" in line) for line in map(msgspec.json.decode, run.metrics.read_bytes().splitlines())
-    ] == expected
+    lines = map(msgspec.json.decode, run.metrics.read_bytes().splitlines())
+    assert [(line["update"], "finished" in line) for line in lines] == expected
     assert (run.path / "metrics.jsonl.void").read_bytes().count(b"\n") == 2
