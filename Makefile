@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed-$(EXTRA)
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
 	@echo "make test         install and run every kind of test, with a slice of the long searches (about 7 minutes)"
-	@echo "make test-all     every test and every schedule (about 15 minutes)"
+	@echo "make test-all     every test and every schedule (about half an hour)"
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
 	@echo "make test-gpu     the tests for a machine that has accelerators"
 	@echo "make lint         ruff, mypy, import contracts"
