@@ -25,32 +25,10 @@ Reduction = Literal["mean", "max", "absmax", "variance", "ess"]
 _Key: TypeAlias = tuple[str, Reduction]
 
 # What names of the run's own metrics begin with (docs/run-directory.md).
-_OF_THE_RUN = [
-    "update",
-    "reward",
-    "staleness",
-    "images",
-    "images_per_s",
-    "update_s",
-    "wall_s",
-    "loss",
-    "grad_norm",
-    "lr",
-    "advantage_abs",
-    "log_ratio_nats",
-    "ess",
-    "gamma",
-    "kappa_nats",
-    "row_staleness",
-    "engine_mismatch_nats",
-    "fresh_fraction",
-    "weight",
-    "masked",
-    "busy",
-    "buffers",
-    "finished",
-    "conservation",
-]
+_OF_THE_RUN = """
+    update reward staleness images images_per_s update_s wall_s loss grad_norm lr advantage_abs log_ratio_nats ess gamma
+    kappa_nats row_staleness engine_mismatch_nats fresh_fraction weight masked busy buffers finished conservation
+"""
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
@@ -77,7 +55,7 @@ class Metrics:
         """Record an objective's losses (R,), the advantages they were computed with, and its own metrics, each (R,).
 
         TrainingError for a metric with the name of one of the run's, which it would hide."""
-        if taken := sorted(name for name in others if name.partition("/")[0] in _OF_THE_RUN):
+        if taken := sorted(name for name in others if name.partition("/")[0] in _OF_THE_RUN.split()):
             raise TrainingError(f"the objective's metrics {taken} have names of the run's own; give them others")
         self.record("loss", loss)
         self.record("advantage_abs", advantage.abs())

@@ -1,16 +1,21 @@
-"""Defines, as another package would, a kind of rows and an objective on it: the final latents of a sample are one row,
-and no noise is drawn. A test installs them through entry points."""
+"""Defines, as another package would, what tests install through entry points: a kind of rows and an objective on it,
+the final latents of a sample being one row and no noise drawn; and a backend, whose ranks each hold the whole model and
+sum gradients before a step."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.algorithms.kinds import Kind
 from omni_async.algorithms.registry import Objective
+from omni_async.backends import Backend
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.schema import Config
 from omni_async.config.section import Section, doc
@@ -19,6 +24,8 @@ from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks
 from omni_async.training.groups import GroupBatch, Needs, check_group, micro_batches
 from omni_async.training.metrics import Metrics
+from omni_async.training.model import ModuleBackend
+from omni_async.training.optimizer import gradients
 from omni_async.types import SampleDrift
 from tests.fakes import TinyPolicy
 
@@ -113,3 +120,15 @@ OBJECTIVE = Objective(
     homogeneous=lambda algorithm: True,
     settings=EnergySettings,
 )
+
+
+class Summing(ModuleBackend):
+    """The `TrainBackend` of ranks that each hold all weights."""
+
+    def gradient_norm(self) -> float:
+        for gradient in gradients(self.trainable.values()):
+            dist.all_reduce(gradient)
+        return super().gradient_norm()
+
+
+BACKEND = Backend("summing", "tests.training.outside:Summing")

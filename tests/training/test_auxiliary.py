@@ -15,9 +15,7 @@ from omni_async.weights.buckets import digest_tensors, unpack
 from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.engines import auxiliary_of, log_probs, make_config, started
-from tests.training.exports import export
-from tests.training.saved import load, save
+from tests.training.training_world import auxiliary_of, export, load, log_probs, make_config, save, started
 
 LORA = {"rank": 2, "alpha": 4.0}
 NFT = {"algorithm.name": "diffusion_nft", "rollout.sde": None, "algorithm.clip_range": None}

@@ -16,9 +16,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.model import compile_layers, repeated_layers
 from omni_async.weights.buckets import unpack
 from tests.fakes import TinyPolicy, TinyTransformer, share, tiny_group
-from tests.training.engines import make_config, started, train
-from tests.training.exports import export
-from tests.training.ranks import on_ranks
+from tests.training.training_world import export, make_config, on_ranks, started, train
 
 CPU = torch.device("cpu")
 
@@ -26,8 +24,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def package(install: Callable[[str], Path]) -> Path:
     return install(
-        "[omni_async.backends]\nsumming = tests.training.outside_backend:BACKEND\n"
-        "broken = tests.training.outside_backend:nothing\nfsdp2 = tests.training.outside_backend:nothing\n"
+        "[omni_async.backends]\nsumming = tests.training.outside:BACKEND\n"
+        "broken = tests.training.outside:nothing\nfsdp2 = tests.training.outside:nothing\n"
     )
 
 

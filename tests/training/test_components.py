@@ -18,7 +18,7 @@ from omni_async.training.transition_loss import sample_drifts
 from pipelines.stable_diffusion_3 import tiny
 from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
-from tests.training.engines import make_config, started, train
+from tests.training.training_world import make_config, started, train
 
 HIGH, LOW = TwoExperts.components
 

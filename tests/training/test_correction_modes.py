@@ -15,8 +15,21 @@ from omni_async.config.algorithm import automatic_correction
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, load_model, tiny_group
-from tests.training.engines import assert_gradients, gradients, make_config, nudge, started, stepped, weights
-from tests.training.plain import Step, gradients_of, guided, model_of, steps_of, surrogate
+from tests.training.training_world import (
+    Step,
+    assert_gradients,
+    gradients,
+    gradients_of,
+    guided,
+    make_config,
+    model_of,
+    nudge,
+    started,
+    stepped,
+    steps_of,
+    surrogate,
+    weights,
+)
 
 ROWS = 16  # 2 groups x 4 samples x 2 steps
 

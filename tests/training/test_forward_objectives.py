@@ -1,10 +1,13 @@
 """Tests forward-process objectives in the engine: noise that depends on a sample's seed alone, other policies'
-velocities, whole samples and pairs, and gradients equal to the definitions'."""
+velocities, whole samples and pairs, groups of several specs, and gradients equal to the definitions'."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,16 +19,20 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.forward_loss import make_draws
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, load_model, tiny_group, tiny_pair
-from tests.training.engines import (
+from tests.training.training_world import (
     assert_gradients,
     auxiliary_of,
     gradients,
+    gradients_of,
+    guided,
     make_config,
+    model_of,
     nudge,
     started,
     stepped,
+    steps_of,
+    surrogate,
 )
-from tests.training.plain import gradients_of, guided, model_of
 
 ODE = {"rollout.sde": None, "algorithm.clip_range": None, "rollout.sampling.true_cfg_scale": 2.0}
 SCHEDULE = [1.0, 0.8, 0.6, 0.4, 0.2]
@@ -330,3 +337,53 @@ def test_under_lora_the_reference_is_the_model_without_adapters():
     metrics, got = trained(engine, groups)
     assert_gradients(got, expected, atol=2e-6)
     assert abs(metrics["margin"]) > 1e-4
+
+
+BUCKETS = [
+    {"sampling": {}},
+    {"sampling": {"height": 64, "width": 64}},
+    {"sampling": {"width": 16, "true_cfg_scale": 3.0}},
+]
+
+
+def drawn(config: Config, bucket: int) -> Config:
+    """Returns the configuration of a run that draws this bucket alone."""
+    alone = msgspec.structs.replace(config.rollout, sampling=config.rollout.specs[bucket], buckets=())
+    return msgspec.structs.replace(config, rollout=alone)
+
+
+def groups_of(config: Config) -> list[tuple[Config, GroupBatch]]:
+    alone = [drawn(config, bucket) for bucket in range(len(BUCKETS))]
+    return [(config, tiny_group(TinyPolicy(), config, seed)) for seed, config in enumerate(alone)]
+
+
+def test_groups_of_all_buckets_have_the_gradient_of_the_mean_loss():
+    engine = started(make_config(**{"rollout.buckets": BUCKETS, "trainer.micro_batch_size": 3}))
+    groups = groups_of(engine.config)
+    assert len({group.trajectories[0]["final"].shape for _, group in groups}) == 3
+    nudge(engine)
+    model = model_of(engine)
+    steps = [step for config, group in groups for step in steps_of(model, config, group)]
+    losses = [surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.2) for s in steps]
+    for _, group in groups:
+        engine.accumulate(group, 1 / len(steps))
+    assert_gradients(gradients(engine), gradients_of(torch.stack(losses).mean(), model))
+
+
+def test_final_latents_of_all_buckets_have_the_gradient_of_the_mean_loss():
+    ode = {"rollout.sde": None, "algorithm.clip_range": None, "algorithm.name": "awm"}
+    ode |= {"algorithm.awm": {"weighting": "uniform", "advantage_max": None}}
+    engine = started(make_config(**ode, **{"rollout.buckets": BUCKETS}))
+    groups = groups_of(engine.config)
+    nudge(engine)
+    model = model_of(engine)
+    draws = [draw for config, group in groups for draw in draws_of(model, config, group)]
+    for _, group in groups:
+        engine.accumulate(group, 1 / len(draws))
+    assert_gradients(gradients(engine), gradients_of(torch.stack([d.advantage * d.error for d in draws]).mean(), model))
+
+
+def test_a_spec_that_the_recipe_does_not_have_is_refused():
+    engine = started(make_config(**{"rollout.buckets": BUCKETS[1:]}))
+    with pytest.raises(ValueError, match="not one of the recipe's"):
+        engine.accumulate(tiny_group(TinyPolicy(), engine.config), 1.0)

@@ -20,10 +20,18 @@ from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import assert_gradients, make_config, nudge, started, stepped
-from tests.training.exports import export
 from tests.training.outside import KIND, OBJECTIVE, EnergySettings
-from tests.training.plain import gradients_of, model_of, steps_of
+from tests.training.training_world import (
+    assert_gradients,
+    export,
+    gradients_of,
+    make_config,
+    model_of,
+    nudge,
+    started,
+    stepped,
+    steps_of,
+)
 
 OURS = {"algorithm.name": "weighted_energy", "rollout.sde": None, "algorithm.clip_range": None}
 

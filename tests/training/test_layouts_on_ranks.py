@@ -25,9 +25,7 @@ from tests.configs import build
 from tests.fakes import share
 from tests.pipelines.families import FAMILIES, STEPS
 from tests.training.drawn import drawn
-from tests.training.exports import export
-from tests.training.ranks import on_ranks
-from tests.training.saved import load, save
+from tests.training.training_world import export, load, on_ranks, save
 
 CPU, WORLD = torch.device("cpu"), 4
 LORA = {"rank": 2, "alpha": 64.0, "target_modules": ["to_q", "to_v"]}

@@ -117,10 +117,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "build",
-    [
-        parameters_on_meta,
-        everything_on_meta(computed=lambda: torch.arange(3.0), angles=lambda: [torch.arange(2.0)]),
-    ],
+    [parameters_on_meta, everything_on_meta(computed=lambda: torch.arange(3.0), angles=lambda: [torch.arange(2.0)])],
 )
 def test_one_file_or_several_are_read_and_cast(checkpoint, build):
     model = ShardedModel(Files(checkpoint, build), torch.float32)

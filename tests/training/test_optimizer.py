@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from omni_async.training.optimizer import build_optimizer, clip_factor, gradient_norm, learning_rate
-from tests.training.engines import make_config
+from tests.training.training_world import make_config
 
 
 @pytest.mark.parametrize(

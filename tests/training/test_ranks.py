@@ -17,10 +17,7 @@ from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import verify
 from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
-from tests.training.engines import log_probs, make_config
-from tests.training.exports import export
-from tests.training.ranks import on_ranks
-from tests.training.saved import load, save
+from tests.training.training_world import export, load, log_probs, make_config, on_ranks, save
 
 CPU = torch.device("cpu")
 EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach

@@ -13,9 +13,7 @@ from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import digest_tensors
 from tests.fakes import load_model
 from tests.training.drawn import random_group
-from tests.training.engines import auxiliary_of, log_probs, make_config
-from tests.training.exports import export
-from tests.training.saved import load, save
+from tests.training.training_world import auxiliary_of, export, load, log_probs, make_config, save
 
 tiny = pytest.importorskip("pipelines.qwen_image.tiny")
 qwen = pytest.importorskip("pipelines.qwen_image.policy")
@@ -48,11 +46,7 @@ def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> t
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 def test_qwen_image_trains_and_exports_diffusers_names(checkpoint, lora, backend):
-    options = {
-        "model.lora": lora,
-        "trainer.backend": backend,
-        "rollout.sampling": {"height": 32, "width": 32},
-    }
+    options = {"model.lora": lora, "trainer.backend": backend, "rollout.sampling": {"height": 32, "width": 32}}
     config = make_config(
         **options, **{"trainer.gradient_checkpointing": True, "weights.payload": "full" if lora is None else "lora"}
     )
@@ -89,8 +83,7 @@ def test_qwen_image_trains_on_final_latents_beside_two_other_policies(checkpoint
 def test_qwen_image_trains_in_bfloat16_on_an_accelerator(checkpoint, lora, backend, tmp_path):
     options = {"model.dtype": "bfloat16", "model.lora": lora, "trainer.backend": backend, "algorithm.kl_coef": 0.1}
     config = make_config(
-        **options,
-        **{"rollout.sampling": {"height": 32, "width": 32}, "trainer.gradient_checkpointing": True},
+        **options, **{"rollout.sampling": {"height": 32, "width": 32}, "trainer.gradient_checkpointing": True}
     )
     engine, metrics = train_two_steps(config, checkpoint, rank_device(0))
     assert metrics["ratio_deviation"] > 0

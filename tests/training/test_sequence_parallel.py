@@ -21,8 +21,7 @@ from omni_async.training.groups import GroupBatch
 from omni_async.weights.shards import whole
 from tests.fakes import share
 from tests.training.drawn import random_group
-from tests.training.engines import log_probs, make_config
-from tests.training.ranks import on_ranks
+from tests.training.training_world import log_probs, make_config, on_ranks
 
 CPU = torch.device("cpu")
 LORA = {"model.lora": {"rank": 2, "alpha": 4.0}}

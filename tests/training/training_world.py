@@ -1,0 +1,274 @@
+"""Makes configurations for the tiny policy and engines of it, on one rank or several; moves, saves, exports, inspects
+them; and computes objectives by their definition, for comparison: one row at a time, all in one graph, float64."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from omni_async.config import with_spec
+from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
+from omni_async.store import LocalStore
+from omni_async.training.device import init_process_group
+from omni_async.training.engine import TrainEngine
+from omni_async.training.groups import GroupBatch
+from omni_async.types import WeightManifest
+from omni_async.weights.digest import Bucket
+from omni_async.weights.shards import whole
+from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
+from tests.fakes import TinyPolicy, load_model
+
+CPU = torch.device("cpu")
+
+
+def make_config(**changes: Any) -> Config:
+    """Returns `make_config(**{"trainer.micro_batch_size": 3})`: dotted keys over small defaults."""
+    raw: dict[str, Any] = {
+        "model": {"pipeline": "qwen_image", "path": "0"},
+        "data": {"prompts": "prompts.txt"},
+        "rollout": {"group_size": 4, "sampling": {"height": 32, "width": 48}, "num_inference_steps": 5},
+        "reward": {"scorers": [{"name": "ocr"}]},
+        "algorithm": {"clip_range": 0.2, "correction": {"mode": "bypass"}},
+        "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
+    }
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = raw
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return with_spec(msgspec.convert(raw, Config))
+
+
+def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:
+    engine = TrainEngine(config, policy or TinyPolicy(), ParallelLayout(), device=CPU)
+    engine.setup()
+    return engine
+
+
+def nudge(engine: TrainEngine, seed: int = 7, size: float = 0.02) -> None:
+    """Moves the weights away from those that made the samples, so that ratios are not 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in engine._model.trainable.values():
+            p.add_(size * torch.randn(p.shape, generator=generator))
+
+
+def train(engine: TrainEngine, groups: list[GroupBatch], grad_scale: float = 1.0) -> dict[str, float]:
+    """Takes one optimizer step on the mean loss over all rows of transition groups."""
+    rows = sum(len(t["steps"]) for g in groups for t in g.trajectories)
+    for group in groups:
+        engine.accumulate(group, 1 / rows)
+    return engine.step(grad_scale)
+
+
+def weights(engine: TrainEngine) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in engine._model.trainable.values()])
+
+
+def gradients(engine: TrainEngine) -> dict[str, Tensor]:
+    """Returns gradients by diffusers name, of the parameters that have one."""
+    return {name: p.grad.clone() for name, p in engine._model.trainable.items() if p.grad is not None}
+
+
+@torch.no_grad()
+def log_probs(engine: TrainEngine, group: GroupBatch) -> Tensor:
+    """Returns (samples, trained steps) of this rank's samples under the engine's weights; none that do not count."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for rows, counts in engine._loss.batches(group):  # padding is computed, too: other ranks join in its collectives
+        values = engine._loss._current(rows, group.spec)[1].cpu()
+        found |= dict(zip(rows.row_ids, values.unbind(), strict=True)) if counts else {}
+    if not found:
+        return torch.empty(0, 0)
+    return torch.stack([found[row_id] for row_id in sorted(found)]).reshape(len(group.trajectories), -1)
+
+
+def auxiliary_of(engine: TrainEngine, which: str) -> dict[str, Tensor]:
+    """Returns a further policy's tensors, whole, by the names of the parameters."""
+    found = engine._model.auxiliary.tensors().items()
+    return {name.removeprefix(f"{which}."): whole(t).clone() for name, t in found if name.startswith(f"{which}.")}
+
+
+def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Takes an optimizer step; returns its metrics, and the gradients that the optimizer was given."""
+    seen: dict[str, Tensor] = {}
+    hook = engine._model.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))
+    metrics = engine.step(grad_scale)
+    hook.remove()
+    return metrics, seen
+
+
+def assert_gradients(
+    got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-7
+) -> None:
+    """Asserts equal gradients of the same parameters. `expected` may be float64."""
+    assert got.keys() == expected.keys()
+    assert max(grad.abs().max().item() for grad in expected.values()) > 100 * atol
+    for name, grad in expected.items():
+        torch.testing.assert_close(got[name], grad.float(), rtol=rtol, atol=atol)
+
+
+def export(engine: TrainEngine, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
+    """Returns the whole version on rank 0, None elsewhere. Collective."""
+    own = engine.snapshot(version, engine.bucket_set())
+    mine = None if own is None else SharedRows(own.tensors, own.buckets)
+    found: list[SharedRows | None] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    if engine.layout.rank > 0 or own is None:
+        return None
+    joined = asyncio.run(join(own, [rows for rows in found[1:] if rows is not None]))
+    return joined.manifest(), joined.buckets
+
+
+async def join(own: Snapshot, others: Sequence[SharedRows]) -> Snapshot:
+    """Joins rank 0's rows with those of `others`, whose references are the buckets themselves."""
+
+    async def sharing(rows: SharedRows) -> SharedRows:
+        return rows
+
+    return await replace(own, others=partial(fetch, LocalStore(), [sharing(rows) for rows in others])).whole()
+
+
+def save(engine: TrainEngine, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    writing, state = engine.begin_save(folder)
+    writing.result()
+    if engine.layout.rank == 0:
+        (folder / "engine.json").write_text(json.dumps(state))
+
+
+def load(engine: TrainEngine, folder: Path) -> None:
+    engine.load(folder, json.loads((folder / "engine.json").read_text()))
+
+
+def _run(rank: int, world: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=120.0, device=torch.device("cpu"))
+    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(work(rank, *args)))
+    dist.destroy_process_group()
+
+
+def on_ranks(world: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Returns what `work(rank, *args)`, a function of a module, returns on each of `world` ranks."""
+    mp.spawn(_run, (world, folder, work, args), nprocs=world, join=True)
+    return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+
+
+def model_of(engine: TrainEngine, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Returns a separate copy of the engine's model as it is."""
+    model = load_model(engine.policy)
+    model.load_state_dict(engine._model.components.state_dict())
+    return model.to(dtype)
+
+
+def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Returns gradients of the parameters that have one, as an engine reports them."""
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A trained denoising step of a sample under some model: its mean log-prob (with gradient), the Gaussian (std
+    without the step size), and what was recorded of it."""
+
+    sample: int
+    position: int
+    log_prob: Tensor
+    mean: Tensor
+    std: float
+    scale: float
+    recorded: float
+    advantage: float
+    staleness: int
+    elements: int
+    kappa: float
+    """D <(mean - recorded mean)^2> / (2 scale^2), in nats."""
+
+    @property
+    def nats(self) -> float:
+        """Returns the log-ratio of the model to the recorded log-prob."""
+        return self.elements * (self.log_prob.item() - self.recorded)
+
+
+def steps_of(
+    model: nn.Module,
+    config: Config,
+    group: GroupBatch,
+    positions: list[list[int]] | None = None,
+    detached_uncond: bool = False,
+) -> Iterator[Step]:
+    """Yields Flow-GRPO's transition of every trained step of every sample, sample-major; `positions[i]` are those of
+    the window that are trained."""
+    policy, r = TinyPolicy(), config.rollout
+    dtype = next(model.parameters()).dtype
+    assert r.sde is not None
+    assert r.sde.kind == "flow"
+    for sample, t in enumerate(group.trajectories):
+        sigmas = t["sigmas"].to(dtype)
+        for k in range(len(t["steps"])) if positions is None else positions[sample]:
+            i = int(t["steps"][k])
+            x, x_next = t["latents"][k].to(dtype), t["latents"][k + 1].to(dtype)
+            v = guided(model, policy, config, t, x, sigmas[i], detached_uncond)
+            s, h = sigmas[i].item(), (sigmas[i] - sigmas[i + 1]).item()
+            g2 = r.sde.noise_level**2 * s / (1 - (sigmas[1].item() if s == 1 else s))
+            scale = math.sqrt(g2 * h)
+            mean = x * (1 - g2 / (2 * s) * h) - v * (1 + g2 * (1 - s) / (2 * s)) * h
+            log_prob = -(x_next - mean).square().mean() / (2 * scale**2) - math.log(scale) - 0.5 * math.log(2 * math.pi)
+            yield Step(
+                sample=sample,
+                position=k,
+                log_prob=log_prob,
+                mean=mean,
+                std=math.sqrt(g2),
+                scale=scale,
+                recorded=t["log_probs"][k].item(),
+                advantage=group.advantages[sample],
+                staleness=group.staleness[sample][k],
+                elements=x.numel(),
+                kappa=((mean.detach() - t["means"][k]).square().sum() / (2 * scale**2)).item(),
+            )
+
+
+def guided(
+    model: nn.Module,
+    policy: TinyPolicy,
+    config: Config,
+    sample: object,
+    x: Tensor,
+    sigma: Tensor,
+    detached: bool = False,
+) -> Tensor:
+    """Returns the velocity (T, C) of one row; classifier-free guidance written out, with or without gradient through
+    the unconditional branch."""
+    r = config.rollout
+    conditioning = policy.stack_conditioning([sample["conditioning"]])
+    text, mask = conditioning["text"].to(x.dtype), conditioning["mask"]
+    v = model["transformer"](x[None], sigma[None], text, mask)
+    if r.sampling.true_cfg_scale > 1:
+        uncond = model["transformer"](x[None], sigma[None], torch.zeros_like(text), mask)
+        uncond = uncond.detach() if detached else uncond
+        v = uncond + r.sampling.true_cfg_scale * (v - uncond)
+    return v[0]
+
+
+def surrogate(ratio: Tensor, advantage: float, clip: float) -> Tensor:
+    """Computes PPO's clipped loss of one row."""
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip))
