@@ -18,7 +18,7 @@ from tests.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.training_world import auxiliary_of, export, load, log_probs, make_config, save, started
 
 LORA = {"rank": 2, "alpha": 4.0}
-NFT = {"algorithm.name": "diffusion_nft", "rollout.sde": None, "algorithm.clip_range": None}
+NFT = {"name": "diffusion_nft", "sde": None, "clip_range": None}
 
 backends = pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 loras = pytest.mark.parametrize("lora", [None, LORA])
@@ -60,7 +60,7 @@ def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[
 @backends
 @loras
 def test_the_reference_stays_the_model_as_loaded(backend, lora):
-    engine = started(make_config(**{"algorithm.kl_coef": 0.1, "trainer.backend": backend, "model.lora": lora}))
+    engine = started(make_config(kl_coef=0.1, backend=backend, lora=lora))
     loaded, before = policy(engine), velocity(engine)
     for seed in (0, 1):
         update(engine, seed)
@@ -71,7 +71,7 @@ def test_the_reference_stays_the_model_as_loaded(backend, lora):
 
 @backends
 def test_a_auxiliary_under_lora_holds_adapters_alone(backend):
-    changes = {"trainer.backend": backend, "model.lora": LORA, "algorithm.kl_coef": 0.1, "trainer.ema": {"every": 1}}
+    changes = {"backend": backend, "lora": LORA, "kl_coef": 0.1, "ema": {"every": 1}}
     engine = started(make_config(**NFT, **changes))
     assert {name.split(".")[0] for name in engine._model.auxiliary.tensors()} == {"ema", "old"}
     assert all(".lora_" in name for name in engine._model.auxiliary.tensors())
@@ -94,12 +94,7 @@ def test_there_are_only_the_auxiliary_policies_that_the_settings_need():
 @backends
 @loras
 def test_the_old_policy_follows_once_an_update_by_the_updates_number(backend, lora):
-    changes = {
-        "trainer.backend": backend,
-        "model.lora": lora,
-        "trainer.steps_per_update": 2,
-        "trainer.optimizer.lr": 0.1,
-    }
+    changes = {"backend": backend, "lora": lora, "steps_per_update": 2, "trainer.optimizer.lr": 0.1}
     engine = started(make_config(**NFT, **changes))
     expected = policy(engine)
     for number in (1, 2, 3):
@@ -115,7 +110,7 @@ def test_the_old_policy_follows_once_an_update_by_the_updates_number(backend, lo
 
 @pytest.mark.parametrize(("decay", "exactly"), [("none", True), ("late", True), ("slow", False)])
 def test_the_other_schedules_start_as_the_policy_itself(decay, exactly):
-    engine = started(make_config(**NFT, **{"algorithm.nft": {"decay": decay}}))
+    engine = started(make_config(**NFT, nft={"decay": decay}))
     for seed in (0, 1):
         update(engine, seed)
     same = all(torch.equal(auxiliary_of(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
@@ -127,7 +122,7 @@ def test_the_other_schedules_start_as_the_policy_itself(decay, exactly):
     ("warmup", "decays"), [("ratio", {2: 2 / 11, 4: 0.3, 6: 0.3}), ("linear", {2: 0.001, 4: 0.003, 6: 0.005})]
 )
 def test_the_moving_average_follows_every_so_many_steps(warmup, decays):
-    changes = {"trainer.ema": {"decay": 0.3, "warmup": warmup, "every": 2}, "trainer.optimizer.lr": 0.1}
+    changes = {"ema": {"decay": 0.3, "warmup": warmup, "every": 2}, "trainer.optimizer.lr": 0.1}
     engine = started(make_config(**changes))
     expected = policy(engine)
     for taken in range(1, 7):
@@ -143,7 +138,7 @@ def test_the_moving_average_follows_every_so_many_steps(warmup, decays):
 @backends
 @loras
 def test_using_a_auxiliary_changes_neither_weights_nor_gradients(backend, lora):
-    config = make_config(**NFT, **{"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 3}})
+    config = make_config(**NFT, backend=backend, lora=lora, ema={"every": 3})
     engine, quiet = started(config), started(config)
     groups = [tiny_group(TinyPolicy(), config, seed) for seed in (1, 2)]
     for e in (engine, quiet):
@@ -171,7 +166,7 @@ def test_using_a_auxiliary_changes_neither_weights_nor_gradients(backend, lora):
 
 @pytest.mark.parametrize("after", ["load", "step"])
 def test_sharded_parameters_are_gathered_anew_once_they_changed(tmp_path, after):
-    config = make_config(**{"trainer.backend": "fsdp2"})
+    config = make_config(backend="fsdp2")
     group = tiny_group(TinyPolicy(), config)
     other, engine = started(config), started(config)
     other.accumulate(group, 1 / 8)
@@ -195,12 +190,8 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(tmp_path, after)
 @pytest.mark.parametrize("decay", ["slow", "none"])
 @pytest.mark.parametrize("payload", ["full", "lora"])
 def test_the_old_policy_is_what_is_published(backend, decay, payload):
-    changes = {
-        "trainer.backend": backend,
-        "weights.payload": payload,
-        "model.lora": LORA if payload == "lora" else None,
-    }
-    engine = started(make_config(**NFT, **changes, **{"algorithm.nft": {"decay": decay}}))
+    changes = {"backend": backend, "payload": payload, "lora": LORA if payload == "lora" else None}
+    engine = started(make_config(**NFT, **changes, nft={"decay": decay}))
     at_start = export(engine, 0)  # nothing was computed yet
     assert at_start is not None
     assert at_start[0].digest == (engine.digest0 if payload == "full" else digest_tensors(policy(engine).items()))
@@ -215,7 +206,7 @@ def test_the_old_policy_is_what_is_published(backend, decay, payload):
 
 @backends
 def test_a_full_payload_has_the_old_policys_adapters_merged(backend):
-    engine = started(make_config(**NFT, **{"trainer.backend": backend, "model.lora": LORA}))
+    engine = started(make_config(**NFT, backend=backend, lora=LORA))
     for seed in (0, 1):
         update(engine, seed)
     expected = dict(load_model(TinyPolicy()).named_parameters())
@@ -231,7 +222,7 @@ def test_a_full_payload_has_the_old_policys_adapters_merged(backend):
 @backends
 @loras
 def test_resuming_continues_auxiliarys_bit_for_bit(tmp_path, backend, lora):
-    changes = {"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 2}, "algorithm.kl_coef": 0.1}
+    changes = {"backend": backend, "lora": lora, "ema": {"every": 2}, "kl_coef": 0.1}
     config = make_config(**NFT, **changes)
     engine = started(config)
     for seed in (0, 1, 2):
@@ -257,7 +248,7 @@ def test_resuming_continues_auxiliarys_bit_for_bit(tmp_path, backend, lora):
 
 
 def test_a_resumed_run_knows_how_far_it_is(tmp_path):
-    changes = {"algorithm.name": "awm", "rollout.sde": None, "trainer.updates": 4, "trainer.steps_per_update": 2}
+    changes = {"name": "awm", "sde": None, "trainer.updates": 4, "steps_per_update": 2}
     engine = started(make_config(**changes))
     seen = []
     for seed in range(10):
@@ -272,7 +263,7 @@ def test_a_resumed_run_knows_how_far_it_is(tmp_path):
 
 
 def test_loading_forgets_the_update_that_was_under_way(tmp_path):
-    config = make_config(**{"algorithm.correction": {"mode": "decoupled"}, "trainer.steps_per_update": 2})
+    config = make_config(correction={"mode": "decoupled"}, steps_per_update=2)
     engine, group = started(config), tiny_group(TinyPolicy(), config)
     save(engine, tmp_path / "c")
     engine.recompute_proximal(group)
@@ -296,8 +287,8 @@ def test_loading_forgets_the_update_that_was_under_way(tmp_path):
     [
         (NFT, {}, "auxiliary.old."),
         ({}, NFT, "auxiliary.old."),
-        ({"algorithm.kl_coef": 0.1}, {}, "auxiliary.reference."),
-        ({}, {"trainer.ema": {"every": 1}}, "auxiliary.ema."),
+        ({"kl_coef": 0.1}, {}, "auxiliary.reference."),
+        ({}, {"ema": {"every": 1}}, "auxiliary.ema."),
     ],
 )
 def test_a_checkpoint_with_other_auxiliarys_is_refused(tmp_path, saved, opened, example):

@@ -70,12 +70,12 @@ def train_shares(engine: TrainEngine) -> list[dict[str, float]]:
 
 
 def test_a_backend_of_another_package_trains_what_ours_train(package):
-    changes = {"algorithm.kl_coef": 0.05, "trainer.ema": {"every": 1}, "trainer.optimizer.name": "sgd"}
-    config = make_config(**changes, **{"trainer.backend": "summing", "trainer.workers": 2})
+    changes = {"kl_coef": 0.05, "ema": {"every": 1}, "optimizer": "sgd"}
+    config = make_config(**changes, backend="summing", workers=2)
     backend, metrics, weights = on_ranks(2, package, work, package, config)[0]
     assert backend == "Summing"
     for ours in ("plain", "fsdp2"):
-        engine = started(make_config(**changes, **{"trainer.backend": ours}))
+        engine = started(make_config(**changes, backend=ours))
         for got, expected in zip(metrics, train_shares(engine), strict=True):
             assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
         for name, tensor in unpack(*export(engine, 1)):

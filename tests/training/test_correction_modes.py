@@ -62,7 +62,7 @@ def mean(values: list[Tensor]) -> Tensor:
 
 
 def test_bypass_takes_the_ratio_to_the_recorded_log_probs():
-    engine, groups = moved(**{"algorithm.clip_range": 0.02, "trainer.micro_batch_size": 3})
+    engine, groups = moved(clip_range=0.02, size=3)
     for t in groups[0].trajectories:  # an engine whose log-probs are not even those of any weights
         t["log_probs"] = t["log_probs"] + 0.01
     expected = plain(
@@ -79,7 +79,7 @@ def test_bypass_takes_the_ratio_to_the_recorded_log_probs():
 def test_auto_is_what_the_staleness_budget_says(max_updates):
     budget = {"staleness.max_updates": max_updates}
     chosen = msgspec.to_builtins(automatic_correction(max_updates))
-    named, automatic = ({**budget, "algorithm.correction": c} for c in (chosen, {"mode": "auto"}))
+    named, automatic = ({**budget, "correction": c} for c in (chosen, {"mode": "auto"}))
     got, expected = (trained(*moved(**changes)) for changes in (automatic, named))
     assert got[0] == expected[0]
     assert_gradients(got[1], expected[1], rtol=0, atol=1e-12)
@@ -87,7 +87,7 @@ def test_auto_is_what_the_staleness_budget_says(max_updates):
 
 @pytest.mark.parametrize("mode", ["none", "decoupled"])
 def test_without_a_step_between_the_ratio_to_the_proximal_policy_is_one(mode):
-    engine, groups = moved(**{"algorithm.correction": {"mode": mode}, "trainer.micro_batch_size": 3})
+    engine, groups = moved(correction={"mode": mode}, size=3)
     expected = plain(engine, groups, lambda steps: mean([-s.advantage * s.log_prob for s in steps]))
     metrics, got = trained(engine, groups)
     assert metrics["ratio_deviation"] == 0
@@ -99,7 +99,7 @@ def test_without_a_step_between_the_ratio_to_the_proximal_policy_is_one(mode):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(weighted):
     correction = {"mode": "decoupled", "weights": "importance", "cap": 1.1} if weighted else {"mode": "none"}
-    engine, groups = moved(**{"algorithm.correction": correction, "trainer.steps_per_update": 2})
+    engine, groups = moved(correction=correction, steps_per_update=2)
     start = model_of(engine)
     for group in groups:
         drifts = engine.recompute_proximal(group)
@@ -134,7 +134,7 @@ def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(weig
 
 
 def test_interpolation_estimates_the_proximal_policy_from_staleness():
-    engine, groups = moved(**{"algorithm.correction": {"mode": "interpolated", "weights": "importance", "cap": None}})
+    engine, groups = moved(correction={"mode": "interpolated", "weights": "importance", "cap": None})
     groups = [replace(g, staleness=[[0, 1], [1, 3], [0, 0], [2, 2]]) for g in groups]
 
     def row(s: Step) -> Tensor:
@@ -148,12 +148,8 @@ def test_interpolation_estimates_the_proximal_policy_from_staleness():
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(mode):
     """Checks GRPO-Guard, rho = exp((Delta + <(mean - old mean)^2> / (2 S^2)) S), on the second step of an update."""
-    changes = {
-        "algorithm.name": "grpo_guard",
-        "algorithm.guard": {"scale": "sample"},
-        "algorithm.correction": {"mode": mode},
-    }
-    engine, groups = moved(**changes, **{"trainer.steps_per_update": 2})
+    changes = {"name": "grpo_guard", "algorithm.guard": {"scale": "sample"}, "correction": {"mode": mode}}
+    engine, groups = moved(**changes, steps_per_update=2)
     start = model_of(engine)
     if mode == "decoupled":
         for group in groups:
@@ -188,7 +184,7 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(mode
     ],
 )
 def test_recorded_means_that_are_not_asked_for_change_no_bit_of_the_weights(name, mode):
-    changes = {"algorithm.name": name, "algorithm.clip_range": None, "algorithm.correction": {"mode": mode}}
+    changes = {"name": name, "clip_range": None, "correction": {"mode": mode}}
     (with_means, groups), (without, stripped) = moved(**changes), moved(**changes)
     for group in stripped:
         for trajectory in group.trajectories:
@@ -200,11 +196,7 @@ def test_recorded_means_that_are_not_asked_for_change_no_bit_of_the_weights(name
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"algorithm.name": "flow_dppo", "algorithm.clip_range": None},
-        {"algorithm.correction": {"mode": "decoupled", "kappa_nats": 1.0}},
-    ],
+    "changes", [{"name": "flow_dppo", "clip_range": None}, {"correction": {"mode": "decoupled", "kappa_nats": 1.0}}]
 )
 def test_samples_without_means_are_refused_where_a_gradient_reads_them(changes):
     engine, groups = moved(**changes)
@@ -221,13 +213,8 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
     averaged over a sample's."""
     clip, noise = (0.5 if kind == "dance" else 0.15), 0.8
     sde = {"kind": kind, "noise_level": noise, "window": {"size": 2, "range": [1, 3]}}
-    changes = {
-        "rollout.sde": sde,
-        "algorithm.name": name,
-        "algorithm.clip_range": None,
-        "algorithm.clip_range_nats": clip,
-    }
-    engine, groups = moved(**changes, **{"trainer.micro_batch_size": 4})
+    changes = {"sde": sde, "name": name, "clip_range": None, "algorithm.clip_range_nats": clip}
+    engine, groups = moved(**changes, size=4)
     model = model_of(engine)
     nats: list[float] = []
     for t in (t for group in groups for t in group.trajectories):
@@ -264,7 +251,7 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
 )
 def test_importance_weights_multiply_the_gradient(cap, level, log_ratio):
     correction = {"mode": "decoupled", "weights": "importance", "cap": cap, "level": level, "log_ratio": log_ratio}
-    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
+    engine, groups = moved(correction=correction, size=3)
 
     def loss(steps: list[Step]) -> Tensor:
         losses = []
@@ -292,7 +279,7 @@ def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_den
         "kappa_nats": 0.25,
         "denominator": denominator,
     }
-    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
+    engine, groups = moved(correction=correction, size=3)
 
     def loss(steps: list[Step]) -> Tensor:
         inside = [(math.exp(s.nats), s) for s in steps if 0.7 <= math.exp(s.nats) <= 1.6]
@@ -311,7 +298,7 @@ def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_den
 
 def test_weights_given_by_the_update_replace_those_of_the_rows():
     correction = {"mode": "decoupled", "weights": "importance", "kappa_nats": 0.2}
-    changes = {"algorithm.correction": correction, "algorithm.kl_coef": 0.3, "trainer.micro_batch_size": 3}
+    changes = {"correction": correction, "kl_coef": 0.3, "size": 3}
     engine, groups = moved(**changes)
     given = [[[0.5, 2.0], [0.0, 1.0], [0.25, 0.0], [3.0, 1.5]], [[1.0, 0.1], [0.2, 0.3], [0.0, 0.0], [0.7, 0.8]]]
     groups = [replace(g, weights=w) for g, w in zip(groups, given, strict=True)]
@@ -345,7 +332,7 @@ def test_steps_that_drifted_too_far_are_masked(denominator):
         "kappa_nats": 0.2,
         "denominator": denominator,
     }
-    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
+    engine, groups = moved(correction=correction, size=3)
     kept = 0
 
     def loss(steps: list[Step]) -> Tensor:
@@ -366,7 +353,7 @@ def test_steps_that_drifted_too_far_are_masked(denominator):
 @pytest.mark.parametrize("size", [1, 5, 100])
 def test_rejection_of_samples_sees_whole_samples(mode, size):
     correction = {"mode": mode, "k1": (math.exp(-0.25), math.exp(0.1)), "reject_level": "sum"}
-    engine, groups = moved(**{"algorithm.correction": correction, "trainer.micro_batch_size": size})
+    engine, groups = moved(correction=correction, size=size)
     for rows, counts in engine._loss.batches(groups[0]):
         assert counts
         assert rows.row_ids == [(sample, n) for sample in sorted({i for i, _ in rows.row_ids}) for n in (0, 1)]
@@ -392,8 +379,8 @@ def test_rejection_of_samples_sees_whole_samples(mode, size):
 
 def test_nothing_left_is_no_gradient_and_no_loss():
     correction = {"mode": "decoupled", "kappa_nats": 1e-6}
-    changes = {"trainer.optimizer.name": "sgd", "trainer.optimizer.weight_decay": 0.0}
-    engine, groups = moved(**{"algorithm.correction": correction}, **changes)
+    changes = {"optimizer": "sgd", "trainer.optimizer.weight_decay": 0.0}
+    engine, groups = moved(correction=correction, **changes)
     before = weights(engine)
     metrics, _ = trained(engine, groups)
     assert torch.equal(weights(engine), before)
@@ -413,7 +400,7 @@ def test_nothing_left_is_no_gradient_and_no_loss():
 def test_the_normaliser_is_the_updates_however_rows_are_cut(correction):
     results = []
     for size in (1, 3, 100):
-        changes = {"algorithm.correction": {"mode": "decoupled", **correction}, "trainer.micro_batch_size": size}
+        changes = {"correction": {"mode": "decoupled", **correction}, "size": size}
         results.append(trained(*moved(**changes)))
     assert 0 < results[0][0]["masked"] < 1
     for metrics, grads in results[1:]:
@@ -423,8 +410,8 @@ def test_the_normaliser_is_the_updates_however_rows_are_cut(correction):
 
 def test_the_normaliser_of_an_abandoned_update_is_forgotten():
     correction = {"mode": "decoupled", "kappa_nats": 0.2}
-    engine, groups = moved(**{"algorithm.correction": correction})
-    other, _ = moved(**{"algorithm.correction": correction})
+    engine, groups = moved(correction=correction)
+    other, _ = moved(correction=correction)
     engine.accumulate(groups[1], 1.0)
     engine.discard()
     assert_gradients(trained(engine, groups[:1])[1], trained(other, groups[:1])[1], rtol=0, atol=1e-12)

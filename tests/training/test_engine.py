@@ -54,8 +54,8 @@ def plain_gradient(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("cfg", "through"), [(1.0, True), (3.0, True), (3.0, False)])
 def test_accumulated_gradient_is_that_of_the_mean_loss(dtype, cfg, through):
-    changes = {"rollout.sampling.true_cfg_scale": cfg, "algorithm.unconditional_gradient": through}
-    config = make_config(**changes, **{"trainer.micro_batch_size": 3})
+    changes = {"cfg": cfg, "unconditional_gradient": through}
+    config = make_config(**changes, size=3)
     engine = started(config)
     groups = [tiny_group(TinyPolicy(), config, seed) for seed in (0, 1)]
     nudge(engine)
@@ -67,8 +67,8 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(dtype, cfg, through):
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_an_objective_of_samples_gets_all_their_steps(size):
     """Uses GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
-    changes = {"algorithm.name": "gspo", "algorithm.clip_range": 0.005}
-    engine = started(make_config(**changes, **{"trainer.micro_batch_size": size}))
+    changes = {"name": "gspo", "clip_range": 0.005}
+    engine = started(make_config(**changes, size=size))
     group = tiny_group(TinyPolicy(), engine.config)
     nudge(engine)
     model = model_of(engine)
@@ -84,7 +84,7 @@ def test_an_objective_of_samples_gets_all_their_steps(size):
 
 
 def test_the_step_is_the_optimizers():
-    engine = started(make_config(**{"trainer.optimizer.name": "sgd", "trainer.optimizer.weight_decay": 0.0}))
+    engine = started(make_config(**{"optimizer": "sgd", "trainer.optimizer.weight_decay": 0.0}))
     groups = [tiny_group(TinyPolicy(), engine.config)]
     before, gradient = weights(engine), plain_gradient(engine, groups, torch.float64)
     train(engine, groups)
@@ -97,7 +97,7 @@ def test_the_step_is_the_optimizers():
 def test_micro_batch_size_does_not_matter():
     results = []
     for size in (1, 3, 8, 100):
-        engine = started(make_config(**{"trainer.micro_batch_size": size, "trainer.optimizer.name": "sgd"}))
+        engine = started(make_config(size=size, optimizer="sgd"))
         nudge(engine)
         metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
         results.append((weights(engine), metrics))
@@ -107,7 +107,7 @@ def test_micro_batch_size_does_not_matter():
 
 
 def test_scaling_gradients_is_scaling_advantages_and_comes_before_clipping():
-    config = make_config(**{"trainer.optimizer.name": "sgd", "trainer.optimizer.max_grad_norm": 0.05})
+    config = make_config(**{"optimizer": "sgd", "trainer.optimizer.max_grad_norm": 0.05})
     group = tiny_group(TinyPolicy(), config)
     scaled, direct = started(config), started(config)
     metrics = train(scaled, [group], grad_scale=2.5)
@@ -128,7 +128,7 @@ def test_discarding_forgets_gradients_and_metrics():
 
 
 def test_on_policy_samples_have_ratio_one():
-    engine = started(make_config(**{"trainer.micro_batch_size": 1}))
+    engine = started(make_config(size=1))
     metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
     assert metrics["log_ratio_nats/absmax"] < 1e-4
     assert metrics["kappa_nats"] < 1e-8
@@ -147,7 +147,7 @@ def test_on_policy_samples_have_ratio_one():
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(lora):
-    engine = started(make_config(**{"algorithm.kl_coef": 0.1, "model.lora": lora}))
+    engine = started(make_config(kl_coef=0.1, lora=lora))
     group = tiny_group(TinyPolicy(), engine.config)
     assert train(engine, [group])["kl_ref"] < 1e-12  # attention kernels differ with and without gradient
     assert train(engine, [group])["kl_ref"] > 1e-6
@@ -195,12 +195,8 @@ def test_unusable_trajectories_are_refused_before_any_gradient(field, change, me
 
 
 def test_sharded_on_one_rank_equals_plain():
-    plain = started(
-        make_config(**{"rollout.sampling.true_cfg_scale": 2.0, "trainer.backend": "plain", "algorithm.kl_coef": 0.1})
-    )
-    fsdp = started(
-        make_config(**{"rollout.sampling.true_cfg_scale": 2.0, "trainer.backend": "fsdp2", "algorithm.kl_coef": 0.1})
-    )
+    plain = started(make_config(cfg=2.0, backend="plain", kl_coef=0.1))
+    fsdp = started(make_config(cfg=2.0, backend="fsdp2", kl_coef=0.1))
     for seed in (0, 1):
         group = tiny_group(TinyPolicy(), plain.config, seed)
         assert train(fsdp, [group]) == pytest.approx(train(plain, [group]), rel=1e-5, abs=1e-6)
@@ -210,16 +206,14 @@ def test_sharded_on_one_rank_equals_plain():
 
 
 def test_plain_refuses_several_ranks():
-    engine = TrainEngine(make_config(**{"trainer.backend": "plain"}), TinyPolicy(), ParallelLayout(0, 2), device=CPU)
+    engine = TrainEngine(make_config(backend="plain"), TinyPolicy(), ParallelLayout(0, 2), device=CPU)
     with pytest.raises(ValueError, match=r"trainer\.backend: 'plain' is one rank"):
         engine.setup()
 
 
 def test_bfloat16_compute_keeps_float32_master_weights():
     for backend in ("plain", "fsdp2"):
-        engine = started(
-            make_config(**{"model.dtype": "bfloat16", "trainer.backend": backend, "trainer.optimizer.lr": 1e-5})
-        )
+        engine = started(make_config(**{"dtype": "bfloat16", "backend": backend, "trainer.optimizer.lr": 1e-5}))
         metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
         assert {p.dtype for p in engine._model.trainable.values()} == {torch.float32}
         assert 0 < metrics["log_ratio_nats/absmax"] < 2
@@ -228,7 +222,7 @@ def test_bfloat16_compute_keeps_float32_master_weights():
 
 
 def test_gradient_checkpointing_needs_a_model_that_can():
-    config = make_config(**{"trainer.gradient_checkpointing": True})
+    config = make_config(checkpointing=True)
     with pytest.raises(ValueError, match="TinyTransformer does not support it"):
         started(config)
 
@@ -299,7 +293,7 @@ def test_every_step_is_drawn_as_often_as_every_other():
 def fractional(size: int = 3, **changes: object) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
     """Returns an engine that trains half of 4 steps, a group with a staleness of its own for every step, and the
     positions that are trained."""
-    engine = started(make_config(**{"algorithm.timestep_fraction": 0.5, "trainer.micro_batch_size": size, **changes}))
+    engine = started(make_config(**{"fraction": 0.5, "size": size, **changes}))
     group = tiny_group(TinyPolicy(), engine.config, 0, WINDOW)
     group = replace(group, staleness=[[10 * i + k for k in WINDOW] for i in range(4)])
     nudge(engine)
@@ -336,7 +330,7 @@ def test_the_gradient_is_that_of_the_mean_over_chosen_rows():
 
 
 def test_weights_and_drift_are_of_the_chosen_rows_in_order():
-    engine, group, chosen = fractional(**{"algorithm.correction": {"mode": "decoupled"}})
+    engine, group, chosen = fractional(correction={"mode": "decoupled"})
     model = model_of(engine)
     steps = list(steps_of(model, engine.config, group, chosen))
     drifts = engine.recompute_proximal(group)

@@ -39,7 +39,7 @@ def exported(engine: TrainEngine, version: int = 1) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_version_zero_is_what_an_engine_loads(dtype, lora):
-    engine = trained(make_config(**{"model.dtype": dtype, "model.lora": lora}), updates=0)
+    engine = trained(make_config(dtype=dtype, lora=lora), updates=0)
     loaded = load_model(TinyPolicy(), getattr(torch, dtype))
     manifest, buckets = export(engine, 0)
     assert dict(unpack(manifest, buckets)).keys() == dict(loaded.named_parameters()).keys()
@@ -57,7 +57,7 @@ def test_a_trained_model_loaded_from_its_export_is_the_trained_model():
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 def test_lora_trains_adapters_only_and_a_full_payload_has_them_merged(backend):
-    engine = trained(make_config(**{"model.lora": LORA, "trainer.backend": backend}))
+    engine = trained(make_config(lora=LORA, backend=backend))
     assert all(".lora_" in name for name in engine._model.trainable)
     initial = dict(load_model(TinyPolicy()).named_parameters())
     merged = exported(engine)
@@ -75,8 +75,8 @@ def test_lora_trains_adapters_only_and_a_full_payload_has_them_merged(backend):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merging_a_lora_payload_gives_the_full_payload_bit_for_bit(dtype):
-    full = trained(make_config(**{"model.lora": LORA, "model.dtype": dtype}))
-    light = trained(make_config(**{"model.lora": LORA, "model.dtype": dtype, "weights.payload": "lora"}))
+    full = trained(make_config(lora=LORA, dtype=dtype))
+    light = trained(make_config(lora=LORA, dtype=dtype, payload="lora"))
     manifest, buckets = export(light, 5)
     adapters = dict(unpack(manifest, buckets))
     assert set(adapters) == {
@@ -94,8 +94,8 @@ def test_merging_a_lora_payload_gives_the_full_payload_bit_for_bit(dtype):
 
 
 def test_adapters_start_alike_for_one_seed_and_the_model_starts_unchanged():
-    first, second = (trained(make_config(**{"model.lora": LORA}), updates=0) for _ in range(2))
-    other = trained(make_config(**{"model.lora": LORA, "run.seed": 1}), updates=0)
+    first, second = (trained(make_config(lora=LORA), updates=0) for _ in range(2))
+    other = trained(make_config(**{"lora": LORA, "run.seed": 1}), updates=0)
     a, b, c = (torch.cat([p.detach().flatten() for p in e._model.trainable.values()]) for e in (first, second, other))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
@@ -103,19 +103,15 @@ def test_adapters_start_alike_for_one_seed_and_the_model_starts_unchanged():
 
 def test_impossible_lora_settings_name_their_key():
     with pytest.raises(ValueError, match=r"weights\.payload: lora needs model\.lora"):
-        trained(make_config(**{"weights.payload": "lora"}))
+        trained(make_config(payload="lora"))
     with pytest.raises(ValueError, match=r"model\.lora\.target_modules: .*nowhere"):
-        trained(make_config(**{"model.lora": {"rank": 2, "alpha": 1.0, "target_modules": ["nowhere"]}}))
+        trained(make_config(lora={"rank": 2, "alpha": 1.0, "target_modules": ["nowhere"]}))
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 @pytest.mark.parametrize(("lora", "payload"), [(None, "full"), (LORA, "full"), (LORA, "lora")])
 def test_snapshots_in_the_same_memory_are_the_weights_of_their_own_version(backend, lora, payload):
-    engine = trained(
-        make_config(
-            **{"model.lora": lora, "model.dtype": "bfloat16", "trainer.backend": backend, "weights.payload": payload}
-        )
-    )
+    engine = trained(make_config(lora=lora, dtype="bfloat16", backend=backend, payload=payload))
     buckets = engine.bucket_set()
     digests = []
     for version in (1, 2):
@@ -144,9 +140,9 @@ def update(engine: TrainEngine, seed: int) -> dict[str, float]:
 def test_resuming_continues_bit_for_bit(tmp_path, backend, lora, optimizer, before):
     config = make_config(
         **{
-            "trainer.backend": backend,
-            "model.lora": lora,
-            "trainer.optimizer.name": optimizer,
+            "backend": backend,
+            "lora": lora,
+            "optimizer": optimizer,
             "trainer.optimizer.momentum": 0.9,
             "trainer.optimizer.schedule": "cosine",
             "trainer.optimizer.warmup_steps": 1,
@@ -168,7 +164,7 @@ def test_resuming_continues_bit_for_bit(tmp_path, backend, lora, optimizer, befo
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 def test_what_is_trained_while_it_is_written_is_not_in_it(tmp_path, backend):
-    engine = started(make_config(**{"trainer.backend": backend}))
+    engine = started(make_config(backend=backend))
     update(engine, 0)
     digest = export(engine, 1)[0].digest
     writing, state = engine.begin_save(tmp_path)
@@ -181,7 +177,7 @@ def test_what_is_trained_while_it_is_written_is_not_in_it(tmp_path, backend):
 
 
 def test_a_lora_checkpoint_holds_adapters_only(tmp_path):
-    save(started(make_config(**{"model.lora": LORA})), tmp_path / "c")
+    save(started(make_config(lora=LORA)), tmp_path / "c")
     stored = HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")).read_metadata().state_dict_metadata
     assert stored
     assert all(".lora_" in name for name in stored)
@@ -197,7 +193,7 @@ def test_every_file_is_safetensors(tmp_path):
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     save(started(make_config()), tmp_path / "full")
     with pytest.raises(TrainingError, match="is of another model, LoRA setting"):
-        load(started(make_config(**{"model.lora": LORA})), tmp_path / "full")
+        load(started(make_config(lora=LORA)), tmp_path / "full")
     with pytest.raises(TrainingError, match="is not a checkpoint: it has no tensors"):
         started(make_config()).load(tmp_path, {})
 

@@ -34,7 +34,7 @@ from tests.training.training_world import (
     surrogate,
 )
 
-ODE = {"rollout.sde": None, "algorithm.clip_range": None, "rollout.sampling.true_cfg_scale": 2.0}
+ODE = {"sde": None, "clip_range": None, "cfg": 2.0}
 SCHEDULE = [1.0, 0.8, 0.6, 0.4, 0.2]
 
 
@@ -102,7 +102,7 @@ def plain(
 
 def moved(name: str, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
     """Returns an engine away from the weights that were loaded, and two groups."""
-    engine = started(make_config(**ODE, **{"algorithm.name": name, **changes}))
+    engine = started(make_config(**ODE, **{"name": name, **changes}))
     make = tiny_pair if name == "diffusion_dpo" else tiny_group
     groups = [make(TinyPolicy(), engine.config, seed) for seed in (0, 1)]
     nudge(engine, size=0.05)
@@ -122,7 +122,7 @@ def rows_of(engine: TrainEngine, group: GroupBatch) -> list[tuple[Tensor, Tensor
 def test_draws_depend_on_the_samples_seed_alone(name):
     seen = []
     for size in (1, 4, 100):
-        engine, groups = moved(name, **{"trainer.micro_batch_size": size, "algorithm.timestep_fraction": 0.6})
+        engine, groups = moved(name, size=size, fraction=0.6)
         group = replace(groups[0], seeds=[5, 12, 2**62 + 6, 2**63 - 1])
         seen.append(rows_of(engine, group))
         assert len(seen[-1]) == 4 * 3
@@ -152,15 +152,15 @@ def test_draws_depend_on_the_samples_seed_alone(name):
 
 
 def test_micro_batches_hold_whole_samples_where_the_objective_wants_them():
-    engine, groups = moved("awm", **{"trainer.micro_batch_size": 7, "algorithm.timestep_fraction": 0.6})
+    engine, groups = moved("awm", size=7, fraction=0.6)
     assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == [6, 6]
-    engine, groups = moved("diffusion_nft", **{"trainer.micro_batch_size": 7, "algorithm.timestep_fraction": 0.6})
+    engine, groups = moved("diffusion_nft", size=7, fraction=0.6)
     assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == [7, 5]
 
 
 def test_a_pair_shares_noise_and_sigma_in_alternating_rows():
     for size, cuts in ((1, [2] * 5), (5, [4, 4, 2]), (100, [10])):
-        engine, groups = moved("diffusion_dpo", **{"trainer.micro_batch_size": size})
+        engine, groups = moved("diffusion_dpo", size=size)
         assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == cuts
         rows = rows_of(engine, groups[0])
         assert sorted(round(sigma.item(), 6) for _, _, sigma in rows[::2]) == sorted(SCHEDULE)
@@ -204,8 +204,8 @@ def test_there_is_no_behaviour_policy_to_compare_with():
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_diffusion_nft_is_its_definition(beta, kl_coef):
-    changes = {"algorithm.nft": {"beta": beta}, "algorithm.kl_coef": kl_coef, "algorithm.timestep_fraction": 0.6}
-    engine, groups = moved("diffusion_nft", **changes, **{"trainer.micro_batch_size": 5})
+    changes = {"nft": {"beta": beta}, "kl_coef": kl_coef, "fraction": 0.6}
+    engine, groups = moved("diffusion_nft", **changes, size=5)
 
     def loss(d: Draw, old: Tensor, reference: Tensor) -> Tensor:
         r = min(max(min(max(d.advantage, -5.0), 5.0) / 10 + 0.5, 0.0), 1.0)
@@ -226,13 +226,8 @@ def test_diffusion_nft_is_its_definition(beta, kl_coef):
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_awm_is_its_definition(ratio, off_policy):
     awm = {"ratio": ratio, "off_policy": off_policy, "ema_coef": 0.7, "clip_range": 0.02}
-    changes = {
-        "algorithm.awm": awm,
-        "algorithm.kl_coef": 0.2,
-        "algorithm.timestep_fraction": 0.6,
-        "trainer.ema": {"every": 1},
-    }
-    engine, groups = moved("awm", **changes, **{"trainer.micro_batch_size": 5})
+    changes = {"awm": awm, "kl_coef": 0.2, "fraction": 0.6, "ema": {"every": 1}}
+    engine, groups = moved("awm", **changes, size=5)
 
     def p(d: Draw, velocity: Tensor) -> Tensor:
         return -((d.error_of(velocity) + 1e-10) ** 0.25 - 1e-10**0.25) * d.sigma / 0.25
@@ -266,12 +261,8 @@ def test_awm_is_its_definition(ratio, off_policy):
 
 
 def test_the_pull_to_the_average_changes_over_the_run():
-    changes = {
-        "algorithm.awm": {"ema_coef": 1.0, "ema_coef_end": 0.3},
-        "trainer.ema": {"every": 1},
-        "trainer.updates": 2,
-    }
-    engine, groups = moved("awm", **changes, **{"trainer.steps_per_update": 2})
+    changes = {"awm": {"ema_coef": 1.0, "ema_coef_end": 0.3}, "ema": {"every": 1}, "trainer.updates": 2}
+    engine, groups = moved("awm", **changes, steps_per_update=2)
     for coef in (1.0, 1.0, 0.65, 0.65, 0.3):
 
         def loss(d: Draw, ema: Tensor, coef: float = coef) -> Tensor:
@@ -296,7 +287,7 @@ def dpo(draws: list[Draw], reference: list[Draw]) -> tuple[list[Tensor], list[fl
 
 @pytest.mark.parametrize("size", [1, 5, 100])
 def test_diffusion_dpo_is_its_definition(size):
-    changes = {"algorithm.dpo": {"beta": 20.0}, "algorithm.forward": {"draws": 4}, "trainer.micro_batch_size": size}
+    changes = {"dpo": {"beta": 20.0}, "forward": {"draws": 4}, "size": size}
     engine, groups = moved("diffusion_dpo", **changes)
     model = model_of(engine)
     pairs = [dpo(draws_of(model, engine.config, g), draws_of(loaded(), engine.config, g)) for g in groups]
@@ -311,11 +302,7 @@ def test_diffusion_dpo_is_its_definition(size):
 def test_under_lora_the_reference_is_the_model_without_adapters():
     """Applies the chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged
     weight."""
-    changes = {
-        "algorithm.dpo": {"beta": 20.0},
-        "algorithm.forward": {"draws": 4},
-        "model.lora": {"rank": 2, "alpha": 4.0},
-    }
+    changes = {"dpo": {"beta": 20.0}, "forward": {"draws": 4}, "lora": {"rank": 2, "alpha": 4.0}}
     engine, groups = moved("diffusion_dpo", **changes)
     adapters = {name: p.detach().double() for name, p in engine._model.trainable.items()}
     halves = {
@@ -358,7 +345,7 @@ def groups_of(config: Config) -> list[tuple[Config, GroupBatch]]:
 
 
 def test_groups_of_all_buckets_have_the_gradient_of_the_mean_loss():
-    engine = started(make_config(**{"rollout.buckets": BUCKETS, "trainer.micro_batch_size": 3}))
+    engine = started(make_config(buckets=BUCKETS, size=3))
     groups = groups_of(engine.config)
     assert len({group.trajectories[0]["final"].shape for _, group in groups}) == 3
     nudge(engine)
@@ -371,9 +358,9 @@ def test_groups_of_all_buckets_have_the_gradient_of_the_mean_loss():
 
 
 def test_final_latents_of_all_buckets_have_the_gradient_of_the_mean_loss():
-    ode = {"rollout.sde": None, "algorithm.clip_range": None, "algorithm.name": "awm"}
-    ode |= {"algorithm.awm": {"weighting": "uniform", "advantage_max": None}}
-    engine = started(make_config(**ode, **{"rollout.buckets": BUCKETS}))
+    ode = {"sde": None, "clip_range": None, "name": "awm"}
+    ode |= {"awm": {"weighting": "uniform", "advantage_max": None}}
+    engine = started(make_config(**ode, buckets=BUCKETS))
     groups = groups_of(engine.config)
     nudge(engine)
     model = model_of(engine)
@@ -384,6 +371,6 @@ def test_final_latents_of_all_buckets_have_the_gradient_of_the_mean_loss():
 
 
 def test_a_spec_that_the_recipe_does_not_have_is_refused():
-    engine = started(make_config(**{"rollout.buckets": BUCKETS[1:]}))
+    engine = started(make_config(buckets=BUCKETS[1:]))
     with pytest.raises(ValueError, match="not one of the recipe's"):
         engine.accumulate(tiny_group(TinyPolicy(), engine.config), 1.0)

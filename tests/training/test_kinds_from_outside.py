@@ -33,7 +33,7 @@ from tests.training.training_world import (
     steps_of,
 )
 
-OURS = {"algorithm.name": "weighted_energy", "rollout.sde": None, "algorithm.clip_range": None}
+OURS = {"name": "weighted_energy", "sde": None, "clip_range": None}
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def installed(install: Callable[[str], Path]) -> None:
 
 
 def ours(**changes: Any) -> Config:
-    settings = {"algorithm.correction": {}, "algorithm.settings": {"scale": 2.0}}
+    settings = {"correction": {}, "settings": {"scale": 2.0}}
     return with_settings(make_config(**{**OURS, **settings, **changes}))
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_kind_of_another_package_is_trained():
-    config = ours(**{"trainer.micro_batch_size": 3, "algorithm.settings": {"scale": 2.0, "power": 3}})
+    config = ours(size=3, settings={"scale": 2.0, "power": 3})
     engine, group = started(config), tiny_group(TinyPolicy(), config)
     model = model_of(engine)
     losses = []
@@ -87,10 +87,10 @@ def test_what_it_needs_of_a_run_is_read_off_it():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollout.sde": {"kind": "flow"}}, "weighted_energy trains on final latents as they are, so an SDE window"),
-        ({"algorithm.correction": {"mode": "bypass"}}, "algorithm.correction: weighted_energy has no ratio"),
-        ({"algorithm.clip_range": 0.1}, "algorithm.clip_range: weighted_energy does not clip a ratio"),
-        ({"rollout.group_size": 1}, "rollout.group_size: weighted_energy compares the samples"),
+        ({"sde": {"kind": "flow"}}, "weighted_energy trains on final latents as they are, so an SDE window"),
+        ({"correction": {"mode": "bypass"}}, "algorithm.correction: weighted_energy has no ratio"),
+        ({"clip_range": 0.1}, "algorithm.clip_range: weighted_energy does not clip a ratio"),
+        ({"group_size": 1}, "rollout.group_size: weighted_energy compares the samples"),
     ],
 )
 def test_what_its_kind_cannot_use_is_refused(changes, said):
@@ -152,7 +152,7 @@ def test_the_objective_that_the_documentation_writes_is_trained_as_it_is_written
     assert "algorithm.settings.pull: float >= 0. Weight of the squared log-ratio." in capsys.readouterr().out
 
     asked = {f"algorithm.{key}": value for key, value in yaml.safe_load(recipe)["algorithm"].items()}
-    config = with_settings(make_config(**{"algorithm.clip_range": None, **asked}))
+    config = with_settings(make_config(**{"clip_range": None, **asked}))
     assert list(problems(config)) == []
     engine, group = started(config), tiny_group(TinyPolicy(), config)
     nudge(engine)

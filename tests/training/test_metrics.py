@@ -137,7 +137,7 @@ def test_rows_count_once_however_they_are_dealt(tmp_path):
 
 def drifted(**changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[Step]]:
     """Returns an engine, stale groups of two windows, and their steps under the engine's weights."""
-    engine = started(make_config(**{"trainer.micro_batch_size": 3, **changes}))
+    engine = started(make_config(**{"size": 3, **changes}))
     groups = [tiny_group(TinyPolicy(), engine.config, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
     nudge(engine, size=0.05)
     model = model_of(engine)
@@ -165,7 +165,7 @@ def by_step(steps: list[Step]) -> dict[int, list[Step]]:
 
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled"])
 def test_drift_of_all_rows_and_of_each_denoising_step(mode):
-    engine, groups, steps = drifted(**{"algorithm.correction": {"mode": mode}})
+    engine, groups, steps = drifted(correction={"mode": mode})
     metrics = update(engine, groups)
     nats = [s.nats for s in steps]
     expected = {
@@ -190,7 +190,7 @@ def test_drift_of_all_rows_and_of_each_denoising_step(mode):
 
 def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
     correction = {"mode": "decoupled", "weights": "importance", "cap": 1.2, "kappa_nats": 0.25, "k1": (0.8, 1.5)}
-    engine, groups, steps = drifted(**{"algorithm.correction": correction})
+    engine, groups, steps = drifted(correction=correction)
     metrics = update(engine, groups)
 
     def weight(s: Step) -> float:
@@ -223,7 +223,7 @@ def test_without_means_there_is_no_kappa():
 def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
     """Uses cps, whose log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their
     difference."""
-    engine = started(make_config(**{"rollout.sde": {"kind": "cps", "noise_level": 0.8}}))
+    engine = started(make_config(sde={"kind": "cps", "noise_level": 0.8}))
     group = tiny_group(TinyPolicy(), engine.config, 0, range(1, 2))
     for t in group.trajectories:
         t["log_probs"] = t["log_probs"] - 0.01
@@ -238,7 +238,7 @@ def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(mode, recomputed):
-    engine = started(make_config(**{"algorithm.correction": {"mode": mode}, "trainer.micro_batch_size": 3}))
+    engine = started(make_config(correction={"mode": mode}, size=3))
     group = tiny_group(TinyPolicy(), engine.config)
     if recomputed:
         engine.recompute_proximal(group)
@@ -267,7 +267,7 @@ def test_a_stale_step_is_no_mismatch():
 
 
 def test_only_the_first_step_of_an_update_can_tell_a_mismatch():
-    engine = started(make_config(**{"trainer.steps_per_update": 2}))
+    engine = started(make_config(steps_per_update=2))
     alarms = []
     for seed in range(4):
         engine.accumulate(tiny_group(TinyPolicy(), engine.config, seed), 1 / 8)

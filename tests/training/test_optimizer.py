@@ -19,7 +19,7 @@ def test_warm_up_then_the_schedule_over_all_optimizer_steps(schedule, rates):
     config = make_config(
         **{
             "trainer.updates": 3,
-            "trainer.steps_per_update": 2,
+            "steps_per_update": 2,
             "trainer.optimizer": {"lr": 1.0, "schedule": schedule, "warmup_steps": 2},
         }
     )

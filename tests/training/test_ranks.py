@@ -23,48 +23,34 @@ CPU = torch.device("cpu")
 EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach
 
 # A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
-BASE = {"rollout.group_size": 5, "trainer.micro_batch_size": 2, "trainer.optimizer.name": "sgd"}
-FORWARD = {"rollout.sde": None, "algorithm.clip_range": None}
+BASE = {"group_size": 5, "size": 2, "optimizer": "sgd"}
+FORWARD = {"sde": None, "clip_range": None}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {"algorithm.kl_coef": 0.05},
-    "lora": {"algorithm.kl_coef": 0.05, "model.lora": {"rank": 2, "alpha": 4.0}},
+    "full": {"kl_coef": 0.05},
+    "lora": {"kl_coef": 0.05, "lora": {"rank": 2, "alpha": 4.0}},
     "decoupled": {
-        "trainer.steps_per_update": 2,
-        "algorithm.correction": {"mode": "decoupled", "weights": "importance", "normalise": True, "kappa_nats": 0.2},
+        "steps_per_update": 2,
+        "correction": {"mode": "decoupled", "weights": "importance", "normalise": True, "kappa_nats": 0.2},
     },
-    "kept": {"algorithm.correction": {"mode": "decoupled", "kappa_nats": 0.2}},
+    "kept": {"correction": {"mode": "decoupled", "kappa_nats": 0.2}},
     "samples": {
-        "algorithm.name": "gspo",
-        "trainer.micro_batch_size": 3,
-        "algorithm.correction": {"mode": "bypass", "k1": (math.exp(-0.9), math.exp(-0.4)), "reject_level": "sum"},
+        "name": "gspo",
+        "size": 3,
+        "correction": {"mode": "bypass", "k1": (math.exp(-0.9), math.exp(-0.4)), "reject_level": "sum"},
     },
-    "share of steps": {
-        "algorithm.timestep_fraction": 0.5,
-        "rollout.sampling.true_cfg_scale": 2.0,
-        "algorithm.unconditional_gradient": False,
-    },
-    "nft": {**FORWARD, "algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.timestep_fraction": 0.6},
-    "nft lora": {
-        **FORWARD,
-        "algorithm.name": "diffusion_nft",
-        "algorithm.kl_coef": 0.1,
-        "model.lora": {"rank": 2, "alpha": 4.0},
-    },
+    "share of steps": {"fraction": 0.5, "cfg": 2.0, "unconditional_gradient": False},
+    "nft": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "fraction": 0.6},
+    "nft lora": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "lora": {"rank": 2, "alpha": 4.0}},
     "awm": {
         **FORWARD,
-        "algorithm.name": "awm",
-        "algorithm.awm": {"ratio": "sum_first", "off_policy": True, "ema_coef": 0.5},
-        "trainer.ema": {"every": 1},
+        "name": "awm",
+        "awm": {"ratio": "sum_first", "off_policy": True, "ema_coef": 0.5},
+        "ema": {"every": 1},
     },
-    "dpo": {
-        **FORWARD,
-        "algorithm.name": "diffusion_dpo",
-        "algorithm.dpo": {"beta": 2.0},
-        "algorithm.forward": {"draws": 6},
-    },
+    "dpo": {**FORWARD, "name": "diffusion_dpo", "dpo": {"beta": 2.0}, "forward": {"draws": 6}},
 }
 VARIANTS |= {EXPERTS + name: VARIANTS[name] for name in ("full", "lora", "share of steps", "nft")}
-VARIANTS[EXPERTS + "samples"] = {"algorithm.name": "gspo", "trainer.micro_batch_size": 3}
+VARIANTS[EXPERTS + "samples"] = {"name": "gspo", "size": 3}
 
 
 def policy_of(variant: str) -> TinyPolicy:
@@ -138,7 +124,7 @@ def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.
 
 
 def test_two_ranks_train_what_one_trains(tmp_path):
-    two = {name: make_config(**{**BASE, **change, "trainer.workers": 2}) for name, change in VARIANTS.items()}
+    two = {name: make_config(**{**BASE, **change, "workers": 2}) for name, change in VARIANTS.items()}
     found = on_ranks(2, tmp_path, run_all, tmp_path, two)
     for name, change in VARIANTS.items():
         alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), ParallelLayout(), device=CPU)
@@ -177,8 +163,8 @@ SIZES = (2, 4)
 
 
 def sized(name: str, size: int) -> dict[str, Any]:
-    change = {**BASE, **VARIANTS[name], "rollout.group_size": size, "trainer.groups_per_update": 4}
-    return {**change, "algorithm.forward": {"draws": size}} if name == "dpo" else change
+    change = {**BASE, **VARIANTS[name], "group_size": size, "trainer.groups_per_update": 4}
+    return {**change, "forward": {"draws": size}} if name == "dpo" else change
 
 
 def two_groups(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -207,7 +193,7 @@ def deal_all(rank: int, world: int, configs: dict[tuple[str, int], Config]) -> d
 @pytest.mark.parametrize("world", [2, 3])
 def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
-    dealt = {key: make_config(**{**change, "trainer.workers": world}) for key, change in jobs.items()}
+    dealt = {key: make_config(**{**change, "workers": world}) for key, change in jobs.items()}
     ranks = on_ranks(world, tmp_path, deal_all, world, dealt)
     for key, change in jobs.items():
         alone = TrainEngine(make_config(**change), policy_of(key[0]), ParallelLayout(), CPU)

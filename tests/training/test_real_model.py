@@ -46,10 +46,8 @@ def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> t
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 def test_qwen_image_trains_and_exports_diffusers_names(checkpoint, lora, backend):
-    options = {"model.lora": lora, "trainer.backend": backend, "rollout.sampling": {"height": 32, "width": 32}}
-    config = make_config(
-        **options, **{"trainer.gradient_checkpointing": True, "weights.payload": "full" if lora is None else "lora"}
-    )
+    options = {"lora": lora, "backend": backend, "sampling": {"height": 32, "width": 32}}
+    config = make_config(**options, checkpointing=True, payload="full" if lora is None else "lora")
     engine, metrics = train_two_steps(config, checkpoint, torch.device("cpu"))
     assert metrics["ratio_deviation"] > 0
     names = {spec.name for spec in export(engine, 1)[0].tensors}
@@ -62,14 +60,10 @@ def test_qwen_image_trains_and_exports_diffusers_names(checkpoint, lora, backend
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 def test_qwen_image_trains_on_final_latents_beside_two_other_policies(checkpoint, backend):
-    options = {
-        "trainer.backend": backend,
-        "rollout.sampling": {"height": 32, "width": 32, "true_cfg_scale": 3.0},
-        "rollout.sde": None,
-    }
-    nft = {"algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.unconditional_gradient": False}
+    options = {"backend": backend, "sampling": {"height": 32, "width": 32, "true_cfg_scale": 3.0}, "sde": None}
+    nft = {"name": "diffusion_nft", "kl_coef": 0.1, "unconditional_gradient": False}
     engine, metrics = train_two_steps(
-        make_config(**options, **nft, **{"trainer.gradient_checkpointing": True}), checkpoint, torch.device("cpu")
+        make_config(**options, **nft, checkpointing=True), checkpoint, torch.device("cpu")
     )
     assert metrics["kl_ref"] > 1.5 * metrics["old_deviation"] > 0  # the old policy follows, the reference does not
     digests = {which: digest_tensors(auxiliary_of(engine, which).items()) for which in ("old", "reference")}
@@ -81,10 +75,8 @@ def test_qwen_image_trains_on_final_latents_beside_two_other_policies(checkpoint
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 @pytest.mark.parametrize("backend", ["plain", "auto"])
 def test_qwen_image_trains_in_bfloat16_on_an_accelerator(checkpoint, lora, backend, tmp_path):
-    options = {"model.dtype": "bfloat16", "model.lora": lora, "trainer.backend": backend, "algorithm.kl_coef": 0.1}
-    config = make_config(
-        **options, **{"rollout.sampling": {"height": 32, "width": 32}, "trainer.gradient_checkpointing": True}
-    )
+    options = {"dtype": "bfloat16", "lora": lora, "backend": backend, "kl_coef": 0.1}
+    config = make_config(**options, sampling={"height": 32, "width": 32}, checkpointing=True)
     engine, metrics = train_two_steps(config, checkpoint, rank_device(0))
     assert metrics["ratio_deviation"] > 0
     assert metrics["kl_ref"] > 0

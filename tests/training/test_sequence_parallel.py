@@ -24,8 +24,8 @@ from tests.training.drawn import random_group
 from tests.training.training_world import log_probs, make_config, on_ranks
 
 CPU = torch.device("cpu")
-LORA = {"model.lora": {"rank": 2, "alpha": 4.0}}
-CHECKPOINTING = {"trainer.gradient_checkpointing": True}
+LORA = {"lora": {"rank": 2, "alpha": 4.0}}
+CHECKPOINTING = {"checkpointing": True}
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ TI2V = {**WAN, "height": 64, "guidance_scale": 3.0}
 CASES = {
     "qwen": Case("qwen_image", QWEN),
     "qwen guided": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, CHECKPOINTING),
-    "qwen lora": Case(
-        "qwen_image", {**QWEN, "true_cfg_scale": 3.0}, {**LORA, "algorithm.unconditional_gradient": False}
-    ),
+    "qwen lora": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, {**LORA, "unconditional_gradient": False}),
     "sd3": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, CHECKPOINTING),
     "sd3 lora": Case("stable_diffusion_3", SD3, {**LORA, **CHECKPOINTING}),
     "wan": Case("wan2_2", {**WAN, "guidance_scale": 4.0, "guidance_scale_2": 2.0}, CHECKPOINTING),
@@ -148,13 +146,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
-    ranks = {} if alone else {"trainer.workers": case.workers, "trainer.sequence_parallel": case.sequence}
+    ranks = {} if alone else {"workers": case.workers, "trainer.sequence_parallel": case.sequence}
     changes = {
         "model.pipeline": case.family,
         "model.path": checkpoints[case.checkpoint or case.family],
-        "rollout.sampling": case.sampling,
-        "trainer.micro_batch_size": 4,
-        "algorithm.clip_range": None,
+        "sampling": case.sampling,
+        "size": 4,
+        "clip_range": None,
         "algorithm.clip_range_nats": 100.0,
     }
     return make_config(**{**changes, **case.changes, **ranks})

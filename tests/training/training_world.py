@@ -35,8 +35,24 @@ from tests.fakes import TinyPolicy, load_model
 CPU = torch.device("cpu")
 
 
+_SECTIONS = {
+    "model": "lora dtype",
+    "rollout": "sampling sde buckets group_size",
+    "algorithm": "name clip_range kl_coef correction awm dpo nft forward settings unconditional_gradient",
+    "trainer": "backend workers ema steps_per_update",
+    "weights": "payload",
+}
+SHORT = {key: f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split()} | {
+    "size": "trainer.micro_batch_size",
+    "checkpointing": "trainer.gradient_checkpointing",
+    "optimizer": "trainer.optimizer.name",
+    "fraction": "algorithm.timestep_fraction",
+    "cfg": "rollout.sampling.true_cfg_scale",
+}
+
+
 def make_config(**changes: Any) -> Config:
-    """Returns `make_config(**{"trainer.micro_batch_size": 3})`: dotted keys over small defaults."""
+    """Returns small defaults, changed: `make_config(size=3, **{"trainer.updates": 2})`, by `SHORT` or dotted keys."""
     raw: dict[str, Any] = {
         "model": {"pipeline": "qwen_image", "path": "0"},
         "data": {"prompts": "prompts.txt"},
@@ -46,7 +62,7 @@ def make_config(**changes: Any) -> Config:
         "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
     }
     for key, value in changes.items():
-        *path, last = key.split(".")
+        *path, last = SHORT.get(key, key).split(".")
         section = raw
         for part in path:
             section = section.setdefault(part, {})
