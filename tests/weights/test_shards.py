@@ -20,8 +20,7 @@ from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.lora import diffusers_name, is_injected_adapter, merged_weights
 from omni_async.weights.shards import own_rows, whole
 from omni_async.weights.snapshot import SharedRows, Snapshot
-from tests.training.training_world import join
-from tests.training.training_world import on_ranks
+from tests.training.training_world import join, on_ranks
 
 CPU = torch.device("cpu")
 
