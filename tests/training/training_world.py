@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -30,6 +29,7 @@ from omni_async.types import WeightManifest
 from omni_async.weights.digest import Bucket
 from omni_async.weights.shards import whole
 from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
+from tests.configs import build
 from tests.fakes import TinyPolicy, load_model
 
 CPU = torch.device("cpu")
@@ -53,21 +53,13 @@ SHORT = {key: f"{section}.{key}" for section, keys in _SECTIONS.items() for key 
 
 def make_config(**changes: Any) -> Config:
     """Returns small defaults, changed: `make_config(size=3, **{"trainer.updates": 2})`, by `SHORT` or dotted keys."""
-    raw: dict[str, Any] = {
+    defaults = {
         "model": {"pipeline": "qwen_image", "path": "0"},
-        "data": {"prompts": "prompts.txt"},
         "rollout": {"group_size": 4, "sampling": {"height": 32, "width": 48}, "num_inference_steps": 5},
-        "reward": {"scorers": [{"name": "ocr"}]},
         "algorithm": {"clip_range": 0.2, "correction": {"mode": "bypass"}},
         "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
     }
-    for key, value in changes.items():
-        *path, last = SHORT.get(key, key).split(".")
-        section = raw
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return with_spec(msgspec.convert(raw, Config))
+    return with_spec(build(defaults, {SHORT.get(key, key): value for key, value in changes.items()}))
 
 
 def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:
