@@ -77,6 +77,7 @@ class Observer:
         self.started = clock.now()
         self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
         self.faults: list[Fault] = []
+        self._told: dict[str, Any] | None = None  # by a role, and when: that its scorer is down, say
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
         self.recall(start)
@@ -170,6 +171,7 @@ class Observer:
     def _handle(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
             case "phase":
+                self._told = {"at": self._clock.now(), "text": event.data["text"]}
                 self._console.phase(event.data["text"])
             case "spans":
                 self.spans.add(event.data["spans"])
@@ -261,7 +263,7 @@ class Observer:
         """Return how far the run is, for `omni-async status`.
 
         `reward` is the mean of the last 5 updates, staleness and images/s are the newest update's; `eta_s` follows from
-        the pace of this attempt's last 20 updates and is None before the first of them."""
+        the pace of this attempt's last 20 updates and is None before the first of them; `told`: by a role, last."""
         eta = None
         if self._paces:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
@@ -276,6 +278,7 @@ class Observer:
             **{name: self._latest.get(name) for name in ("staleness/mean", "staleness/max", "images_per_s")},
             **{name: self._latest[name] for name in _SHOWN if name in self._latest},
             "validation": None if validation is None else msgspec.to_builtins(validation),
+            "told": self._told,
         }
 
     def wall_s(self, now: float) -> float:

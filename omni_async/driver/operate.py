@@ -24,8 +24,8 @@ from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
 
 _STATUS = """\
 Say how a job is. Of a running one: its update and the time left, reward, staleness and the last validation round,
-what became of its groups, its parts with their processes and the versions its engines hold, and its buffers. Of one
-that is over or was cut off: what it left behind.
+what became of its groups, what a role told last and when (that its scorer is down, say), its parts with their
+processes and the versions its engines hold, and its buffers. Of one that is over or was cut off: what it left behind.
 
   omni-async status runs/quickstart-20260101-120000
   omni-async status runs/quickstart-20260101-120000 --json
@@ -128,6 +128,8 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
     lines.append(_groups(status["conservation"]))
+    if (told := status.get("progress", {}).get("told")) is not None:
+        lines.append(f"last told{_at(told['at'])}: {told['text']}")
     head = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
     parts = [_part(name, where, status)[: len(head)] for name, where in status["parts"].items()]
     buffers = [_buffer(name, held) for name, held in status["buffers"].items()]

@@ -123,7 +123,7 @@ def test_a_run_is_lines_of_metrics_and_of_the_console_images_and_a_summary_that_
     found = watched.observer.progress()
     assert (found["update"], found["updates"], found["eta_s"]) == (4, 4, 0.0)
     assert found["reward"] == 0.5 and 0 <= found["staleness/mean"] <= found["staleness/max"] <= 1
-    assert found["validation"]["version"] == 4
+    assert found["validation"]["version"] == 4 and found["told"]["text"] == "generating the first samples"
     json.dumps(found)
 
     watched.observer.ended = None  # as after the loss of the coordinator itself, with no other attempt after it

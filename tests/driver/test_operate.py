@@ -24,6 +24,7 @@ STATUS: dict[str, Any] = {
         **{"update": 42, "updates": 100, "eta_s": 200.4, "reward": 0.4312, "images_per_s": 21.34, "grad_norm": 0.0141},
         **{"staleness/mean": 1.24, "staleness/max": 2},
         "validation": {"version": 40, "value": 0.52, "parts": {"ocr_exact": 0.5}},
+        "told": {"at": 1_800_000_000.0, "text": "reward-0: ocr is down"},
     },
     "parts": {
         name: {"pid": pid, "node": "a"} for name, pid in (("coordinator", 11), ("rollout-0.2", 12), ("rollout-1", 13))
@@ -86,6 +87,7 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
         "validation of version 40: reward 0.520, ocr_exact 0.500",
         "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
     ]
+    assert lines[4].startswith("last told, at 2027-01-15 ") and lines[4].endswith(":00: reward-0: ocr is down")
     cells = [line.split() for line in lines]
     assert ["rollout-0.2", "12", "version", "7"] in cells and ["rollout-1", "13", "none", "yet"] in cells
     assert ["slots", "3", "6"] in cells and ["replay", "4", "16", "1"] in cells
