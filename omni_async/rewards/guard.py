@@ -126,17 +126,20 @@ class GuardedScorer:
         if self._probe is None:
             return None
         media, prompts = self._probe.media, self._probe.prompts
-        answer = await self._call(media, prompts)
-        if isinstance(answer, ScoreError) and not isinstance(answer, Outage):
-            first, answer = answer, await self._call(media, prompts)
-            if isinstance(answer, ScoreError) and repeats(answer, first):
-                self._breaker.trip(str(answer))
-                return self._probe.failed(str(answer))
+        answer, wrong = await self._ask_twice(media, prompts)
         if isinstance(answer, ScoreError):
             self._breaker.trip(str(answer))
-        else:
-            self._known = media[:1], prompts[:1]
+            return self._probe.failed(str(answer)) if wrong else None
+        self._known = media[:1], prompts[:1]
         return None
+
+    async def _ask_twice(self, media: MediaList, prompts: Prompts) -> tuple[Answer, bool]:
+        """Return the answer, to a second call where the first one failed, and whether both failed in the same way."""
+        first = await self._call(media, prompts)
+        if not isinstance(first, ScoreError) or isinstance(first, Outage):
+            return first, False
+        answer = await self._call(media, prompts)
+        return answer, isinstance(answer, ScoreError) and repeats(answer, first)
 
     async def score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
         """Return one outcome per sample.
@@ -163,11 +166,10 @@ class GuardedScorer:
     async def _score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
         if self._breaker.state is State.OPEN:
             return [self._failure(self._breaker.reason)] * len(media)
-        answer = await self._call(media, prompts)
-        wrong = False
-        if self._doubted and len(media) == 1 and isinstance(answer, ScoreError) and not isinstance(answer, Outage):
-            first, answer = answer, await self._call(media, prompts)
-            wrong = isinstance(answer, ScoreError) and repeats(answer, first)
+        if self._doubted and len(media) == 1:
+            answer, wrong = await self._ask_twice(media, prompts)
+        else:
+            answer, wrong = await self._call(media, prompts), False
         if not isinstance(answer, ScoreError):
             if self._known is None or self._doubted:
                 self._known = [media[0].copy()], prompts[:1]  # a copy, because the original is the object store's
