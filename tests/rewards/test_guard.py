@@ -163,8 +163,7 @@ async def test_an_outage_that_is_over_after_the_first_pause_is_not_worth_a_word(
     stage = await after_one(5, Judge(up=lambda t: not 5 <= t < 5.5))
     assert await stage.score(2) == [None]
     await stage.panel.recover()
-    assert await stage.score(2) == [2.0]
-    assert now() == 6 and stage.reports == []
+    assert await stage.score(2) == [2.0] and now() == 6 and stage.reports == []
 
 
 async def test_a_bad_sample_alone_opens_nothing():
@@ -284,16 +283,11 @@ async def test_there_is_one_second_call_and_the_timeout_is_for_both():
     assert now() == 25 and stage.threads.busy == 2
 
 
-async def test_a_call_that_fails_at_once_is_not_repeated():
+async def test_a_call_that_fails_at_once_is_not_repeated_and_a_batch_that_is_too_slow_is_scored_one_by_one():
     stage = await after_one(0, judge := Judge(bad=(7,), concurrent=True), hedge_s=10.0)
-    assert await stage.score(7) == [BAD]
-    assert judge.seen == [[1], [7], [1]]
-
-
-async def test_a_batch_that_is_too_slow_is_scored_one_by_one():
+    assert await stage.score(7) == [BAD] and judge.seen == [[1], [7], [1]]
     stage = Stage(Judge(seconds=[90, 20, 20]), timeout_s=60.0)
-    assert await stage.score(1, 2) == [1.0, 2.0]
-    assert now() == 100
+    assert await stage.score(1, 2) == [1.0, 2.0] and now() == 100
 
 
 async def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_threads():

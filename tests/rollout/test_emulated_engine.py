@@ -108,6 +108,12 @@ async def test_a_sample_that_comes_later(after, times):
         assert await ends(*both) == pytest.approx(times)
 
 
+async def test_samples_of_another_number_of_steps_are_another_job():
+    async with replaying() as engine:
+        both = request(0), make_request(1, num_inference_steps=5)
+        assert await ends(*map(engine.generate, both)) == pytest.approx([4.0, 8.0])
+
+
 async def test_a_swap_waits_for_a_boundary_pauses_the_job_and_stamps_the_steps_after_it():
     manifest, buckets = weights(1)
     async with replaying() as engine:

@@ -68,8 +68,8 @@ class _Server:
         return not any(t.is_inference() for t in made.tensors.flatten_keys().values())
 
 
-async def _serve(connection: Connection, checkpoint: str, family: str, options: dict[str, Any]) -> None:
-    server = _Server(checkpoint, family, options)
+async def _serve(connection: Connection, *engine: Any) -> None:
+    server = _Server(*engine)
     connection.send((False, await server.engine.start()))
     while (message := await asyncio.to_thread(connection.recv)) is not None:
         command, arguments = message
@@ -82,12 +82,12 @@ async def _serve(connection: Connection, checkpoint: str, family: str, options: 
     await server.engine.close()
 
 
-def _main(connection: Connection, checkpoint: str, family: str, options: dict[str, Any]) -> None:
+def _main(*arguments: Any) -> None:
     import omni_async  # noqa: F401, I001 - makes a mixed installation importable
     import torch
 
     torch.set_num_threads(1)
-    asyncio.run(_serve(connection, checkpoint, family, options))
+    asyncio.run(_serve(*arguments))
 
 
 @contextlib.contextmanager
