@@ -59,9 +59,6 @@ class Later:
         self._closed = True
         self.cancel(list(self._timers))
 
-    def __len__(self) -> int:
-        return len(self._timers)
-
 
 class State(Enum):
     CLOSED = "closed"
@@ -95,16 +92,15 @@ class Breaker:
         self.state = State.CLOSED
 
     def trip(self, reason: str) -> None:
-        self.state = State.OPEN
-        self.reason = reason
-        self._attempts = 1
-        self._opened = self._missed = self._clock.now()
+        self._attempts = 0
+        self._opened = self._clock.now()
+        self.missed(reason)
 
     def try_again(self) -> None:
         self.state = State.HALF_OPEN
 
     def missed(self, reason: str) -> None:
-        """Record that the attempt failed too."""
+        """Record that an attempt failed."""
         self.state = State.OPEN
         self.reason = reason
         self._attempts += 1

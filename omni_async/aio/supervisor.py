@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from omni_async.aio.waiting import Event
+from omni_async.aio.waiting import Event, cancel
 
 
 class TaskFailed(RuntimeError):
@@ -59,9 +59,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Cancel the tasks that still run and wait for them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()

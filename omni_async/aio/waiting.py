@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -108,6 +108,13 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks that still run, and wait until each has really finished."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def first_of(*works: Awaitable[Any]) -> None:
     """Wait until the first of them is done: its exception is raised, and the others are cancelled and waited for."""
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -116,9 +123,7 @@ async def first_of(*works: Awaitable[Any]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
 
 class Stopped(Exception):
@@ -138,9 +143,7 @@ async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
             raise RuntimeError("it was cancelled from within")
         return working.result()
     finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+        await cancel((working, stopping))
 
 
 class Coalescer(Generic[T, R]):

@@ -105,9 +105,6 @@ class Ledger:
         return {"conservation": self.counters(), "reasons": dict(self.reasons), "staleness": staleness}
 
 
-# ---- the file -------------------------------------------------------------------------------------------------------
-
-
 class JsonlSink:
     """A sink that appends a line per event and hands it to the operating system.
 
@@ -187,9 +184,6 @@ class HeldBackSink:
     def sync(self) -> None:
         """Make every line survive a crash of the machine, the held ones included. OSError if they do not."""
         self._hand_over().sync()
-
-
-# ---- its lines ------------------------------------------------------------------------------------------------------
 
 
 class LedgerDamaged(ValueError):
