@@ -48,11 +48,20 @@ def merged_weights(
 
     The sum is made in float32 and keeps base's dtype.
 
-    Both mappings have diffusers names. `load` returns of a stored weight what is yielded: all of it or, of one that
-    ranks share, some rows; `rows(product, stored)` then returns the same rows of a whole product. The product is always
-    made whole, from the whole adapters that `load_adapter` returns, so that every rank's rows are to the bit those of
-    one rank. All are called in a fixed order: per base weight, for the weight, then its A and B. ValueError if an
-    adapter fits no base weight or lacks its other half."""
+    The product is always made whole, so that every rank's rows are to the bit those of one rank.
+
+    Args:
+        base: Stored weights, by diffusers names.
+        adapters: Stored matrices A and B, by diffusers names.
+        scale: Factor of the product.
+        load: Returns of a stored weight what is yielded: all of it or, of one that ranks share, some rows. Called in
+            base's order; after a weight, `load_adapter` is for its A and B.
+        load_adapter: Returns the whole of a stored matrix.
+        rows: Returns of a whole product the rows that `load` returned of a stored weight.
+
+    Raises:
+        ValueError: An adapter fits no base weight, or lacks its other half.
+    """
     pairs = _pairs(adapters)
     unknown = sorted(set(pairs) - set(base))
     if unknown:

@@ -137,9 +137,8 @@ def make_group(
 ) -> ReadyGroup:
     """Makes a group. `prompt` is the prompt's index, `values` each sample's rewards by scorer, `versions` those of
     every sample's trained steps."""
-    trajectories = (
-        trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
-    )
+    if trajectories is None:
+        trajectories = [f"trajectory {number}.{i}" for i in range(len(rewards))]
     scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
     spans = VersionSpans.of((0,) * len(window) if versions is None else versions)
     samples = tuple(
@@ -152,17 +151,22 @@ def make_group(
 
 def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> Snapshot:
     """Makes a snapshot of one byte, the version's number."""
-    return Snapshot(
-        version,
-        "full",
-        (TensorSpec("t", "uint8", (1,), (Piece(0, 0, 1),)),),
-        [np.full(1, version, np.uint8)],
-        release=release,
-    )
+    specs = (TensorSpec("t", "uint8", (1,), (Piece(0, 0, 1),)),)
+    return Snapshot(version, "full", specs, [np.full(1, version, np.uint8)], release=release)
 
 
 def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
     return WeightManifest(version, "full", digest or f"digest-{version}", ())
+
+
+def kept(where: str, skip: int = 0) -> Any:
+    """Makes a call of a `Desk` that keeps what it is given, after the first `skip` arguments, in its list `where`."""
+
+    async def call(self: Desk, *given: Any) -> None:
+        getattr(self, where).append(given[skip:] if len(given) > skip + 1 else given[skip])
+        self._event.notify()
+
+    return call
 
 
 class Desk:
@@ -195,6 +199,12 @@ class Desk:
         self.refuses: Exception | None = None  # what `samples_done` and `report_spans` raise
         self._event = Event()
 
+    sample_failed = kept("failed", skip=1)
+    scored = kept("scored_batches", skip=1)
+    phase = kept("phases")
+    group_gone = kept("gone")
+    engine_lost = kept("lost")
+
     def offer(self, *work: Any) -> None:
         for item in work:
             queue = {SampleRequest: self.requests, ScoreJob: self.jobs, ReadyGroup: self.groups}[type(item)]
@@ -226,16 +236,8 @@ class Desk:
         self.done += results
         self._event.notify()
 
-    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
-        self.failed.append((sample_id, error))
-        self._event.notify()
-
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         return await self._take(self.jobs, limit)
-
-    async def scored(self, worker: str, results: list[ScoreResult]) -> None:
-        self.scored_batches.append(results)
-        self._event.notify()
 
     async def scorer_wrong(self, reason: str) -> bool:
         self.wrong.append(reason)
@@ -274,9 +276,6 @@ class Desk:
             raise self.refuses
         self.spans += spans
 
-    async def phase(self, text: str) -> None:
-        self.phases.append(text)
-
     async def continuation(self) -> ControlState:
         version = self.updates[-1].version if self.updates else self.version
         return ControlState(version=version, next_group=77, ready=tuple(self.waiting))
@@ -284,19 +283,11 @@ class Desk:
     async def take_up(self, groups: list[ReadyGroup]) -> None:
         self.taken_up += groups
 
-    async def group_gone(self, group: int, reason: str) -> None:
-        self.gone.append((group, reason))
-        self._event.notify()
-
     async def service_ready(self, worker: str, address: str) -> None:
         self.addresses[worker] = address
 
     async def service_lost(self, worker: str) -> None:
         self.addresses.pop(worker, None)
-
-    async def engine_lost(self, engine: str, reason: str) -> None:
-        self.lost.append((engine, reason))
-        self._event.notify()
 
 
 class LossyStore(LocalStore):

@@ -90,8 +90,15 @@ async def sending(
 ) -> AsyncIterator[Parcel]:
     """Send a version: inside the context it can be received with the parcel that the context gives.
 
-    The context is left when all engines have received the version or the run fails; `buckets` are not read after that.
-    `references` are those of buckets that lie in the run's store. TransportError if the version could not be sent."""
+    Args:
+        sender: What carries it.
+        manifest: The version's.
+        buckets: Its bytes; not read after the context is left, when all engines have received it or the run fails.
+        references: Those of buckets that lie in the run's store.
+
+    Raises:
+        TransportError: The version could not be sent.
+    """
     try:
         parcel = Parcel(await sender.start(manifest, [len(bucket) for bucket in buckets]))
         for bucket, reference in zip_longest(buckets, references):
