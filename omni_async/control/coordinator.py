@@ -21,8 +21,8 @@ group, and what that releases, is said by the transition tables of their owners,
 
 The end of the run unblocks all of them (`ending.py` says how a run ends). No call here touches a tensor or runs in
 another thread, and none blocks but for the ledger's file, which `continuation` synchronises; state changes only
-between awaits, and a call that changed it ends with `_settle`, which admits groups and wakes who can go on. A worker
-that leaves gets an empty answer at once.
+between awaits, and a call that may have freed something ends with `_settle`, which admits groups and wakes who can go
+on. A worker that leaves gets an empty answer at once.
 """
 
 from __future__ import annotations
