@@ -148,8 +148,7 @@ class _Job:
         self._scores_late = self._in_step and (not reward.streaming or config.placement.reward_in_turn)
         self._streams = streams and not config.placement.colocated
         self._profile = profile
-        self._engines, self._batch = rollout.workers, engine_batch(config)
-        self._reward_workers, self._reward_batch = reward.workers, reward.batch
+        self._engines, self._batch, self._reward = rollout.workers, engine_batch(config), reward
         self._group_size, self._slots = rollout.group_size, config.buffer.trajectories
         self._samples = trainer.groups_per_update * rollout.group_size
         self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
@@ -208,7 +207,7 @@ class _Job:
 
     def _scored(self, samples: int) -> float:
         """Return the least seconds in which the reward workers score the samples, however they come."""
-        return _makespan(self._profile.score, samples, self._reward_workers, self._reward_batch)
+        return _makespan(self._profile.score, samples, self._reward.workers, self._reward.batch)
 
 
 def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> float:

@@ -39,16 +39,14 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     def sampler(self, random: random.Random) -> Callable[[float], float]:
         """Return a function that draws the seconds of one job of so many units."""
-        fixed, unit = self.fixed_s, self.unit_s
-        if self.quantiles:
-            choice, quantiles = random.choice, self.quantiles
-            return lambda units: (fixed + units * unit) * choice(quantiles) if units > 0 else 0.0
+        fixed, unit, quantiles = self.fixed_s, self.unit_s, self.quantiles
+        if quantiles:
+            return lambda units: (fixed + units * unit) * random.choice(quantiles) if units > 0 else 0.0
         if self.cv == 0:
             return self.mean
         variance = math.log1p(self.cv**2)
         mu, sigma = -variance / 2, math.sqrt(variance)
-        exp, gauss = math.exp, random.gauss
-        return lambda units: (fixed + units * unit) * exp(gauss(mu, sigma)) if units > 0 else 0.0
+        return lambda units: (fixed + units * unit) * math.exp(random.gauss(mu, sigma)) if units > 0 else 0.0
 
     @property
     def variation(self) -> float:

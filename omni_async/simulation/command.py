@@ -115,10 +115,8 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     jobs, problems = _jobs(config, options)
     if options.json is not None:
         write_json(options.json, b"")  # better refused now than after minutes
-    for problem in problems:
-        console.print(problem)
-    for note in _notes(jobs, profile):
-        console.print(note)
+    for line in (*problems, *_notes(jobs, profile)):
+        console.print(line)
     results: list[tuple[str, Config, Simulated]] = []
     for name, job, updates in jobs:
         with live_bar("{task.description}", "bar", "done", "updates", "left", total=updates) as bar:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -153,9 +154,7 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
         tracking=replace(config.tracking, images_every=updates, images=1),
         validation=None,
     )
-    loop = asyncio.get_running_loop()
-    if not isinstance(loop, VirtualTimeLoop):
-        raise TypeError("a simulation runs on a loop of virtual time")
+    loop = cast(VirtualTimeLoop, asyncio.get_running_loop())
     rows = {spec.role: sum(map(spec.is_at_work, spec.workers(config))) for spec in BUILT_IN if spec.role in WORKING}
     workers = {role: number for role, number in rows.items() if number}
     capacities = {

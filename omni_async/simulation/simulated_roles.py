@@ -222,11 +222,8 @@ class Batch:
     `swaps`: (first denoising step, version that computes from that step on), oldest first."""
 
     def __init__(self, requests: list[SampleRequest], start: float, seconds: float, steps: int, version: int) -> None:
-        self.requests = requests
-        self.start = start
-        self.end = start + seconds
-        self.steps = steps
-        self.step_s = seconds / steps
+        self.requests, self.steps = requests, steps
+        self.start, self.end, self.step_s = start, start + seconds, seconds / steps
         self.paused = 0.0
         self.swaps = [(0, version)]
 

@@ -257,7 +257,7 @@ class Explainer:
     def __init__(self, trials: Trials, chosen: Point, ranked: Sequence[Split], devices: int) -> None:
         self._trials = trials
         self._config = trials.config
-        self._chosen = chosen
+        self._chosen, self._keys = chosen, chosen.keys
         self._devices = devices
         self._split = split_by_law(trials.config, trials.profile, chosen.keys)
         dealt_to = [path for path, each in devices_each(trials.config).items() if each]
@@ -282,18 +282,14 @@ class Explainer:
             found["schedule"] = "the roles of the recipe take turns; this lets them overlap"
         return found
 
-    def _value(self, path: str) -> Value:
-        return self._chosen.keys[path]
-
     def _plain(self, path: str, meaning: str, otherwise: str) -> str:
-        value = self._value(path)
+        value = self._keys[path]
         return f"{value} ({meaning if value in _PLAINEST else otherwise}), because {self._against(path)}"
 
     def _against(self, path: str) -> str:
         """Compare with the nearest other values; of numbers one smaller and one larger."""
-        others = self._trials.compared(self._chosen, path)
+        others, here = self._trials.compared(self._chosen, path), self._keys[path]
         numbers = sorted(value for value in others if isinstance(value, int))
-        here = self._value(path)
         near: list[Value] = [value for value in others if isinstance(value, str)]
         if isinstance(here, int):
             near = [*[v for v in numbers if v < here][-1:], *[v for v in numbers if v > here][:1]]
@@ -301,7 +297,7 @@ class Explainer:
             return ", ".join(f"{value} {self._change(others[value])}" for value in near)
         return (
             f"it may be at most S + 1 = {here}"
-            if path == PUBLISH and here == count(self._chosen.keys, S) + 1
+            if path == PUBLISH and here == count(self._keys, S) + 1
             else "nothing else was simulated"
         )
 
@@ -318,13 +314,13 @@ class Explainer:
         stage, slowest = times.bottleneck
         waves = times.latency / slowest
         return (
-            f"{self._value(S)}, because a wave, from admission to weights that learned from it, takes {waves:.2f} times"
+            f"{self._keys[S]}, because a wave, from admission to weights that learned from it, takes {waves:.2f} times"
             f" what {_STAGES[stage]} takes per update ({seconds(times.latency)} / {seconds(slowest)});"
             f" {self._against(S)}"
         )
 
     def _workers(self, path: str) -> str:
-        name, workers = path.split(".")[0], count(self._chosen.keys, path)
+        name, workers = path.split(".")[0], count(self._keys, path)
         each = devices_each(self._config)
         stage, slowest = self._split.times.bottleneck
         times = self._split.times
@@ -351,11 +347,11 @@ class Explainer:
         return f"the nearest other split, {workers}, needs {seconds(slowest)} for {_STAGES[stage]}{simulated}"
 
     def _groups(self) -> str:
-        slots = (count(self._chosen.keys, S) + 1) * self._config.trainer.groups_per_update
-        return f"{self._value(GROUPS)} of the {slots} that S admits: {self._reserved(GROUPS)}; {self._against(GROUPS)}"
+        slots = (count(self._keys, S) + 1) * self._config.trainer.groups_per_update
+        return f"{self._keys[GROUPS]} of the {slots} that S admits: {self._reserved(GROUPS)}; {self._against(GROUPS)}"
 
     def _trajectories(self) -> str:
-        value = count(self._chosen.keys, TRAJECTORIES)
+        value = count(self._keys, TRAJECTORIES)
         full = fewest_trajectories(self._config, self._chosen.keys)
         room, against = "", "fewer would cut the batches"
         if value > full:
@@ -364,7 +360,7 @@ class Explainer:
 
     def _reserved(self, path: str) -> str:
         occupancy = self._chosen.simulated.buffers[BUFFER_NAMES[path]]
-        unit = count(self._chosen.keys, path) / occupancy.capacity  # the simulator may count bundles
+        unit = count(self._keys, path) / occupancy.capacity  # the simulator may count bundles
         if occupancy.largest < occupancy.capacity:
             return f"never more than {occupancy.largest * unit:.0f} were reserved"
         return f"all are reserved at times, {occupancy.mean * unit:.0f} on average"
