@@ -28,16 +28,9 @@ from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import Profile
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.sweep import choose_bundle
+from omni_async.tune import keys as key
 from omni_async.tune.keys import (
-    GROUPS,
-    INFLIGHT,
-    PUBLISH,
-    REWARDERS,
-    SWAP,
-    TRAJECTORIES,
-    WINDOW,
     Keys,
-    S,
     Split,
     Value,
     count,
@@ -62,7 +55,7 @@ _SCANNED = 3
 _EVERY_BUDGET_TO = 6
 _ROUNDS = 3
 
-BUFFER_NAMES = {TRAJECTORIES: "trajectories", GROUPS: "replay"}
+BUFFER_NAMES = {key.TRAJECTORIES: "trajectories", key.GROUPS: "replay"}
 
 
 def search(trials: Trials, splits: Sequence[Split]) -> Point:
@@ -71,8 +64,8 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
     `splits`: the best by the law first."""
     variation = max(stage.variation for stage in trials.profile.stages().values())
     # No budget is smaller than a kept publish interval allows.
-    fewest = count(trials.kept, PUBLISH) - 1 if PUBLISH in trials.kept else 0
-    budgets = budgets_to_scan(splits[0], variation, fewest) if S not in trials.kept else [count(trials.kept, S)]
+    fewest = count(trials.kept, key.PUBLISH) - 1 if key.PUBLISH in trials.kept else 0
+    budgets = budgets_to_scan(splits[0], variation, fewest) if key.S not in trials.kept else [count(trials.kept, key.S)]
     asked = [(budget, trials.refusal(roomy(trials.config, splits[0].keys, budget))) for budget in budgets]
     budgets = [budget for budget, problem in asked if problem is None]
     if not budgets:
@@ -83,7 +76,7 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
         for split in splits:
             trials.at(dealt(trials.config, here.keys, split.keys))
         for budget in budgets:
-            trials.moved(here, S, budget)
+            trials.moved(here, key.S, budget)
         start = narrowed(trials)
         if _budget(start) == _budget(here) or trials.spent:
             break
@@ -144,7 +137,7 @@ def narrowed(trials: Trials) -> Point:
         start = smallest_budget(trials)
         budget = _budget(start)
         below = max((_budget(point) for point in trials.points if _budget(point) < budget), default=budget)
-        if budget - below <= 1 or trials.moved(start, S, (below + budget) // 2) is None:
+        if budget - below <= 1 or trials.moved(start, key.S, (below + budget) // 2) is None:
             return start
 
 
@@ -156,7 +149,7 @@ def refine(trials: Trials, start: Point) -> Point:
     here, seen = start, [start]
     for _ in range(_ROUNDS):
         before = here
-        for path in (TRAJECTORIES, GROUPS):
+        for path in (key.TRAJECTORIES, key.GROUPS):
             if path not in trials.kept:
                 seen += _bisected(trials, here, path, _grid(trials.config, here, path), _enough(trials, seen))
                 here = _plainest(trials, here, path, seen)
@@ -170,11 +163,11 @@ def refine(trials: Trials, start: Point) -> Point:
 
 def _short_lists(trials: Trials) -> list[str]:
     """List the keys with few values."""
-    paths = [WINDOW, PUBLISH, INFLIGHT]
+    paths = [key.WINDOW, key.PUBLISH, key.INFLIGHT]
     if trials.config.schedule is None:
-        paths.append(SWAP)  # otherwise the schedule decides it
-    if not devices_each(trials.config)[REWARDERS]:
-        paths.append(REWARDERS)
+        paths.append(key.SWAP)  # otherwise the schedule decides it
+    if not devices_each(trials.config)[key.REWARDERS]:
+        paths.append(key.REWARDERS)
     return [path for path in paths if path not in trials.kept]
 
 
@@ -215,7 +208,7 @@ def _grid(config: Config, here: Point, path: str) -> list[int]:
     """List sizes of a buffer up to the most slots that were ever reserved at once.
 
     Trajectories: from full batches of every engine, by half batches; groups: by quarters of an update."""
-    if path == TRAJECTORIES:
+    if path == key.TRAJECTORIES:
         fewest, unit = fewest_trajectories(config, here.keys), half_batch(config, here.keys)
     else:
         fewest = unit = max(1, config.trainer.groups_per_update // 4)
@@ -226,7 +219,7 @@ def _grid(config: Config, here: Point, path: str) -> list[int]:
 
 
 def _budget(point: Point) -> int:
-    return count(point.keys, S)
+    return count(point.keys, key.S)
 
 
 # Updates of the steady part of a run: enough that the mean of the stage that varies most is known to _PRECISION, within

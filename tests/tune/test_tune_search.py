@@ -13,22 +13,8 @@ from msgspec.structs import replace
 from omni_async.config.checks import check
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.service import ServiceTime
-from omni_async.tune.keys import (
-    ENGINES,
-    GROUPS,
-    INFLIGHT,
-    PUBLISH,
-    RANKS,
-    SWAP,
-    TRAJECTORIES,
-    WINDOW,
-    S,
-    fewest_trajectories,
-    ranked_splits,
-    split_by_law,
-    with_keys,
-    worth_simulating,
-)
+from omni_async.tune import keys as key
+from omni_async.tune.keys import fewest_trajectories, ranked_splits, split_by_law, with_keys, worth_simulating
 from omni_async.tune.search import LOSS, MODEST, Point, Trials, fastest, search
 from omni_async.tune.tuning import front
 from tests.tune.tune_world import PROFILE, job, simulate_by_law
@@ -54,23 +40,23 @@ def test_it_recommends_the_smallest_budget_within_two_percent_of_the_best(publis
     # The law says from where on more staleness is worth nothing; the simulator here is the law.
     times = split_by_law(trials.config, slow, chosen.keys).times
     enough = math.ceil(times.latency * (1 - LOSS) / times.bottleneck[1]) - 1
-    assert chosen.keys[S] == enough <= smallest_useful_budget(times)
+    assert chosen.keys[key.S] == enough <= smallest_useful_budget(times)
 
 
 def test_it_finds_the_split_that_balances_the_stages_and_raises_what_cuts_the_engines_batches():
     chosen = searched(trials_of(job(rollout={"max_inflight": 2})), devices=6)
-    assert (chosen.keys[ENGINES], chosen.keys[RANKS], chosen.keys[INFLIGHT]) == (4, 2, 4)
+    assert (chosen.keys[key.ENGINES], chosen.keys[key.RANKS], chosen.keys[key.INFLIGHT]) == (4, 2, 4)
 
 
 def test_nothing_is_larger_than_it_has_to_be():
     trials = trials_of(job(), replace(PROFILE, publish=ServiceTime(fixed_s=20.0)))
     chosen = searched(trials)
-    assert (chosen.keys[WINDOW], chosen.keys[PUBLISH], chosen.keys[SWAP]) == (1, 1, "step")
-    assert chosen.keys[INFLIGHT] == job().rollout.max_inflight
-    assert chosen.keys[TRAJECTORIES] == fewest_trajectories(job(), chosen.keys)  # this simulator cares for no more
-    reference = fastest([point for point in trials.points if point.keys[S] == chosen.keys[S]]).images_per_s
+    assert (chosen.keys[key.WINDOW], chosen.keys[key.PUBLISH], chosen.keys[key.SWAP]) == (1, 1, "step")
+    assert chosen.keys[key.INFLIGHT] == job().rollout.max_inflight
+    assert chosen.keys[key.TRAJECTORIES] == fewest_trajectories(job(), chosen.keys)  # this simulator cares for no more
+    reference = fastest([point for point in trials.points if point.keys[key.S] == chosen.keys[key.S]]).images_per_s
     assert chosen.images_per_s >= (1 - MODEST) * reference
-    fewer = trials.moved(chosen, GROUPS, chosen.keys[GROUPS] - 1)
+    fewer = trials.moved(chosen, key.GROUPS, chosen.keys[key.GROUPS] - 1)
     assert fewer.images_per_s < (1 - MODEST) * reference
 
 
@@ -81,24 +67,24 @@ def test_publishing_less_often_is_recommended_where_exports_stop_the_trainer():
         step = simulate_by_law(free, profile, **more).step_s + 30.0 / config.weights.publish_every
         return replace(simulated, step_s=step, images_per_s=32 / step)
 
-    assert searched(trials_of(job(), simulate=exports_cost)).keys[PUBLISH] > 1
+    assert searched(trials_of(job(), simulate=exports_cost)).keys[key.PUBLISH] > 1
 
 
 def test_the_schedule_decides_the_swap_where_there_is_one():
     trials = trials_of(replace(job(), schedule="async"))
     searched(trials)
-    assert {point.keys[SWAP] for point in trials.points} == {"step"}
+    assert {point.keys[key.SWAP] for point in trials.points} == {"step"}
 
 
 def test_every_setting_that_is_simulated_passes_the_checks():
     trials = trials_of(job(staleness={"exact": True}), replace(PROFILE, publish=ServiceTime(fixed_s=60.0)))
     chosen = searched(trials)
     assert all(check(with_keys(trials.config, point.keys)) is None for point in trials.points)
-    assert chosen.keys[GROUPS] >= (chosen.keys[S] + 1) * 4  # what staleness.exact demands
+    assert chosen.keys[key.GROUPS] >= (chosen.keys[key.S] + 1) * 4  # what staleness.exact demands
 
 
 def test_kept_keys_never_change():
-    kept = {S: 2, GROUPS: 9, TRAJECTORIES: 40, RANKS: 1}
+    kept = {key.S: 2, key.GROUPS: 9, key.TRAJECTORIES: 40, key.RANKS: 1}
     trials = trials_of(job(), kept=kept)
     searched(trials, devices=4)
     assert len(trials.points) > 1
@@ -139,10 +125,10 @@ def test_where_chance_decides_the_plainer_value_wins():
 
     varied = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.1))
     trials = trials_of(job(), varied, by_chance)
-    assert searched(trials).keys[WINDOW] == 1
+    assert searched(trials).keys[key.WINDOW] == 1
     assert trials.noise == pytest.approx(0.005, rel=0.05)
     certain = trials_of(job(), PROFILE, by_chance)
-    assert searched(certain).keys[WINDOW] == 2
+    assert searched(certain).keys[key.WINDOW] == 2
     assert certain.noise == 0
 
 
@@ -178,9 +164,9 @@ def test_fewer_slots_are_not_taken_for_enough_when_a_few_more_are_faster():
         speed = {1: 1.05, 2: 1.2}.get(config.buffer.groups, 1.0)
         return replace(simulated, step_s=10 / speed, images_per_s=3.2 * speed)
 
-    trials = trials_of(job(staleness={"max_updates": 0}), simulate=halves_overlap, kept={S: 0})
+    trials = trials_of(job(staleness={"max_updates": 0}), simulate=halves_overlap, kept={key.S: 0})
     chosen = searched(trials)
-    assert chosen.keys[GROUPS] == 2
+    assert chosen.keys[key.GROUPS] == 2
     assert chosen == fastest(trials.points) or chosen.images_per_s == fastest(trials.points).images_per_s
 
 
