@@ -192,6 +192,7 @@ LOW_MEAN, LOW_MAXIMUM = point(2.0, 0.5, 4), point(2.0, 1.5, 2)
         ([LOW_MEAN, LOW_MAXIMUM], LOW_MEAN, [LOW_MEAN, LOW_MAXIMUM]),
         # A gain within rounding is not worth a row; the chosen point is there once, even if another is a little faster.
         ([SYNC, point(1.001, 1.0, 1)], SYNC, [SYNC]),
+        ([SYNC, point(1.001, 0.5, 1), GOOD], GOOD, [SYNC, GOOD]),
         ([SYNC, GOOD, point(2.004, 1.0, 1)], GOOD, [SYNC, GOOD]),
     ],
 )
