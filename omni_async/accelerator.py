@@ -28,8 +28,12 @@ def most_accelerators(
 ) -> tuple[int, str] | None:
     """Return an upper bound on the accelerators, as CUDA and Ray count them, and its reason.
 
-    It is None if only a driver knows. Takes no time: no torch, no Ray, no driver is asked. `kind`: as
-    `placement.accelerator`."""
+    It is None if only a driver knows. Takes no time: no torch, no Ray, no driver is asked.
+
+    Args:
+        devices: the folder of device files.
+        environment: variables that may hide devices.
+        kind: as `placement.accelerator`."""
     try:
         names = [entry.name for entry in devices.iterdir()]
     except OSError:

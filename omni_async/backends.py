@@ -57,8 +57,14 @@ def load_backend(name: str) -> Backend:
 def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Backend:
     """Return the backend called `name`.
 
-    `auto` is plain on one CPU rank, where wrapping only costs time, and else FSDP2. ValueError, one line, if there is
-    none, or it cannot do what is asked for."""
+    Args:
+        name: `trainer.backend`; `auto` is plain on one CPU rank, where wrapping only costs time, and else FSDP2.
+        workers: the ranks that train one model together.
+        offload: `trainer.offload`.
+        on_cpu: whether the ranks have no accelerator.
+
+    Raises:
+        ValueError: one line, if there is none, or it cannot do what is asked for."""
     chosen = ("plain" if on_cpu and workers == 1 else "fsdp2") if name == "auto" else name
     backend = load_backend(chosen)
     if workers > 1 and not backend.several_ranks:

@@ -38,9 +38,12 @@ def compute_velocity(
 ) -> Tensor:
     """Compute the policy's velocity, float32, of rows (B, ...) of which row i needs the component `needs[i]`.
 
-    `calls`: the components to call, those without a row of theirs, too, in the policy's order: under FSDP2 all ranks
-    must call the same ones. Such a call adds nothing to the velocity and zeros to the gradient. Rows that need none of
-    `calls` (padding) are computed by the first of them, near its own sigma. Default: the components that are needed."""
+    Args:
+        policy, components, latents, sigma, conditioning, spec, unconditional_gradient: as `Policy.velocity` takes them.
+        needs: the component of each row.
+        calls: the components to call, those without a row of theirs, too, in the policy's order: under FSDP2 all ranks
+            must call the same ones. Such a call adds nothing to the velocity and zeros to the gradient. Rows that need
+            none of `calls` (padding) are computed by the first of them, near its own sigma. Default: those needed."""
     calls = [name for name in policy.components if name in set(needs)] if calls is None else calls
 
     def velocity(name: str, rows: Any, at: Tensor) -> Tensor:

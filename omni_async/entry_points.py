@@ -36,8 +36,15 @@ def load_named(name: str) -> Any:
 def find_registered(name: str, group: str, cls: type[T], key: str, known: Collection[str] = ()) -> T:
     """Return the `cls` that is registered as `name` in the entry-point group `group`.
 
-    ValueError, one line that begins with `key`, if there is none, with the names to choose from (`known` are further
-    ones), or as `load_registered`."""
+    Args:
+        name: what the recipe says.
+        group: the group of entry points.
+        cls: what the entry point must lead to.
+        key: the recipe's key, with which an error begins.
+        known: further names to choose from.
+
+    Raises:
+        ValueError: one line, if there is none, with the names to choose from, or as `load_registered`."""
     points = entry_points(group=group)
     if name not in points.names:
         raise ValueError(f"{key}: expected one of {sorted({*known, *points.names})}, got {name!r}")
