@@ -138,9 +138,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def global_scale(rewards: Tensor, settings: Advantage) -> float:
-    """Return the factor for all of an update's rewards (N,) with std="global": `inverse_std` of their std.
-
-    A single reward has std 1."""
+    """Return the factor for an update's rewards (N,) with std="global": `inverse_std` of their std, 1 for a single."""
     values = _finite64(rewards)
     if settings.ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 or 1, got {settings.ddof}")
@@ -154,9 +152,7 @@ def global_scale(rewards: Tensor, settings: Advantage) -> float:
 
 
 def inverse_std(deviation: float, settings: Advantage) -> float:
-    """Return 1 / (deviation + eps) with eps_form "added", 1 / max(deviation, eps) with "floor".
-
-    0 where that would divide by 0, since there is no signal."""
+    """Return 1 / (deviation + eps) with eps_form "added", 1 / max(deviation, eps) with "floor"; 0 in place of 1 / 0."""
     eps, form = settings.eps, settings.eps_form
     if eps < 0:
         raise ValueError(f"eps must be >= 0, got {eps}")

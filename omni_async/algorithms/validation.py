@@ -1,6 +1,4 @@
-"""Finds combinations of an objective with the rest of a recipe that cannot work.
-
-Each has the reason and an alternative. Imports no torch."""
+"""Finds what of a recipe cannot work with its objective, with reason and alternative. Imports no torch."""
 
 from __future__ import annotations
 

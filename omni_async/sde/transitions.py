@@ -32,9 +32,7 @@ KINDS = ("flow", "cps", "dance")
 
 @dataclass(frozen=True)
 class Transition:
-    """The Gaussian of one step: `mean` (B, ...); `std` (B,) the references' std_dev_t.
-
-    `scale` (B,) the standard deviation of x'. All in x's dtype."""
+    """The Gaussian of a step: mean (B, ...), std (B,) the references' std_dev_t, scale (B,) that of x'; x's dtype."""
 
     mean: Tensor
     std: Tensor

@@ -92,7 +92,7 @@ class ModuleBackend:
 
     @property
     def weights_device(self) -> torch.device:
-        """Return where weights lie between their uses."""
+        """Where weights lie between their uses."""
         return self.device
 
     def computing(self) -> AbstractContextManager[object]:
@@ -184,17 +184,13 @@ _CACHE, _OWN = "TORCHINDUCTOR_CACHE_DIR", "rank_"
 
 
 def repeated_layers(component: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers.
-
-    Every entry with parameters of the component's own module lists (`transformer_blocks`, `blocks`, ...)."""
+    """Return every entry with parameters of the component's module lists (`transformer_blocks`, `blocks`, ...)."""
     lists = [child for child in component.children() if isinstance(child, nn.ModuleList)]
     return [layer for layers in lists for layer in layers if any(True for _ in layer.parameters())]
 
 
 def compile_layers(component: nn.Module, rank: int) -> None:
-    """Have the layers compiled at their first call, with a cache of compiled code of this rank's own.
-
-    ValueError if the component has no repeated layers."""
+    """Have the repeated layers compiled at their first call, with a cache of this rank's own. ValueError for none."""
     layers = repeated_layers(component)
     if not layers:
         raise ValueError(

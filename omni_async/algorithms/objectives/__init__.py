@@ -1,3 +1,1 @@
-"""Contains the objectives: one pure function per file, on the inputs of `base`.
-
-`omni_async.algorithms.registry` lists them."""
+"""Contains the objectives, pure functions on the inputs of `base`; `omni_async.algorithms.registry` lists them."""

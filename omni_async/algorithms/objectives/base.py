@@ -1,6 +1,4 @@
-"""Defines the inputs and outputs of objectives.
-
-Pure data, so that objectives are pure functions (inputs, `Algorithm` settings) -> `ObjectiveOutput`."""
+"""Defines what objectives, pure functions (inputs, `Algorithm` settings) -> `ObjectiveOutput`, take and return."""
 
 from __future__ import annotations
 
