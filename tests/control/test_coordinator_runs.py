@@ -265,6 +265,16 @@ def test_an_engine_with_wrong_weights_is_given_up_and_its_samples_are_made_by_ot
         assert taken <= {request.sample_id for request in now(c.next_samples("rollout-0", 100, 100))}
 
 
+def test_an_engine_that_goes_back_to_older_weights_is_given_up() -> None:
+    c, _ = make_coordinator(make_config(engines=2))
+    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
+    c.versions.trained = 1
+    asyncio.run(hold(c, 1, "rollout-0"))
+    now(c.engine_holds(WeightReport("rollout-0", 0, digest_of(0))))
+    ((_, reason),) = lost(c)
+    assert "went back from version 1 to 0" in reason
+
+
 def test_a_report_of_an_engine_that_is_none_of_the_runs_changes_nothing() -> None:
     c, entries = make_coordinator(make_config(engines=2))
     asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
@@ -407,6 +417,21 @@ async def test_an_update_that_will_not_be_made_is_dropped(how: str) -> None:
     assert [e.kind for e in await bench.c.events()][:2] == ["closing", "ended"]
     await bench.c.update_done(report(1, []))
     assert bench.c.ledger.counters()["trained"] == 0
+
+
+async def test_nothing_is_said_after_the_end() -> None:
+    c, _ = make_coordinator(make_config(validation={"every": 1}), validation_prompts=1)
+    await hold(c, 0)
+    (request,) = await c.next_samples("rollout-0", 1, 8)
+    assert request.kind == "validation"
+    await finish(c, "rollout-0", [request], 0)
+    jobs = await c.next_to_score("reward-0", 1)
+    await c.fail("engine rollout-0 crashed")
+    await score(c, jobs, distinct)
+    await hold(c, 0)
+    await c.stop("ctrl-c")
+    events = [(e.kind, e.data["status"], e.data["reason"]) for e in await c.events()]
+    assert events == [(kind, "failed", "engine rollout-0 crashed") for kind in ("closing", "ended")]
 
 
 async def test_roles_that_finish_before_the_run_did_have_failed() -> None:
