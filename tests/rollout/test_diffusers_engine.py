@@ -191,6 +191,15 @@ async def test_a_prompt_that_cannot_be_encoded_fails_alone(policy):
     assert isinstance(refused, ValueError) and "at most 1024" in str(refused)
 
 
+async def test_any_other_error_fails_the_batch_and_names_the_engine(policy):
+    class Broken(QwenImagePolicy):
+        def velocity(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise ZeroDivisionError("no velocity")
+
+    with pytest.raises(EngineError, match="^engine: ZeroDivisionError: no velocity$"):
+        await drawn(Broken(policy.path), [make_request()])
+
+
 async def test_close_fails_what_is_in_flight_and_what_waits(policy):
     pausing = Pausing(policy.path)
     async with running(pausing, max_batch=1) as engine:
