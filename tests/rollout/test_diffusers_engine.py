@@ -196,7 +196,7 @@ async def test_any_other_error_fails_the_batch_and_names_the_engine(policy):
         def velocity(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise ZeroDivisionError("no velocity")
 
-    with pytest.raises(EngineError, match="^engine: ZeroDivisionError: no velocity$"):
+    with pytest.raises(EngineError, match="engine: ZeroDivisionError: no velocity"):
         await drawn(Broken(policy.path), [make_request()])
 
 
