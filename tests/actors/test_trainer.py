@@ -376,7 +376,8 @@ def test_a_failed_update_lets_the_checkpoint_that_is_being_written_be_finished(t
     end_save, add = stage.ranks[0].end_save, stage.trainer._add
 
     async def slowly() -> None:
-        await settle()
+        for _ in range(50):
+            await settle()
         await end_save()
 
     async def fails(update: Any, group: ReadyGroup) -> None:

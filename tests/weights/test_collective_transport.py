@@ -56,6 +56,9 @@ class World:
 @pytest.mark.parametrize(("engines", "carrier"), [(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, "device")])
 async def test_every_engine_gets_what_was_sent_into_the_memory_of_the_version_before(engines, carrier, monkeypatch):
     monkeypatch.setattr(collective, "current_device", lambda: CPU)
+    by_device: list[Any] = []
+    broadcast = DeviceCarrier.broadcast
+    monkeypatch.setattr(DeviceCarrier, "broadcast", lambda *given: by_device.append(given[0]) or broadcast(*given))
     world = await World(engines, carrier=carrier).connect()
     memory: list[Any] = []
     for version in (1, 2):
@@ -70,6 +73,7 @@ async def test_every_engine_gets_what_was_sent_into_the_memory_of_the_version_be
         memory.append(arrived[0][1])
     assert all(np.shares_memory(a, b) for a, b in zip(*memory, strict=True))
     assert not dist.is_initialized(), "no default group is made"
+    assert bool(by_device) == (carrier == "device")
 
 
 async def test_a_larger_version_gets_larger_memory():
