@@ -410,3 +410,19 @@ async def test_the_last_version_is_validated_although_an_engine_is_lost_that_had
     events = await c.events()
     assert [event.data["version"] for event in events if event.kind == "validation"] == [0, 1]
     assert c._ending.outcome == ("done", None)
+
+
+async def test_workers_that_wait_hear_at_once_that_they_are_not_needed() -> None:
+    """Removes workers while there is no work, or no room for it: they would hold their devices until there is."""
+    c, _ = await started(S=0, P=1, engines=2)
+    for engine in ("rollout-0", "rollout-1"):
+        await c.next_samples(engine, 2, 2)
+    waiting = [asyncio.create_task(c.next_samples(f"rollout-{i}", 2, 2)) for i in (0, 1)]
+    scoring = [asyncio.create_task(c.next_to_score(f"reward-{i}", 2)) for i in (0, 1)]
+    await asyncio.sleep(0)
+    await c.engine_leaves("rollout-1")
+    await c.scorer_leaves("reward-1")
+    assert await asyncio.wait_for(waiting[1], 1) == [] and await asyncio.wait_for(scoring[1], 1) == []
+    assert not waiting[0].done() and not scoring[0].done()
+    await c.stop("enough")
+    await asyncio.gather(*waiting, *scoring)
