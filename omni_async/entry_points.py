@@ -23,7 +23,7 @@ def load_registered(point: EntryPoint, cls: type[T], key: str) -> T:
     except (Exception, SystemExit) as error:  # noqa: BLE001 (KeyboardInterrupt stays the user's)
         raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}") from None
     if not isinstance(found, cls):
-        raise ValueError(f"{where} is a {type(found).__name__}, not a {cls.__name__}")
+        raise ValueError(f"{where} is of type {type(found).__name__}, not {cls.__name__}")
     return found
 
 

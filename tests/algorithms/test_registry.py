@@ -124,7 +124,7 @@ def test_another_packages_objective_is_found_and_a_built_in_name_cannot_be_taken
 @pytest.mark.parametrize(
     ("at", "reason"),
     [
-        ("NO_OBJECTIVE", "is a dict, not a Objective"),
+        ("NO_OBJECTIVE", "is of type dict, not Objective"),
         ("nothing_of_this_name", "cannot be imported: AttributeError: .*nothing_of_this_name"),
     ],
 )

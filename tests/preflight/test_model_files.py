@@ -209,7 +209,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         ("raise RuntimeError('no licence\\nat all')", "cannot be imported: RuntimeError: no licence"),
         ("import sys; sys.exit('no licence')", "cannot be imported: SystemExit: no licence"),
         ("", "cannot be imported: AttributeError: module 'my_family' has no attribute 'FAMILY'"),
-        ("FAMILY = 'mine'", "which is a str, not a PipelineFamily"),
+        ("FAMILY = 'mine'", "which is of type str, not PipelineFamily"),
     ],
 )
 def test_a_family_whose_package_is_broken(

@@ -67,7 +67,7 @@ def recipe(folder: Path, *roles: dict[str, Any]) -> Path:
         ({"name": "clock"}, "roles: expected one of ['broken', 'counter', 'none', 'trainer'], which"),
         ({"name": "trainer"}, "roles: 'trainer' is a role that every run has"),
         (COUNTER | {"twice": True}, "roles.1.name: 'counter' is there twice"),
-        ({"name": "broken"}, "is a StructMeta, not a ServiceRole"),
+        ({"name": "broken"}, "is of type StructMeta, not ServiceRole"),
         ({"name": "Counter"}, "roles.0.name: expected str of lower-case letters and '_', at most 40, got 'Counter'"),
         (COUNTER | {"settings": {"last": 1}}, "roles.0.settings.last: unknown key; allowed: first, start"),
         (COUNTER | {"settings": {"first": -1}}, "roles.0.settings.first: expected int >= 0, got -1"),
