@@ -54,8 +54,14 @@ def find_registered(name: str, group: str, cls: type[T], key: str, known: Collec
 def the_one(points: EntryPoints, name: str, key: str) -> EntryPoint:
     """Return the entry point called `name`.
 
-    ValueError, one line that begins with `key`, if packages register different things under that name: the order of
-    the path would decide whose is taken."""
+    Args:
+        points: those of one group.
+        name: one of theirs.
+        key: the recipe's key, with which an error begins.
+
+    Raises:
+        ValueError: one line, if packages register different things under that name: the order of the path would decide
+            whose is taken."""
     found = {point.value: point for point in points.select(name=name)}
     if len(found) > 1:
         raise ValueError(f"{key}: {name!r} is registered more than once, as {sorted(found)}; uninstall all but one")

@@ -139,7 +139,12 @@ def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict
 def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
     """Phrase a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`.
 
-    Shares below 1 % are left out, and all of a difference that is below 1 % of the baseline's step."""
+    Shares below 1 % are left out, and all of a difference that is below 1 % of the baseline's step.
+
+    Args:
+        ratio: the baseline's step over the arm's.
+        baseline_name: what the arm is compared with.
+        baseline, arm: seconds of a step, by category."""
     text = f"{ratio:.2f}x over {baseline_name}"
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 0.01 * sum(baseline.values()):

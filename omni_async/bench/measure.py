@@ -47,7 +47,12 @@ class NotMeasurableError(ValueError):
 def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> int:
     """Return the updates of a run that is long enough to measure `steps` of them, and the fewest that say anything.
 
-    Its steady part is whole periods of S + 1 updates and of publishes."""
+    Its steady part is whole periods of S + 1 updates and of publishes.
+
+    Args:
+        max_updates: the staleness budget S.
+        steps: updates to measure.
+        publish_every: updates from one publish to the next."""
     period = math.lcm(max_updates + 1, publish_every)
     steady = math.ceil(max(_FEWEST, steps) / period) * period
     return max(2, max_updates + 2) + steady + max_updates

@@ -145,9 +145,14 @@ def make_plan(
     updates: int | None,
     steps: int | None = None,
 ) -> Plan:
-    """Make the plan, from the arguments of `run_overlap`; an arm that the recipe rules out is skipped with the reason.
+    """Make the plan; an arm that the recipe rules out is skipped with the reason.
 
-    Raises ConfigError, one line, where nothing can be measured."""
+    Args:
+        recipe, overrides, out, repeats, updates, steps: as `run_overlap` takes them.
+        arms: as `parse_arms` returned them.
+
+    Raises:
+        ConfigError: nothing can be measured; one line."""
     if steps is not None:
         every = _base_config(recipe, overrides, None).weights.publish_every
         updates = max(enough_updates(arm.max_updates, steps, every) for arm in arms)

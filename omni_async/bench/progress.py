@@ -72,7 +72,12 @@ class Progress:
         self._bar.update(self._task, description=text)
 
     def print_run(self, job: Job, record: RunRecord, seconds: float | None) -> None:
-        """Print a finished run. `seconds`: its duration; None where it was complete before."""
+        """Print a finished run.
+
+        Args:
+            job: the arm and the round that it was.
+            record: its measurements, or why it failed.
+            seconds: its duration; None where it was complete before."""
         self._ended += 1
         if seconds is not None:
             self._seconds.append(seconds)

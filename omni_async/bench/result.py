@@ -155,7 +155,10 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
     """Write the result.
 
-    `summary` (the table's numbers) is written beside the raw numbers for other readers; `read_overlap` ignores it."""
+    Args:
+        folder: where `overlap.json` goes.
+        overlap: the raw numbers, which `read_overlap` returns.
+        summary: the table's numbers, written beside them for other readers; `read_overlap` ignores it."""
     content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
     write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 

@@ -11,8 +11,11 @@ from msgspec import Meta
 def doc(text: str, why: str | None = None, *, most: float | None = None, **bounds: Any) -> Meta:
     """Return a field's documentation and bounds, where the text is not below the field as in this package's sections.
 
-    `most` is an upper bound that messages name only if a value is above it. `why` gives the reason of that bound, or
-    the allowed values of a pattern, in words."""
+    Args:
+        text: what the field is.
+        why: the reason of the bound `most`, or the allowed values of a pattern, in words.
+        most: the largest value, which messages name only if one is above it.
+        bounds: others, as msgspec's `Meta` takes them."""
     extra = {"why": why, "generous": most is not None}
     return Meta(description=text, extra=extra, **bounds | ({} if most is None else {"le": most}))
 

@@ -26,9 +26,16 @@ MAX_IMAGE_BYTES = 2**28  # of an encoded image
 
 
 def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
-    """Return the file that `text` names, a path relative to `folder`, which is resolved and `whose` folder it is.
+    """Return the image file that a user's file names.
 
-    One that leads out of it, by `..` or by a link, is refused, and one of more than 256 MiB."""
+    Args:
+        folder: resolved; the path is relative to it.
+        text: the path, as it was written.
+        where: the place that names it, with which an error begins.
+        whose: the folder's owner in errors, such as `the parquet's`.
+
+    Raises:
+        ConfigError: it is no path or no file, leads out of the folder, by `..` or by a link, or has over 256 MiB."""
     shown = repr(text[:200])
     try:
         file = (folder / text).resolve()

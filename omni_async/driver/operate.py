@@ -50,7 +50,13 @@ with it:
 
 
 def add_command(commands: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
-    """Add a command, and return the parser of its arguments. `purpose`: its line in the list of commands."""
+    """Add a command, and return the parser of its arguments.
+
+    Args:
+        commands: what argparse's `add_subparsers` returned.
+        name: what is typed.
+        purpose: its line in the list of commands.
+        description: its own help, shown with the line breaks that it has."""
     raw = argparse.RawDescriptionHelpFormatter
     added: argparse.ArgumentParser = commands.add_parser(
         name, help=purpose, description=description, formatter_class=raw

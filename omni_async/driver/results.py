@@ -52,7 +52,16 @@ class Results:
         return spans
 
     def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
-        """Write all results. Returns the summary as it is on disk then, with what could not be written."""
+        """Write all results.
+
+        Args:
+            observer: of this attempt of the command; unless it owns the run's files, only `attempt` is written.
+            summary: of the run.
+            spans: as `spans_of` returned them.
+            attempt: the line for `attempts.jsonl`.
+
+        Returns:
+            The summary as it is on disk then, with what could not be written."""
         path = self.run.summary
         if observer.owns and not self._try_to_write(path, lambda: write_summary(path, summary)):
             if self.run.trace.name not in self._unwritten:

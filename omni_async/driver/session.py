@@ -46,6 +46,12 @@ class Ending:
     lost: str | None = None
 
     def because(self, status: Status, reason: str, cause: BaseException | None = None) -> None:
+        """Set how the run ended, unless that is set already.
+
+        Args:
+            status: anything but `done`.
+            reason: why, for people.
+            cause: the error that ended it, if one did."""
         if self.status == "done":
             self.status, self.reason, self.cause = status, reason, cause
 

@@ -49,6 +49,12 @@ _SOON_S = 5.0
 
 
 def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster:
+    """Build the cluster that `run.runtime` names; Ray is imported only for its own.
+
+    Args:
+        inputs: what the roles are built from.
+        run: the run's folder.
+        attempt: how often the run was begun in this process, from 1."""
     if inputs.config.run.runtime == "inprocess":
         from omni_async.runtime.inprocess import InProcessCluster
 

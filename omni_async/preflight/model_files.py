@@ -27,7 +27,13 @@ _LFS_POINTER = b"version https://git-lfs"
 def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
     """Check that `folder` holds a whole checkpoint of the family, which makes samples of the specs.
 
-    Each spec is under the key that it stands at. Raises ConfigError, one line, naming the file or the key."""
+    Args:
+        folder: `model.path`.
+        family: what the checkpoint has to be.
+        specs: each under the recipe's key that it stands at.
+
+    Raises:
+        ConfigError: it does not; one line, naming the file or the key."""
     index = folder / "model_index.json"
     if not index.is_file():
         raise ConfigError(
@@ -59,8 +65,12 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
 def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
     """Check that `degree` ranks can share the checkpoint's attention heads and the tokens of the specs.
 
-    The checkpoint in `folder` was checked to be whole; each spec is under the key that it stands at. Raises
-    ConfigError, one line."""
+    Args:
+        degree: `trainer.sequence_parallel`; 1 is always right.
+        folder, family, specs: as `check_checkpoint` has accepted them.
+
+    Raises:
+        ConfigError: they cannot; one line."""
     if degree == 1:
         return
     if family.attention_heads is None:

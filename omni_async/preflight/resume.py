@@ -95,7 +95,10 @@ def nothing_to_do(config: Config) -> str | None:
 def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
     """Find the newest checkpoint of a run that can be used, no later than trainer.updates.
 
-    Why others could not is appended to `refused`."""
+    Args:
+        config: what the run is to go on with.
+        run: its folder.
+        refused: gets a line for each newer checkpoint, why it cannot be used."""
     refused = [] if refused is None else refused
     for point in _Search(refused).points(config, run):
         if point.state.version <= config.trainer.updates:

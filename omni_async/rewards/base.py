@@ -90,7 +90,15 @@ def accepted_parts(scorer: object) -> tuple[str, ...]:
 
 
 def shown_to(label: str, scorer: object, media: Sequence[Media]) -> list[Any]:
-    """Return what the scorer's `score` is called with. ScoreError if it cannot score one of the media."""
+    """Return what the scorer's `score` is called with: pixels, or `Media` if it declares `accepts`.
+
+    Args:
+        label: the scorer's name in errors.
+        scorer: foreign code, of which only `accepts` is read.
+        media: of the samples to score.
+
+    Raises:
+        ScoreError: it accepts no part of one of the media."""
     accepted = accepted_parts(scorer)
     for one in media:
         if not set(accepted) & set(one.parts):
@@ -116,7 +124,13 @@ def require_media(media: Sequence[Any], prompts: Sequence[Prompt]) -> None:
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
     """Return the scores, one per prompt, with plain floats for numbers and texts that can be written.
 
-    Raises ScoreError, whatever a scorer may have returned, unless every value and part is a finite number."""
+    Args:
+        scorer: its name in errors.
+        scores: what it returned, whatever that is.
+        prompts: those that it was called with.
+
+    Raises:
+        ScoreError: they are no list of as many `Score`s, or a value or part is no finite number."""
     if isinstance(scores, Coroutine):
         scores.close()  # it will never be awaited
         why = "score must be a plain method; it is called in a thread of its own, and may block"

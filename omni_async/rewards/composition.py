@@ -63,9 +63,15 @@ class WeightedScorer:
         return reward
 
     def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:
-        """Combine the scores of every member, in their order, into one sample's score.
+        """Combine the scores of every member into one sample's score.
 
-        Unbounded if the sum, or what a member adds to it, is beyond `max_abs`."""
+        Args:
+            row: one score of each member, in their order.
+            prompt: the sample's, which errors name.
+            max_abs: `reward.max_abs`.
+
+        Raises:
+            Unbounded: the sum, or what a member adds to it, is beyond `max_abs`."""
         for (label, weight, _), score in zip(self.members, row, strict=True):
             _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
         value = sum(weight * score.value for (_, weight, _), score in zip(self.members, row, strict=True))

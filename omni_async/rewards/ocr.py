@@ -96,11 +96,16 @@ class Recogniser:
 def text_probability(frames: np.ndarray, text: Sequence[Sequence[int]], silent: Sequence[int]) -> float:
     """Return the per-character geometric mean of P(text | frames), in [0, 1]; 0 if the text does not fit in.
 
-    `frames` (T, C): probabilities over the alphabet, rows summing to 1. `text`: for each character, the alphabet
-    entries that count as it (both cases, say). `silent`: entries that write nothing, the CTC blank among them.
-
     Source: Graves et al. 2006, section 4.1, eqs. 5-8 (alpha recursion), over the text with a blank before, between and
-    after."""
+    after.
+
+    Args:
+        frames: (T, C), probabilities over the alphabet, rows summing to 1.
+        text: for each character, the alphabet entries that count as it (both cases, say).
+        silent: entries that write nothing, the CTC blank among them.
+
+    Raises:
+        ValueError: the text is empty."""
     if not text:
         raise ValueError("the probability of an empty text is not defined")
     blank = frames[:, list(silent)].sum(axis=1, dtype=np.float64)

@@ -115,7 +115,14 @@ class Keeper:
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
         """Start or drain workers until there are `count` of the role; surplus ones may still finish what they have.
 
-        `tell` gets a line about every worker that is started or drained. Raises what a start raises, or ValueError."""
+        Args:
+            role: a role of the table that scales.
+            count: how many workers to have of it.
+            tell: gets a line about every worker that is started or drained, and about a wait for an earlier call.
+
+        Raises:
+            ValueError: the run is ending.
+            Exception: whatever the start of a worker raises."""
         if self._scaling.locked():
             tell(f"{role}: waiting for a change of workers that was asked for before")
         async with self._scaling:

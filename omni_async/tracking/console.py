@@ -37,7 +37,12 @@ class Console(Protocol):
         """Show a finished update."""
 
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        """Show a finished validation round."""
+        """Show a finished validation round.
+
+        Args:
+            version: the policy that was validated.
+            value: its mean reward.
+            parts: means of the scorers' parts, by name."""
 
     def note(self, text: str) -> None:
         """Show a notice on a line of its own."""
@@ -49,7 +54,12 @@ class Console(Protocol):
 
 
 def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
-    """Return the console that suits the stream. `done`: updates that earlier attempts of the run have made."""
+    """Return the console that suits the stream: a live display for a terminal, else lines.
+
+    Args:
+        stream: where it writes.
+        total_updates: `trainer.updates`.
+        done: updates that earlier attempts of the run have made."""
     if stream.isatty():
         from omni_async.tracking.live_console import LiveConsole
 
@@ -112,7 +122,10 @@ class LineConsole:
 
 
 def validated(version: int, value: float, parts: Mapping[str, float]) -> str:
-    """Format `validation of version 20: reward 0.412, ocr_exact 0.278`."""
+    """Format `validation of version 20: reward 0.412, ocr_exact 0.278`.
+
+    Args:
+        version, value, parts: as `Console.validation` takes them."""
     numbers = {"reward": value, **parts}
     return f"validation of version {version}: " + ", ".join(f"{name} {number:.3f}" for name, number in numbers.items())
 

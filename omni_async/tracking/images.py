@@ -133,7 +133,13 @@ class Typeface:
         return sum(font.getlength(run) for font, run in self._runs(text))
 
     def draw(self, draw: ImageDraw.ImageDraw, position: tuple[float, float], text: str, fill: tuple[int, ...]) -> None:
-        """Draw the text. `position`: left end and baseline."""
+        """Draw a text of one line.
+
+        Args:
+            draw: Pillow's pen of the image.
+            position: (x, y) of the left end and the baseline, in pixels.
+            text: as `text` returned it.
+            fill: its colour, RGB."""
         left, baseline = position
         for font, run in self._runs(text):
             anchor = "ls" if isinstance(font, ImageFont.FreeTypeFont) else None

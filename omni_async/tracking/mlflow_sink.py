@@ -128,7 +128,12 @@ class MlflowSink:
         self._put(lambda: self._send_metrics(dict(metrics), step, now))
 
     def log_image(self, image: Image, name: str, step: int) -> None:
-        """Log an image that the user interface shows as `name`, with a slider over steps."""
+        """Log an image, which the user interface shows with a slider over steps.
+
+        Args:
+            image: read later, by the thread: not to be changed.
+            name: the same for the images of one slider.
+            step: its place there."""
         self._put(lambda: self._client.log_image(self.run_id, image, key=name, step=step, synchronous=True))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:

@@ -101,8 +101,12 @@ class RunDirectory:
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
         """Prepare the reopened folder for this attempt's records.
 
-        Voids the metrics after `version` (`void_metrics`), puts the summary of the attempts before aside until there is
-        another, and writes this attempt's `config.yaml`."""
+        Puts the summary of the attempts before aside until there is another.
+
+        Args:
+            config: this attempt's, for `config.yaml`.
+            version: the update that the run goes on from; later metrics are void (`void_metrics`).
+            validated: the version of its last validation round (None: there was none); later ones are void."""
         with refusing(f"cannot go on in {self.path}"):
             write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)

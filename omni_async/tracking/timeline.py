@@ -97,7 +97,11 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
 
     An actor's overlapping spans count once. The three exclude each other in this order: an engine that generates eight
     samples while a ninth slot waits for a prompt is busy. The rest up to 1 is time nothing was recorded for, or a
-    scorer's outage."""
+    scorer's outage.
+
+    Args:
+        spans: of all actors, in any order; those of a worker and of its replacement are one actor's.
+        start, end: seconds of the spans' clock."""
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         per_actor[Worker.parse(span.actor).slot].append(span)  # a replacement has the same
@@ -116,7 +120,10 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
 
 
 def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
-    """Return the fraction of [start, end) in which at least two of rollout, reward and trainer were busy."""
+    """Return the fraction of [start, end) in which at least two of rollout, reward and trainer were busy.
+
+    Args:
+        spans, start, end: as `busy_fractions` takes them."""
     if end <= start:
         return 0.0
     per_role = ([span for span in spans if Worker.parse(span.actor).role == role] for role in WORKING)
@@ -138,7 +145,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """Return the parts inside [start, end)."""
+    """Return the parts of intervals inside [start, end); those that have none there vanish.
+
+    Args:
+        intervals: (start, end) each, in any order, which stays; they may overlap.
+        start, end: in the same unit."""
     return [(max(a, start), min(b, end)) for a, b in intervals if max(a, start) < min(b, end)]
 
 

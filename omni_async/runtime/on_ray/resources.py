@@ -30,7 +30,12 @@ def accelerator_kind(asked: str) -> str:
 
 
 def actor_options(kind: str, cpus: float, gpus: float) -> dict[str, Any]:
-    """Return what an actor asks Ray for. Ray hides from its process all accelerators but its own."""
+    """Return what an actor asks Ray for. Ray hides from its process all accelerators but its own.
+
+    Args:
+        kind: Ray's name of the run's accelerators, as `accelerator_kind` returns it.
+        cpus: how many.
+        gpus: how many accelerators, of whatever kind; a fraction shares one."""
     if kind == "GPU":
         return {"num_cpus": cpus, "num_gpus": gpus}
     return {"num_cpus": cpus, "num_gpus": 0, **({"resources": {kind: gpus}} if gpus else {})}
@@ -39,7 +44,14 @@ def actor_options(kind: str, cpus: float, gpus: float) -> dict[str, Any]:
 async def reserve(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
     """Return the job's placement group, which may have to wait for its room.
 
-    `grows`: whether Ray may get more machines. Raises ConfigError or StartError if it can never have that."""
+    Args:
+        plan: the room that the job needs.
+        kind: Ray's name of its accelerators.
+        grows: whether Ray may get more machines.
+
+    Raises:
+        ConfigError: there is no accelerator of this kind; if Ray grows, only where it has another kind.
+        StartError: all machines together are too small, and Ray does not grow."""
     wanted = _bundles(plan, kind)
     if not grows:
         await in_thread(partial(_require_room, wanted, kind))
@@ -52,7 +64,12 @@ async def reserve(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup
 async def wait_for_room(group: PlacementGroup, plan: PlacementPlan, kind: str) -> None:
     """Wait until the group has its room.
 
-    Raises ConfigError if there is no accelerator of this kind, StartError if there is too little of anything else."""
+    Args:
+        group, plan, kind: what `reserve` returned, and was given.
+
+    Raises:
+        ConfigError: no accelerator of this kind came in a minute.
+        StartError: other room was missing for a minute: the machines are too small, or other jobs have them."""
     try:
         async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
             await group.ready()
