@@ -136,7 +136,12 @@ class UpdateRule(Protocol):
     """The way the trainer turns groups into updates, and its state from one update to the next (for checkpoints)."""
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool]) -> PolicyUpdate:
-        """Begin an update. `preempt` returns whether it is to be given up if it has not changed the weights yet."""
+        """Begin an update.
+
+        Args:
+            version: the policy version that it trains from.
+            tracer: where its spans are recorded.
+            preempt: returns whether to give the update up if it has not changed the weights yet."""
 
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...

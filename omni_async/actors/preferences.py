@@ -180,10 +180,12 @@ class PreferenceReader:
 
 
 def fit(media: Media, height: int, width: int) -> Media:
-    """Fit an image to (height, width).
+    """Fit an image to a size: the largest centred cut of its aspect ratio, resampled with Lanczos' filter.
 
-    Take the largest centred cut of the wanted aspect ratio, resampled with Lanczos' filter. An image of that size
-    stays as it is."""
+    Args:
+        media: an image (3, rows, columns) uint8; one of that size already is returned as it is.
+        height: in pixels.
+        width: in pixels."""
     rows, columns = media.image.shape[1:]
     if (rows, columns) == (height, width):
         return media

@@ -46,6 +46,13 @@ class _Finished:
 
     @classmethod
     def of(cls, request: SampleRequest, trajectory: Trajectory, started: float, finished: float) -> _Finished:
+        """Describe what the engine made of a request.
+
+        Args:
+            request: the sample's.
+            trajectory: the engine's answer.
+            started: when generation began, in the clock's seconds.
+            finished: when it ended, likewise."""
         found: Any = trajectory.media
         media = found.numpy() if isinstance(found, Media) else found
         return cls(request, trajectory.tensors, media, trajectory.versions, started, finished)
@@ -62,6 +69,12 @@ class _Finished:
         }
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
+        """Return the coordinator's message about the sample, now that it is stored.
+
+        Args:
+            engine: the name of the engine that made it.
+            trajectory: reference to `tensors` in the store.
+            media: reference to `media` there."""
         every_step = range(self.request.num_inference_steps if self.request.kind == "train" else 0)
         steps = self.request.window.steps if self.request.window else every_step
         return SampleResult(

@@ -36,6 +36,13 @@ class Tracer:
             self.add(kind, start, self._clock.now(), **args)
 
     def add(self, kind: str, start: float, end: float, **args: Any) -> None:
+        """Record a span that has ended, unless it is a wait of less than a millisecond.
+
+        Args:
+            kind: as `Span` lists them.
+            start: in the clock's seconds.
+            end: likewise.
+            args: facts to show with it, such as `version`."""
         if kind not in ("starved", "backpressured") or end - start >= _SHORTEST_WAIT_S:
             self._spans.append(Span(self.actor, kind, start, end, args))
 
