@@ -67,7 +67,12 @@ def count(keys: Keys, path: str) -> int:
 def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
     """Return keys under which nothing but S and the split can bind.
 
-    Every admitted group and sample has a slot, every version is published at once."""
+    Every admitted group and sample has a slot, every version is published at once.
+
+    Args:
+        config: the job, which gives the sizes of groups, updates and batches.
+        split: workers of each role.
+        max_updates: the budget S."""
     groups = (max_updates + 1) * config.trainer.groups_per_update
     return {
         **split,
@@ -99,7 +104,13 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
     """Return the keys with one of them changed.
 
     With S, publish_every or the window, there is a slot for every group that S admits, and publish_every stays allowed;
-    with the split, the trajectory slots grow with the samples that engines and reward workers hold."""
+    with the split, the trajectory slots grow with the samples that engines and reward workers hold.
+
+    Args:
+        config: the job.
+        keys: all tuned keys, before the change.
+        path: the one to change.
+        value: its new value."""
     after = {**keys, path: value}
     if value == keys[path]:
         return after
@@ -116,7 +127,12 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
 
 
 def dealt(config: Config, keys: Keys, split: Mapping[str, int]) -> dict[str, Value]:
-    """Return the keys with another split."""
+    """Return the keys with another split, and what depends on it as `moved` says.
+
+    Args:
+        config: the job.
+        keys: all tuned keys, with the former split.
+        split: workers by key."""
     after = dict(keys)
     for path, workers in split.items():
         after = moved(config, after, path, workers)
@@ -130,7 +146,15 @@ def _held(config: Config, keys: Keys) -> int:
 
 
 def values(config: Config, keys: Keys, path: str) -> list[Value]:
-    """Return the values to try of a key that has few, the most modest first; the one that is set is among them."""
+    """Return the values to try of a key that has few, the most modest first.
+
+    Args:
+        config: the recipe, whose `max_inflight` counts as the most modest.
+        keys: all tuned keys as they are set.
+        path: the key.
+
+    Raises:
+        ValueError: the key has no short list of values."""
     if path == SWAP:
         return ["step", "request", "drain"]
     if path == PUBLISH:
@@ -182,7 +206,12 @@ def devices_each(config: Config) -> dict[str, float]:
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
     """Return whether the roles run on fewer CPUs than they take together, as an operating system lets them.
 
-    Their numbers are then the recipe's."""
+    Their numbers are then the recipe's.
+
+    Args:
+        config: the job.
+        devices: how many CPUs, or accelerators, there are.
+        kept: keys that stay; each other role counts with the fewest workers it can have."""
     return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING
 
 
@@ -223,7 +252,12 @@ def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
 
 
 def split_by_law(config: Config, profile: Profile, keys: Keys) -> Split:
-    """Return the split with these numbers of workers, whatever the other keys say."""
+    """Return the split with given numbers of workers, and the stage times that the law gives it.
+
+    Args:
+        config: the job.
+        profile: its service times.
+        keys: all tuned keys, of which only the numbers of workers are read."""
     return _Law(config, profile).of({path: count(keys, path) for path in SPLIT})
 
 

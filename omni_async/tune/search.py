@@ -85,7 +85,12 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
 
 
 def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int]:
-    """Return all small budgets from `fewest` on, up to two more than the law asks for; of larger ones a few."""
+    """Return the budgets S to simulate, ascending: up to two more than the law asks for, of large ones only a few.
+
+    Args:
+        split: the split whose stage times the law is asked about.
+        variation: the largest coefficient of variation of a stage.
+        fewest: the smallest budget that is allowed."""
     needed = smallest_useful_budget(split.times, variation)
     top = max(needed, fewest, 1) + 2
     every = range(min(top, _EVERY_BUDGET_TO) + 1)
@@ -94,6 +99,12 @@ def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int
 
 
 def scan(trials: Trials, splits: Sequence[Split], budgets: Sequence[int]) -> None:
+    """Simulate every split with the largest budget, then the few that come close to the best with all budgets.
+
+    Args:
+        trials: gets the points, and the noise measured at the fastest.
+        splits: those worth simulating.
+        budgets: values of S, ascending."""
     config, top = trials.config, budgets[-1]
     reached = [(point.images_per_s, split) for split in splits if (point := trials.at(roomy(config, split.keys, top)))]
     trials.measure_noise(fastest(trials.points))
@@ -281,7 +292,15 @@ class Trials:
         return [point for point in self._points.values() if point is not None]
 
     def moved(self, here: Point, path: str, value: Value) -> Point | None:
-        """Simulate `here` with one key changed, and what depends on it."""
+        """Simulate a point with one key changed, and what depends on it.
+
+        Args:
+            here: the point to start from.
+            path: the key.
+            value: its new value.
+
+        Returns:
+            The new point, or None as `at` does."""
         return self.at(moved(self.config, here.keys, path, value))
 
     def compared(self, here: Point, path: str) -> dict[Value, Point]:
@@ -331,7 +350,12 @@ class Trials:
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
-        """Simulate any configuration of the same job, whatever the budget says."""
+        """Simulate any configuration of the same job, whatever the budget says.
+
+        Args:
+            config: what is simulated.
+            keys: its tuned keys, for the point.
+            seed: of the service times; None: the search's."""
         seed = self.seed if seed is None else seed
         updates = self._steady + 2 * (config.staleness.max_updates + 1)
         simulated = self.simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
