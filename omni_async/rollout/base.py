@@ -94,7 +94,15 @@ class StagedVersion(Generic[T]):
 
 
 async def require_whole(engine: str, manifest: WeightManifest, buckets: list[np.ndarray]) -> None:
-    """Compare the digest of what arrived with the manifest's, beside the event loop. EngineError if it is damaged."""
+    """Compare the digest of what arrived with the manifest's, beside the event loop.
+
+    Args:
+        engine: the engine's name, for the error.
+        manifest: what was published.
+        buckets: what arrived, uint8.
+
+    Raises:
+        EngineError: it is damaged."""
     try:
         await asyncio.to_thread(verify, manifest, buckets)
     except WeightError as error:

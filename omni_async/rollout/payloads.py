@@ -62,7 +62,16 @@ class Staged:
 
 
 async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-    """Verify a version beside the event loop, and stage it; returns its digest. EngineError if it is damaged."""
+    """Verify a version beside the event loop, stage it and return its digest.
+
+    Args:
+        engine: the engine's name, for the error.
+        into: where the version waits for the swap.
+        manifest: what was published.
+        buckets: what arrived, uint8; not to be written to while the version is in use.
+
+    Raises:
+        EngineError: it is damaged; nothing is staged."""
     started = time.perf_counter()
     await require_whole(engine, manifest, buckets)
     into.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))

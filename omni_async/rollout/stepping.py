@@ -90,6 +90,13 @@ class InFlight:
         return self.sigma, self._sigmas[self.step + 1], self._sigmas[1], self.request.noise_level
 
     def advance(self, latents: torch.Tensor, log_prob: torch.Tensor, mean: torch.Tensor, version: int) -> None:
+        """Record a denoising step, with all of its tensors if it is a trained one.
+
+        Args:
+            latents: (*shape), the sample after the step.
+            log_prob: (), of the transition.
+            mean: (*shape), of the transition.
+            version: the policy version that took the step."""
         if self.noisy:
             if not self._latents:
                 self._latents.append(self.latents)
@@ -123,9 +130,15 @@ class InFlight:
 
 
 def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int) -> torch.Tensor:
-    """Move every sample one step along its row of `velocity` (B, *shape) float32, taken by policy `version`.
+    """Move every sample one denoising step along its velocity.
 
-    Returns the new (B, *shape)."""
+    Args:
+        samples: B of them, of one shape, each at a step of its own; they are changed.
+        velocity: (B, *shape) float32, a row per sample.
+        version: the policy version that predicted it.
+
+    Returns:
+        The new latents (B, *shape)."""
     noisy = [s.noisy for s in samples]
     kinds = sorted({s.request.sde_kind for s in samples if s.noisy}) or [KINDS[0]]
     if len(kinds) > 1:  # rare, so simply one kind after the other
