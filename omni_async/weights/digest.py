@@ -32,7 +32,15 @@ class WeightError(RuntimeError):
 
 
 def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket], version: int | None = None) -> str:
-    """Compute the digest of what lies in `buckets`. WeightError, naming `version`, if they cannot hold it."""
+    """Compute the digest of tensors that lie in buckets.
+
+    Args:
+        specs: the tensors, in any order.
+        buckets: their bytes.
+        version: the weights' version, for the error; None: they have none.
+
+    Raises:
+        WeightError: as `tensor_pieces`."""
     return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets, version)) for s in specs)
 
 
@@ -74,7 +82,15 @@ def check_size(spec: TensorSpec, version: int | None = None) -> None:
 
 
 def tensor_pieces(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> list[Bucket]:
-    """Return views of a tensor's bytes, piece by piece. WeightError if they are not in the buckets."""
+    """Return views of a tensor's bytes, piece by piece.
+
+    Args:
+        spec: the tensor.
+        buckets: those that its pieces count.
+        version: the weights' version, for the error; None: they have none.
+
+    Raises:
+        WeightError: the dtype is unknown, the pieces do not add up to the shape, or they are not in the buckets."""
     check_size(spec, version)
     for piece in spec.pieces:
         size = len(buckets[piece.bucket]) if 0 <= piece.bucket < len(buckets) else 0

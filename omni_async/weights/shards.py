@@ -28,7 +28,12 @@ def own_rows(tensor: Tensor, rank: int) -> Tensor:
 
 
 def rows_like(made: Tensor, stored: Tensor, rank: int) -> Tensor:
-    """Return those rows of the whole tensor `made` that `own_rows` returns of `stored`."""
+    """Return those rows of a whole tensor that `own_rows` returns of a stored one.
+
+    Args:
+        made: the whole tensor, of the shape of all of `stored`.
+        stored: a parameter, spread over ranks or not.
+        rank: this process's."""
     if not isinstance(stored, DTensor) or not _is_spread(stored):
         return made if rank == 0 else _no_rows(made)
     own: Tensor = made[own_slices(stored)]

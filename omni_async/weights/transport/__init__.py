@@ -15,7 +15,13 @@ from omni_async.weights.transport.base import WeightReceiver, WeightSender
 
 
 def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "127.0.0.1") -> WeightSender:
-    """Build the sender. Files of weights go into `folder`; other machines reach this one under the address `host`."""
+    """Build the sender.
+
+    Args:
+        config: the recipe.
+        store: the run's object store.
+        folder: where transport `disk` writes weights.
+        host: the address under which other machines reach this one, for transport `collective`."""
     match config.weights.transport:
         case "object_store":
             from omni_async.weights.transport.object_store import ObjectStoreSender
@@ -32,7 +38,12 @@ def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "
 
 
 def build_receiver(config: Config, name: str, store: ObjectStore) -> WeightReceiver:
-    """Build the receiver of the engine called `name`."""
+    """Build the receiver beside an engine.
+
+    Args:
+        config: the recipe.
+        name: the engine's.
+        store: the run's object store."""
     match config.weights.transport:
         case "object_store":
             from omni_async.weights.transport.object_store import ObjectStoreReceiver

@@ -113,7 +113,15 @@ async def sending(
 async def receive(
     receiver: WeightReceiver, manifest: WeightManifest, parcel: Parcel
 ) -> tuple[WeightManifest, list[Bucket]]:
-    """Receive the version of `parcel`, as `WeightReceiver.finish` returns it."""
+    """Receive a version, as `WeightReceiver.finish` returns it.
+
+    Args:
+        receiver: what takes it in, after it has joined the sender.
+        manifest: the version's.
+        parcel: what `sending` gave for it.
+
+    Raises:
+        LookupError, TransportError, WeightError: the version cannot be received."""
     await receiver.start(manifest, parcel.start)
     for bucket in parcel.buckets:
         await receiver.update(bucket)

@@ -370,7 +370,14 @@ def current_device() -> torch.device:
 
 
 def group_on(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a process group, none of torch's registered ones, of the backend that torch has for the device's type."""
+    """Make a process group, none of torch's registered ones, of the backend that torch has for the device's type.
+
+    Args:
+        device: whose memory the group broadcasts.
+        store: of torch.distributed, through which its members meet.
+        rank: this member's number; 0 is the sender.
+        size: how many members there are.
+        timeout: after which the backend itself gives a call up."""
     name = dist.get_default_backend_for_device(device.type)
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:
