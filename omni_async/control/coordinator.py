@@ -110,7 +110,12 @@ class Coordinator(Bulletin):
     # ---- producers ---------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Lease up to `free` samples to an engine; none if the run is over, or goes on without it."""
+        """Wait until there are samples for an engine, and lease them; none if the run is over, or goes on without it.
+
+        Args:
+            engine: its name; it gets none before it holds checked weights.
+            free: how many more samples it can take now.
+            capacity: how many it can hold in all."""
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
             await self._weights.wait()  # no engine generates with unchecked weights
         return await self._producers.take(
@@ -141,7 +146,12 @@ class Coordinator(Bulletin):
             self._rewarders.notify()
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
-        """Generate the sample again with the same seed; after `rollout.retries` the group is dropped."""
+        """Generate the sample again with the same seed; after `rollout.retries` the group is dropped.
+
+        Args:
+            engine: the name of the engine that could not make it.
+            sample_id: the sample's; nothing is made again if it is not leased to that engine any more.
+            error: what went wrong, for the ledger."""
         sample = self._samples.answered(engine, sample_id)
         if sample is not None:
             self._carry_out(self._samples.generation_failed(sample, error))

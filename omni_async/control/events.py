@@ -43,6 +43,11 @@ class EventLog:
         self._event = Event()
 
     def add(self, kind: EventKind, data: dict[str, Any], shown: tuple[Shown, ...] = ()) -> None:
+        """Pass an event on.
+
+        Args:
+            kind, data: as in `RunEvent`.
+            shown: samples that the driver shows with it."""
         self._events.append(RunEvent(kind, data, shown))
         self._event.notify()
 

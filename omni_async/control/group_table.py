@@ -154,7 +154,12 @@ class Group(SampleSet):
         """Return the group's line of the ledger.
 
         Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step, or minus
-        the one of admission where no policy took any."""
+        the one of admission where no policy took any.
+
+        Args:
+            run: the run's id.
+            event: how the group ended.
+            reason: why it was not trained; None if it was."""
         versions, scores, trained = self.step_versions, self.scores, self.trained_version
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(
@@ -346,7 +351,15 @@ class GroupTable:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def end(self, group: Group, event: Terminal, reason: str) -> str | None:
-        """Reject or drop a group. Returns why the run should end, if too many have ended so in a row."""
+        """Reject or drop a group.
+
+        Args:
+            group: one that is not trained.
+            event: `rejected` or `dropped`.
+            reason: why, for the ledger.
+
+        Returns:
+            Why the run should end, if too many groups in a row have ended so; else None."""
         self._move(group, END)
         self.ledger.end(group.entry(self._run_id, event, reason))
         self._num_fruitless += 1

@@ -48,7 +48,13 @@ class HeldBytes:
         self._num_expected[bucket] += count
 
     def change(self, bucket: int, expected: int, own: int, size: int) -> None:
-        """Record a sample of `size` bytes that is expected or made since (1), or not any more (-1)."""
+        """Record that a sample is now expected or made, or no longer.
+
+        Args:
+            bucket: the sample's.
+            expected: 1: it is to be made; -1: no longer; 0: that stays as it was.
+            own: likewise, whether it is made and holds bytes.
+            size: these bytes; read where `own` is not 0."""
         self._num_expected[bucket] += expected
         if own > 0:
             self._held += size

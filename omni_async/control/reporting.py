@@ -27,7 +27,12 @@ def update_event(
     """Return an update's event data, and the samples to show if it is one of those that show some.
 
     `staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained
-    steps. `buckets` has the mean reward of each bucket that was trained."""
+    steps. `buckets` has the mean reward of each bucket that was trained.
+
+    Args:
+        report: the trainer's.
+        groups: those that the update trained.
+        config: the recipe, which says how often samples are shown, and how many."""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     scores = [sample.score for _, sample in samples]
     rewards: dict[int, list[float]] = defaultdict(list)
@@ -87,7 +92,12 @@ def control_state(
     validation: Validation,
     record: Record,
 ) -> ControlState:
-    """Return what a checkpoint keeps, with the groups that wait to be admitted again."""
+    """Return what a checkpoint keeps of the control plane.
+
+    Args:
+        versions, groups, samples, validation: the coordinator's, between two messages.
+        source: adds the groups that wait to be admitted again.
+        record: adds the rewards and rounds so far."""
     unfinished, ready = groups.state()
     unfinished_before, ready_before = source.state()
     return ControlState(

@@ -59,6 +59,13 @@ class RequestFactory:
         return draw_bucket(self._config.run.seed, group, weights) if weights else 0
 
     def training(self, group: int, prompt: Prompt, window: SdeWindow | None, bucket: int = 0) -> list[SampleRequest]:
+        """Return the requests of a group's samples, in their order.
+
+        Args:
+            group: its number.
+            prompt: what all of them show.
+            window: the denoising steps that are noisy and trained; None: sampling is without noise.
+            bucket: which of `rollout.buckets` they are drawn as; 0 where there are none."""
         rollout, seed = self._config.rollout, self._config.run.seed
         shared = initial_noise_seed(seed, prompt.index, group) if rollout.share_initial_noise else None
         first = self._request("train", group, prompt, rollout.num_inference_steps)

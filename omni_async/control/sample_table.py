@@ -258,7 +258,15 @@ class SampleTable:
             heapq.heappush(self._training, (sample.owner.number, sample.request.sample, sample))
 
     def restore(self, sample: Sample, result: SampleResult, score: Score) -> str | None:
-        """Add what an earlier attempt had of a queued sample. Returns what is wrong with the bytes."""
+        """Add what an earlier attempt of the run had of a queued sample.
+
+        Args:
+            sample: the sample.
+            result: of its generation.
+            score: of that result.
+
+        Returns:
+            What is wrong with `buffer.max_bytes`, if it is too small; else None."""
         sample.result, sample.score = result, score
         self._move(sample, RESTORE)
         return self.bytes.problem(result.sample_id, result.nbytes)
@@ -285,10 +293,15 @@ class SampleTable:
         return self._slots < self._capacity and (self._num_queued["train"] > 0 or self._num_queued["validation"] > 0)
 
     def lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Lease up to `free` samples to an engine that holds `capacity` at most.
+        """Lease samples to an engine, as many as it may have now.
 
         Validation samples go first, for at most `validation.share` of its slots while training samples wait, then of
-        the oldest groups. Engines are kept equally full of training samples."""
+        the oldest groups. Engines are kept equally full of training samples.
+
+        Args:
+            engine: its name; one that has left the run gets none.
+            free: how many more samples it can take.
+            capacity: how many it can hold in all."""
         if engine not in self.engines:
             return []
         free = min(free, self._capacity - self._slots)

@@ -47,11 +47,22 @@ def _number(hashed: hashlib.blake2b) -> int:
 
 
 def sample_seed(run_seed: int, prompt: int, group: int | str, sample: int) -> int:
+    """Return the seed of a sample's noise.
+
+    Args:
+        run_seed: `run.seed`.
+        prompt: the prompt's index.
+        group: the group's number, or `validation` for samples that are the same in every round.
+        sample: its number in the group."""
     return derive("sample", run_seed, prompt, group, sample)
 
 
 def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
-    """Return `sample_seed` of a group's samples 0, 1, ..., count - 1: what they have in common is hashed once."""
+    """Return `sample_seed` of a group's samples 0, 1, ..., count - 1: what they have in common is hashed once.
+
+    Args:
+        run_seed, prompt, group: as `sample_seed` takes them.
+        count: how many samples the group has."""
     common = _hashed("sample", run_seed, prompt, group, "")
     seeds = []
     for sample in range(count):
@@ -62,21 +73,33 @@ def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> li
 
 
 def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
-    """Return the seed of the first latents, for groups whose samples share them."""
+    """Return the seed of the first latents, for groups whose samples share them.
+
+    Args:
+        run_seed, prompt, group: as `sample_seed` takes them."""
     return derive("initial", run_seed, prompt, group)
 
 
 def draw_window(run_seed: int, number: int, size: int, bounds: tuple[int, int]) -> SdeWindow:
-    """Draw the window of a group's or an update's `number`.
+    """Draw a window whose start is uniform on lo..hi-size, both ends included.
 
-    Its start is uniform on lo..hi-size, both ends included."""
+    Args:
+        run_seed: `run.seed`.
+        number: of the group, or of the update if all its groups share the window.
+        size: denoising steps in the window.
+        bounds: lo and hi, `rollout.sde.window.range`."""
     lo, hi = bounds
     start = random.Random(derive("window", run_seed, number)).randint(lo, hi - size)
     return SdeWindow(start=start, size=size)
 
 
 def draw_bucket(run_seed: int, number: int, weights: Sequence[float]) -> int:
-    """Draw the bucket of group `number`: bucket i with probability weights[i] / sum(weights)."""
+    """Draw a group's bucket: bucket i with probability weights[i] / sum(weights).
+
+    Args:
+        run_seed: `run.seed`.
+        number: the group's.
+        weights: one per bucket, positive."""
     (bucket,) = random.Random(derive("bucket", run_seed, number)).choices(range(len(weights)), weights)
     return bucket
 
