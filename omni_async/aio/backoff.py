@@ -37,7 +37,12 @@ class Later:
         self._closed = False
 
     def call(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
-        """Call `callback` after `seconds`: at once if there is nothing to wait for, never after `close`."""
+        """Call back after a while, or never once closed.
+
+        Args:
+            name: by which `cancel` finds it; takes the place of a call of that name that waits.
+            seconds: how long; 0 or less: it is called before this returns.
+            callback: what to call."""
         if self._closed:
             return
         if seconds <= 0:

@@ -39,7 +39,12 @@ def check_groups(folder: Path, state: State) -> None:
 
 
 def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
-    """Write tensors or arrays, each sample's under its number. Blocks; give it a thread."""
+    """Write a group's trajectories. Blocks; give it a thread.
+
+    Args:
+        folder: the checkpoint's.
+        group: the group's number.
+        trajectories: a TensorDict or an array per sample, in the samples' order."""
     leaves = {f"{sample}/{name}": leaf for sample, value in enumerate(trajectories) for name, leaf in _leaves(value)}
     path = _path(folder, group)
     path.parent.mkdir(exist_ok=True)
@@ -57,7 +62,15 @@ def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
 
 
 def read_group(folder: Path, group: int, samples: int) -> list[Any]:
-    """Return what `write_group` was given. Raises CheckpointError if it is not there, or of other samples. Blocks."""
+    """Return the trajectories that `write_group` was given. Blocks; give it a thread.
+
+    Args:
+        folder: the checkpoint's.
+        group: the group's number.
+        samples: how many there must be.
+
+    Raises:
+        CheckpointError: they are not there, cannot be read, or are of other samples."""
     path = _path(folder, group)
     try:
         found: list[dict[str, Any]] = [{} for _ in range(samples)]

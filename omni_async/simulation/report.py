@@ -19,7 +19,11 @@ _BAR = 40
 def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
     """Print one job: the law beside the simulation, the roles, the staleness, the buffers.
 
-    `sync`: the same job, one stage after the other."""
+    Args:
+        console: where.
+        config: the job.
+        found: its result.
+        sync: that of the same job, one stage after the other."""
     console.print(_steps(config, found, sync))
     t = found.times
     console.print(

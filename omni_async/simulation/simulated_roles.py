@@ -234,6 +234,12 @@ class Batch:
         return min(self.steps, math.ceil((now - self.start - self.paused - _INSTANT_S) / self.step_s))
 
     def swap(self, step: int, version: int, pause: float) -> None:
+        """Let another version compute from a step on, after a pause that makes the batch longer.
+
+        Args:
+            step: the first denoising step that has not begun.
+            version: that of the new weights.
+            pause: seconds."""
         self.swaps.append((step, version))
         self.paused += pause
         self.end += pause

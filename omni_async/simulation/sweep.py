@@ -64,8 +64,13 @@ _FEWEST_PER_ENGINE = 1
 def choose_bundle(config: Config, updates: int, most: int = _MOST_BUNDLES, fewest: float = _FEWEST_PER_ENGINE) -> int:
     """Return the smallest bundle that leaves at most `most` of them to simulate, and else the largest there can be.
 
-    It divides a group and what an engine computes or a reward worker scores together, and leaves every engine `fewest`.
-    """
+    It divides a group and what an engine computes or a reward worker scores together.
+
+    Args:
+        config: the job.
+        updates: how many are simulated.
+        most: bundles in all updates together.
+        fewest: bundles in flight for each engine; samples one by one are always allowed."""
     rollout = config.rollout
     per_update = config.trainer.groups_per_update * rollout.group_size
     in_flight = (config.staleness.max_updates + 1) * per_update / rollout.workers

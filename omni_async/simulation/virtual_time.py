@@ -202,9 +202,16 @@ class VirtualClock:
 
 
 def run(main: Coroutine[Any, Any, T], *, start: float = 0.0, dice: random.Random | None = None) -> T:
-    """Run a coroutine as `asyncio.run` does, in virtual time from `start` seconds on.
+    """Run a coroutine as `asyncio.run` does, in virtual time.
 
-    Ready callbacks run in the order of `dice`. Raises DeadlockError as soon as nothing can go on."""
+    Args:
+        main: the coroutine.
+        start: the time at which it begins, in seconds.
+        dice: draws the order of callbacks that are ready together; None: as they were scheduled.
+
+    Raises:
+        DeadlockError: nothing can go on.
+        RuntimeError: another loop runs in this thread."""
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop")
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start, dice)) as runner:
