@@ -72,7 +72,7 @@ def require_whole(folder: Path) -> None:
 
 
 def rotate(checkpoints: Path, keep: int, written: Path) -> None:
-    """Remove all checkpoints but the one just written and the newest ones before it, and what was never finished.
+    """Remove all checkpoints but `written` and the newest ones before it, and what was never finished.
 
     Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used:
     their updates no longer exist, nor do the lines of the ledger that their states count. Left there, they would come
@@ -81,7 +81,7 @@ def rotate(checkpoints: Path, keep: int, written: Path) -> None:
     Args:
         checkpoints: the run's folder of them.
         keep: how many stay, `written` included.
-        written: the newest, at its final path."""
+        written: the one just written, at its final path."""
     found = [*newest_first(checkpoints)]
     kept = found[found.index(written) :][:keep]
     for folder in (*found, *checkpoints.glob(".update-*")):
