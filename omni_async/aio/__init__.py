@@ -1,5 +1,6 @@
-"""General asyncio tools that know nothing of a run.
+"""Extends asyncio, with tools that know nothing of a run.
 
-Waits without lost wake-ups and batching of calls (`waiting`), pauses and a circuit breaker (`backoff`), injected time
-(`clock`), owners of tasks (`supervisor`).
+`waiting.Event`, `first_of` and `unless` wait without lost wake-ups, and `Coalescer` batches calls; `clock.Clock` is
+injected time; a `supervisor.Supervisor` owns tasks; `backoff.Backoff` says how long to pause, its `Breaker` whether to
+ask at all.
 """

@@ -1,5 +1,8 @@
 """Reads and writes checkpoints: what a run leaves behind to go on from. Torch-free but for the tensors themselves.
 
+`newest_first` finds them, `require_whole` checks one, `read_state` reads its `State`; what is wrong is a
+`CheckpointError`.
+
 update-000020/
   tensors/          trained parameters, further policies, optimizer: safetensors of torch.distributed.checkpoint
                     (omni_async.training.checkpoint)

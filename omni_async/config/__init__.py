@@ -1,8 +1,8 @@
 """Turns a YAML file and command-line overrides into one validated `Config`, instantly: imports neither torch nor Ray.
 
-`load` is the whole way (see `load.py`); `check` names the first combination that cannot work, `with_spec` and
-`with_settings` give the sections that a model family and an objective bring, `resolved_yaml` writes a configuration
-that `load` reads back. `schema.py` has all keys.
+`load` is the whole way (see `load.py`), and what is wrong a `ConfigError` of one line; `check` names the first
+combination that cannot work, `with_spec` and `with_settings` give the sections that a model family and an objective
+bring, `resolved_yaml` writes a configuration that `load` reads back. `schema.py` has all keys.
 """
 
 from omni_async.config.checks import check

@@ -1,6 +1,7 @@
 """Turns samples into rewards, with scorers that are foreign code and may fail in any way.
 
-`Scorer` (base.py) is what a scorer is; registry.py finds one by name and checks its parameters; `WeightedScorer`
-(composition.py) is the recipe's sum of them; guard.py calls them and waits for those that are down; failures.py makes
-their exceptions safe to keep, as base.py their answers. `ocr`, `jpeg_size` and `motion_smoothness` are built in.
+`base.Scorer` is what a scorer is; registry.py finds one by name and checks its parameters; `WeightedScorer` is the
+recipe's sum of them; a `guard.Panel` calls them, waits for those that are down, and returns scores, or a `Failure`. A
+`Probe` of synthetic media finds a scorer that always fails: `WrongScorer`. `ocr`, `jpeg_size` and `motion_smoothness`
+are built in.
 """

@@ -1,6 +1,6 @@
-"""A job in virtual time: the real control plane, and roles that take a profile's time in place of devices.
+"""Runs a job in virtual time: the real control plane, and roles that take a profile's time in place of devices.
 
-`virtual_time` is the event loop that jumps; real roles with emulated devices run on it too. `simulate` predicts a job,
-`command` is `omni-async simulate`, and `sweep` derives what it compares. `simulated_roles` are the fast path that it
-takes instead of the real roles.
+`simulate.simulate` predicts a job, with a `Simulated` as its result; `times_of` is what the law of overlap says of it.
+`command` is `omni-async simulate`, and `sweep` derives what it compares. `virtual_time.run` is an event loop that
+jumps, for real roles with emulated devices too; `simulated_roles` are the fast path that `simulate` takes instead.
 """

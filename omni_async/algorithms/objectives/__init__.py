@@ -1,1 +1,5 @@
-"""Contains the objectives, pure functions on the inputs of `base`; `omni_async.algorithms.registry` lists them."""
+"""Contains the objectives, pure functions that `omni_async.algorithms.registry` lists.
+
+Those in `transition` take the `TransitionInputs` of base.py, those in `forward` its `ForwardInputs`; all return an
+`ObjectiveOutput`.
+"""

@@ -1,1 +1,1 @@
-"""Profiles that come with the package."""
+"""Holds the profiles that come with the package, a JSON file each; `omni_async.performance.profile` reads them."""

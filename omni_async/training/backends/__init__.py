@@ -1,1 +1,5 @@
-"""Holds a rank's model: whole (`plain`) or spread over ranks (`fsdp2`), behind `base.TrainBackend`."""
+"""Holds a rank's model, behind `base.TrainBackend`.
+
+`base.build_backend` builds the one that `trainer.backend` names: `fsdp2`, spread over ranks, or `plain`, whole on each,
+which is in `omni_async.training.model`, or another package's.
+"""

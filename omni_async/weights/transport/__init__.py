@@ -1,8 +1,8 @@
 """Builds the transport that carries a published version to the engines.
 
-The sender is beside trainer rank 0, a receiver beside every engine.
-
-`weights.transport` chooses; a transport's module, and what it imports, is loaded only if it is chosen.
+`build_sender` makes the `WeightSender` beside trainer rank 0, `build_receiver` a `WeightReceiver` beside every engine;
+what cannot be carried is a `TransportError`. `weights.transport` chooses; a transport's module, and what it imports, is
+loaded only if it is chosen.
 """
 
 from __future__ import annotations
