@@ -106,7 +106,8 @@ class RunDirectory:
         Args:
             config: this attempt's, for `config.yaml`.
             version: the update that the run goes on from; later metrics are void (`void_metrics`).
-            validated: the version of its last validation round (None: there was none); later ones are void."""
+            validated: the last version that a validation round began with (None: there was none); later ones are
+                void."""
         with refusing(f"cannot go on in {self.path}"):
             write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)
