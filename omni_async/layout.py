@@ -86,8 +86,10 @@ class ParallelLayout:
     def in_order(self, shares: Sequence[Sequence[T]], number: int, start: int = 0) -> list[T]:
         """Put what the ranks have of the items that `dealt` gave them back into the order of all `number` items.
 
-        `shares` are in the order of the ranks. The first rank of a sequence group speaks for it; a rank without an item
-        is not asked."""
+        Args:
+            shares: what each rank has, in the order of the ranks. The first rank of a sequence group speaks for it; a
+                rank without an item is not asked.
+            number, start: as `dealt` took them."""
         found: dict[int, T] = {}
         for rank, share in enumerate(shares):
             layout = replace(self, rank=rank)
@@ -97,7 +99,12 @@ class ParallelLayout:
 
 
 def layout_problems(world_size: int, sequence: int, shard: int | None) -> Iterator[str]:
-    """Yield what is wrong with the degrees of `world_size` ranks, in the words of the recipe's keys."""
+    """Yield what is wrong with the degrees of parallelism, in the words of the recipe's keys.
+
+    Args:
+        world_size: `trainer.workers`.
+        sequence: `trainer.sequence_parallel`.
+        shard: `trainer.shard`; None: all ranks."""
     for key, degree, what in (
         ("sequence_parallel", sequence, "ranks share a sequence"),
         ("shard", shard, "ranks share a copy of the weights"),

@@ -93,9 +93,16 @@ class Policy(Protocol):
     ) -> torch.Tensor:
         """Compute v = eps - x0, float32, shaped as `latents`, guidance included.
 
-        `latents` float32 (B, *shape); `sigma` float32 (B,), of rows that one component takes. `components` may be
-        diffusers' or an engine's own. Without `unconditional_gradient` no gradient flows through guidance's
-        unconditional branch."""
+        Args:
+            components: the denoisers by component, diffusers' or an engine's own.
+            latents: x_sigma, float32 (B, *shape).
+            sigma: float32 (B,), of rows that one component takes.
+            conditioning: stacked, of batch size [B].
+            spec: the samples'.
+            unconditional_gradient: whether a gradient flows through guidance's unconditional branch.
+
+        Raises:
+            ValueError: the samples are guided, and the conditioning has no unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Stack per-sample conditioning (batch size []) to one of batch size [B].

@@ -79,7 +79,16 @@ def aggregate_advantages(
 def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
     """Return the columns that advantages are computed from, float64, and that a `RewardHistory` keeps.
 
-    (N, 1), the weighted sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
+    Args:
+        rewards: (N, K), of K scorers.
+        weights: (K,), a weight per scorer.
+        settings: `algorithm.advantage`.
+
+    Returns:
+        (N, 1), the weighted sum, with aggregate="rewards"; the scorers' own (N, K) otherwise.
+
+    Raises:
+        ValueError: there are no rewards, or a shape does not fit."""
     if rewards.ndim != 2 or rewards.numel() == 0 or weights.shape != rewards.shape[1:]:
         raise ValueError(
             f"expected rewards (N, K) and weights (K,), got {tuple(rewards.shape)} and {tuple(weights.shape)}"
@@ -106,10 +115,16 @@ def _without_peers(prompt_ids: Tensor, history: RewardHistory) -> Tensor:
 
 
 def unclipped_advantages(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:
-    """Return advantages (N,) float64 before the clamp. `rewards` (N,) finite, `group_ids` (N,) integers in any order.
+    """Return advantages (N,) float64 before the clamp. Equal rewards of a group give exactly 0.
 
-    settings.std: "global" divides by the std of all N rewards, "group" by the group's own, "none" by nothing; ddof (0
-    or 1) is subtracted from the count in the variance. Equal rewards give exactly 0."""
+    Args:
+        rewards: (N,) finite.
+        group_ids: (N,) integers in any order.
+        settings: `algorithm.advantage`. std "global" divides by the std of all N rewards, "group" by the group's own,
+            "none" by nothing; ddof (0 or 1) is subtracted from the count in the variance.
+
+    Raises:
+        ValueError: an argument is not as said here."""
     if settings.std not in ("global", "group", "none"):
         raise ValueError(f"std must be 'global', 'group' or 'none', got {settings.std!r}")
     _check_ids("group_ids", group_ids, rewards.shape)
@@ -125,7 +140,10 @@ def unclipped_advantages(rewards: Tensor, group_ids: Tensor, settings: Advantage
 
 
 def clip_binds(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> bool:
-    """Return whether the clamp to +-clip_max changes any of these advantages."""
+    """Return whether the clamp to +-clip_max changes any of these advantages.
+
+    Args:
+        rewards, group_ids, settings: as `unclipped_advantages` takes them, with its errors."""
     return bool((unclipped_advantages(rewards, group_ids, settings).abs() > settings.clip_max).any())
 
 
@@ -237,7 +255,15 @@ class RewardHistory:
     def advantages(self, rewards: Tensor, prompt_ids: Tensor, settings: Advantage) -> Tensor:
         """Return advantages, float64 in the shape of `rewards`, each column against its own statistics, not clamped.
 
-        A prompt's only reward ever gets 0."""
+        A prompt's only reward ever gets 0.
+
+        Args:
+            rewards: those of this update, not committed yet.
+            prompt_ids: the prompt of each.
+            settings: `algorithm.advantage`.
+
+        Raises:
+            ValueError: a shape does not fit, a reward is not finite, or C is not that of the rewards so far."""
         columns = self._checked(rewards, prompt_ids)
         merged = self._merged(columns, prompt_ids)
         scale = torch.ones(columns.shape[1], dtype=torch.float64)

@@ -156,15 +156,20 @@ def loss_factor(numerator: float, denominator: float) -> float:
 def importance_weights(
     log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """Return (weights (N, W) float64, gamma) of L = `log_ratio` (N, W) in nats; w = exp(clamp(gamma e, +-20)).
+    """Return (weights w (N, W) float64, gamma), w = exp(clamp(gamma e, +-20)) with the `exponents` e of the rows.
 
-    The exponent e is by row (`exponents`). gamma is 1 unless weights are `tempered`: then it is the
-    `tempering_exponent` of the rows that reach the loss, those where `kept` (N, W) bool is True (all without it), so
-    give a whole update; with none left it is 1. First weights outside `band` become 0 (IcePop), then the others are
-    truncated at `cap`. `weights: none` gives ones. Rows that are not kept have weights like any other.
+    gamma is 1 unless weights are `tempered`: then it is the `tempering_exponent` of the rows that reach the loss, and 1
+    if there are none. First weights outside `band` become 0 (IcePop), then the others are truncated at `cap`. `weights:
+    none` gives ones. Rows that are not kept have weights like any other.
 
     Clamping and truncating keep the order of weights and shrink large ones most, which cannot lower the effective
-    sample size."""
+    sample size.
+
+    Args:
+        log_ratio: L (N, W) in nats, float64; of a whole update where weights are tempered.
+        settings: `algorithm.correction`.
+        num_elements: D, the latent elements of a sample.
+        kept: (N, W) bool, True for rows that reach the loss; None: all do."""
     if settings.weights == "none":
         return torch.ones_like(log_ratio), 1.0
     values = exponents(log_ratio, settings, num_elements)
@@ -185,7 +190,12 @@ def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Ten
     """Return (N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps, which share the result.
 
     Level `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D.
-    `sequence`: the sum over steps of either; VeRL-Omni's level of that name is the one of L / D."""
+    `sequence`: the sum over steps of either; VeRL-Omni's level of that name is the one of L / D.
+
+    Args:
+        log_ratio: L (N, W) in nats.
+        settings: `algorithm.correction`.
+        num_elements: D, the latent elements of a sample."""
     values = per_element(log_ratio, settings, num_elements)
     if settings.level == "step":
         return values
@@ -195,7 +205,15 @@ def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Ten
 
 
 def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
-    """Return L itself for log_ratio `sum`, L / D for `mean`."""
+    """Return L itself for log_ratio `sum`, L / D for `mean`.
+
+    Args:
+        log_ratio: L in nats, of any shape.
+        settings: `algorithm.correction`.
+        num_elements: D, the latent elements of a sample.
+
+    Raises:
+        ValueError: num_elements < 1."""
     if num_elements < 1:
         raise ValueError(f"num_elements must be >= 1, got {num_elements}")
     return log_ratio / num_elements if settings.log_ratio == "mean" else log_ratio
@@ -235,11 +253,14 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
 
 
 def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tensor:
-    """Keep (N, W) rows, True, where the ratio exp(L) lies in band = [lo, hi], both ends included.
+    """Keep rows, True in (N, W) bool, where the ratio exp(L) lies in the band.
 
-    A symmetric bound t is (1 / t, t). (VeRL bounds b / p instead, so its lo_hi is (1 / hi, 1 / lo) here.) `sum` and
-    `mean`: the ratio of the sample and its geometric mean over steps. `max`: all steps must lie in the band; the
-    maximum of a signed quantity would test one side alone."""
+    Args:
+        log_ratio: L (N, W).
+        band: (lo, hi), both ends included. A symmetric bound t is (1 / t, t). (VeRL bounds b / p instead, so its lo_hi
+            is (1 / hi, 1 / lo) here.)
+        level: `step`: each row's own ratio. `sum` and `mean`: that of the sample and its geometric mean over steps.
+            `max`: all steps must lie in the band; the maximum of a signed quantity would test one side alone."""
     low, high = math.log(band[0]), math.log(band[1])
     if level == "max":
         smallest, largest = log_ratio.amin(dim=1, keepdim=True), log_ratio.amax(dim=1, keepdim=True)
@@ -249,12 +270,22 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tenso
 
 
 def k2_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
-    """Keep rows where L^2 / 2 <= bound, per step or aggregated over a sample's steps."""
+    """Keep rows, True in (N, W) bool, where L^2 / 2 <= bound.
+
+    Args:
+        log_ratio: L (N, W).
+        bound: >= 0.
+        level: how L^2 / 2 is aggregated over a sample's steps; `step`: not at all."""
     return (_over_steps(log_ratio.square() / 2, level) <= bound).expand_as(log_ratio)
 
 
 def k3_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
-    """Keep rows where exp(L) - 1 - L <= bound, per step or aggregated over a sample's steps."""
+    """Keep rows, True in (N, W) bool, where exp(L) - 1 - L <= bound.
+
+    Args:
+        log_ratio: L (N, W).
+        bound: >= 0.
+        level: how exp(L) - 1 - L is aggregated over a sample's steps; `step`: not at all."""
     return (_over_steps(log_ratio.expm1() - log_ratio, level) <= bound).expand_as(log_ratio)
 
 
@@ -292,10 +323,16 @@ def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor)
     log p = log b + alpha (log theta - log b), AReaL's approximation of the decoupled loss: with v the version being
     made and v_b the one that took the step, alpha = (v - 1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
 
-    The result has shape and dtype of `behaviour` and is detached from both. `behaviour` are recorded log-probs,
-    `current` those of the policy in training, of the same shape and unit; `staleness` integers >= 0 of that shape, a
-    step's own where versions changed in mid-trajectory. Steps of staleness 0 get behaviour: how engine and trainer
-    differ stays in the ratio."""
+    Args:
+        behaviour: recorded log-probs. Steps of staleness 0 get these: how engine and trainer differ stays in the ratio.
+        current: log-probs of the policy in training, of the same shape and unit.
+        staleness: integers >= 0 of that shape, a step's own where versions changed in mid-trajectory.
+
+    Returns:
+        Log-probs in shape and dtype of `behaviour`, detached from both.
+
+    Raises:
+        ValueError: shapes differ, or staleness is not integers >= 0."""
     for name, value in (("current", current), ("staleness", staleness)):
         if value.shape != behaviour.shape:
             raise ValueError(

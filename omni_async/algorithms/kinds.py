@@ -136,10 +136,16 @@ def num_trained(window: int, fraction: float) -> int:
 
 
 def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: float) -> int:
-    """Return the number K of noise draws of a sample of `num_inference_steps` N: `forward.draws`, if that is given.
+    """Return the number K of noise draws of a sample: `forward.draws`, or a fraction of the sigmas to draw from.
 
-    Else timestep_fraction of the sigmas to draw from, rounded down but at least 1. There are N of them, and N - 1 for
-    `schedule_wo_first`, where N = 1 is a ValueError."""
+    Args:
+        num_inference_steps: N, which is also the number of sigmas to draw from; these are N - 1 for
+            `schedule_wo_first`.
+        forward: `algorithm.forward`.
+        timestep_fraction: applies where `forward.draws` is not given; rounded down, but to at least 1 draw.
+
+    Raises:
+        ValueError: there is no sigma to draw from."""
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be >= 1, got {num_inference_steps}")
     choices = num_inference_steps - (forward.sigmas == "schedule_wo_first")

@@ -24,5 +24,10 @@ def initial_noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def step_noise(seed: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the noise that transition number `step` adds: standard normal float32 of `shape` on the CPU."""
+    """Return the noise that a transition adds: standard normal float32 on the CPU.
+
+    Args:
+        seed: the request's.
+        step: the transition's number, from 0.
+        shape: that of one sample's latents."""
     return _draw(seed, "step", step, shape)

@@ -61,9 +61,15 @@ def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_con
     It is used as a diffusers pipeline (Qwen-Image, FLUX, Z-Image, ...) does, which hands it the sigmas 1, ..., 1/N and
     the shift of `image_seq_len` latent tokens.
 
-    `scheduler_config` is `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
-    shift 1, no terminal). ValueError for options that change the schedule in a way not written here (Karras,
-    exponential, beta, inverted)."""
+    Args:
+        num_inference_steps: N.
+        image_seq_len: as `resolution_mu` takes it.
+        scheduler_config: `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
+            shift 1, no terminal).
+
+    Raises:
+        ValueError: an argument or option is out of range, or an option changes the schedule in a way not written here
+            (Karras, exponential, beta, inverted)."""
     refuse_options(scheduler_config, *OTHER_SCHEDULES)
     mu = resolution_mu(image_seq_len, scheduler_config)
     sigmas = _linspace(num_inference_steps)

@@ -42,12 +42,19 @@ class Transition:
 def transition(
     kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: Tensor
 ) -> Transition:
-    """Return the Gaussian of x' given x and the velocity v, both (B, ...).
+    """Return the Gaussian of x' given x and the velocity v.
 
-    The others are (B,). x is float32 or float64 and v is cast to it.
+    Args:
+        kind: one of `KINDS`.
+        x: (B, ...), float32 or float64.
+        v: (B, ...), cast to x's dtype.
+        sigma, sigma_next: (B,).
+        sigma_max: (B,), sigmas[1] of each row's schedule.
+        noise_level: (B,).
 
-    ValueError for an unknown kind, a shape or dtype that does not fit, noise_level <= 0 (use `ode_step`), sigmas out of
-    order, and for `cps` where the scale would not be positive (sigma_next = 0 or noise_level >= 2)."""
+    Raises:
+        ValueError: an unknown kind, a shape or dtype that does not fit, noise_level <= 0 (use `ode_step`), sigmas out
+            of order, and for `cps` a scale that would not be positive (sigma_next = 0 or noise_level >= 2)."""
     _check_kind(kind)
     _check_shapes(x, v=v)
     rows = _rows64(x, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max, noise_level=noise_level)
@@ -77,11 +84,17 @@ def transition(
 def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Return (B,) in mean's dtype: the log-density of x' averaged, not summed, over its D elements.
 
-    No gradient flows into x'.
-
     `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, which is
     what its reference uses (arXiv 2509.05952): not a log-density; `nats_per_log_prob` makes ratios comparable again.
-    scale must be > 0."""
+
+    Args:
+        kind: one of `KINDS`.
+        x_next: x' (B, ...), into which no gradient flows.
+        mean: (B, ...), float32 or float64.
+        scale: (B,), must be > 0.
+
+    Raises:
+        ValueError: an unknown kind, or a shape or dtype that does not fit."""
     _check_kind(kind)
     _check_shapes(mean, x_next=x_next)
     scale = _rows64(mean, scale=scale)["scale"]
@@ -96,7 +109,15 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:
     """Return (B,) f such that f * (log_prob - old_log_prob) is the log-ratio of the whole sample in nats.
 
-    D, and for `cps` D / (2 scale^2)."""
+    D, and for `cps` D / (2 scale^2).
+
+    Args:
+        kind: one of `KINDS`.
+        scale: (B,), the transition's.
+        num_elements: D.
+
+    Raises:
+        ValueError: an unknown kind, or D < 1."""
     _check_kind(kind)
     if num_elements < 1:
         raise ValueError(f"num_elements must be >= 1, got {num_elements}")
@@ -106,7 +127,13 @@ def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:
 
 
 def ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """Take the noise-free Euler step x' = x + (sigma_next - sigma) v, (B, ...) in x's dtype."""
+    """Take the noise-free Euler step x' = x + (sigma_next - sigma) v, (B, ...) in x's dtype.
+
+    Args:
+        x, v, sigma, sigma_next: as `transition` takes them.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit."""
     _check_shapes(x, v=v)
     rows = _rows64(x, sigma=sigma, sigma_next=sigma_next)
     return x + v.to(x.dtype) * _column(rows["sigma_next"] - rows["sigma"], x)
@@ -122,9 +149,11 @@ def take_step(
     noise_level: Tensor,
     noise: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x', log_prob, mean) with x' = mean + scale * noise; `noise` (B, ...) is standard normal.
+    """Return (x', log_prob, mean) with x' = mean + scale * noise.
 
-    Errors as `transition`."""
+    Args:
+        kind, x, v, sigma, sigma_next, sigma_max, noise_level: as `transition` takes them, with its errors.
+        noise: (B, ...), standard normal."""
     _check_kind(kind)
     _check_shapes(x, noise=noise)
     step = transition(kind, x, v, sigma, sigma_next, sigma_max, noise_level)
@@ -143,11 +172,15 @@ def step_mixed(
     noise: Tensor,
     noisy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x', log_prob, mean) of rows that are noisy or not, by `noisy` (B,) bool.
+    """Return (x', log_prob, mean) of rows that are noisy or not.
 
     Noisy rows are `take_step`, the others `ode_step` with log_prob 0 and mean = x'.
 
-    Rows are selected, so the noise and the noise_level of an ODE row are never looked at (0 and NaN are fine there)."""
+    Args:
+        kind, x, v, sigma, sigma_next, sigma_max: as `transition` takes them, with its errors.
+        noise_level, noise: as `take_step` takes them. Rows are selected, so those of an ODE row are never looked at (0
+            and NaN are fine there).
+        noisy: (B,) bool."""
     _check_kind(kind)
     _check_shapes(x, noise=noise)
     if noisy.dtype != torch.bool or noisy.shape != x.shape[:1]:

@@ -21,7 +21,15 @@ _HUBER_EPS = 1e-10
 
 
 def noised(final: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Return x_sigma = (1 - sigma) final + sigma noise, (R, ...) in final's dtype; `noise` (R, ...), `sigma` (R,)."""
+    """Return x_sigma = (1 - sigma) final + sigma noise, (R, ...) in final's dtype.
+
+    Args:
+        final: (R, ...), the latents x0.
+        noise: (R, ...), standard normal.
+        sigma: (R,).
+
+    Raises:
+        ValueError: the shapes do not fit."""
     if noise.shape != final.shape:
         raise ValueError(f"noise must have shape {tuple(final.shape)} like final, got {tuple(noise.shape)}")
     if sigma.shape != final.shape[:1]:
@@ -43,10 +51,19 @@ def mean_square(a: Tensor, b: Tensor) -> Tensor:
 def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, generator: Generator) -> Tensor:
     """Draw (K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order, like `sigmas` in dtype.
 
-    sigmas (N + 1,): the sampler's own, decreasing, the last one 0. `schedule` takes the others in a random permutation,
-    so none repeats before all have occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0].
-    `logit_normal` does not use their values: sigmoid(z) of a standard normal z, one draw from each of K equally likely
-    strata, shifted as SD3 schedules are, sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050)."""
+    forward.sigmas `schedule` takes all but the final 0 in a random permutation, so none repeats before all have
+    occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0]. `logit_normal` does not use their
+    values: sigmoid(z) of a standard normal z, one draw from each of K equally likely strata, shifted as SD3 schedules
+    are, sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
+
+    Args:
+        sigmas: (N + 1,), the sampler's own, decreasing, the last one 0.
+        forward: `algorithm.forward`.
+        timestep_fraction: as `num_draws` takes it.
+        generator: the sample's.
+
+    Raises:
+        ValueError: `sigmas` has another shape or end, or as `num_draws`."""
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] != 0:
         raise ValueError(
             f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}"
@@ -104,11 +121,14 @@ def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
 
 
 def preference(advantage: Tensor, clip_max: float, adv_mode: str) -> Tensor:
-    """Return (R,) float64 in [0, 1], without gradient: r = 1/2 + A' / (2 clip_max) of advantages (R,), A' being
+    """Return r = 1/2 + A' / (2 clip_max), (R,) float64 in [0, 1], without gradient.
 
-    `all` A clamped to +-clip_max; `positive_only` and `negative_only` that part of it, the other one 0; `one_only` 1
-    where A > 0, else 0; `binary` the sign of A. The last two are not scaled by clip_max, as in the published code: r is
-    1/2 or 1/2 +- 1 / (2 clip_max)."""
+    Args:
+        advantage: A (R,).
+        clip_max: `advantage.clip_max`.
+        adv_mode: what A' is. `all`: A clamped to +-clip_max; `positive_only` and `negative_only`: that part of it, the
+            other one 0; `one_only`: 1 where A > 0, else 0; `binary`: the sign of A. The last two are not scaled by
+            clip_max, as in the published code: r is 1/2 or 1/2 +- 1 / (2 clip_max)."""
     clamped = advantage.detach().double().clamp(-clip_max, clip_max)
     match adv_mode:
         case "positive_only":
@@ -193,10 +213,14 @@ def awm(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
 
 
 def log_likelihood(error: Tensor, sigma: Tensor, settings: Awm) -> Tensor:
-    """Return p (R,), at most 0, of the flow-matching error m (R,) at sigma (R,), both float64.
+    """Return p (R,) float64, at most 0: the flow-matching error m, negated and weighted, in place of a log-likelihood.
 
-    weighting `uniform` -m; `sigma` -m sigma; `sigma_squared` -m sigma^2; `huber` -(sqrt(m + e) - sqrt(e)) sigma;
-    `ghuber` -((m + e)^p - e^p) sigma / p with p = `power`; e = 1e-10 keeps the gradient finite at m = 0."""
+    Args:
+        error: m (R,) float64.
+        sigma: (R,) float64.
+        settings: `algorithm.awm`. weighting `uniform` -m; `sigma` -m sigma; `sigma_squared` -m sigma^2; `huber`
+            -(sqrt(m + e) - sqrt(e)) sigma; `ghuber` -((m + e)^q - e^q) sigma / q with q = `power`; e = 1e-10 keeps the
+            gradient finite at m = 0."""
     match settings.weighting:
         case "uniform":
             return -error

@@ -52,12 +52,20 @@ def clipped_surrogate(
     """Return per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
 
     With clip_range c (1e-4 if neither is given) the clip is to [1 - c, 1 + c]. With clip_range_nats c it is to where
-    |nats| = c, `nats` being the log-ratio of the whole sample that belongs to log_ratio: a row outside gets log_ratio
-    scaled back by c / |nats|, and it has no gradient if A pushes it further out. `nats` is None where log_ratio has no
-    such meaning: then clip_range_nats is a ValueError.
+    |nats| = c: a row outside gets log_ratio scaled back by c / |nats|, and it has no gradient if A pushes it further
+    out.
 
     Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside, whether or not the clip takes the
-    gradient, as in flow_grpo."""
+    gradient, as in flow_grpo.
+
+    Args:
+        inputs: read for the advantage A.
+        algorithm: read for the clip range.
+        log_ratio: (R,) float64, with gradient.
+        nats: (R,) float64, the log-ratio of the whole sample that belongs to log_ratio; None where none does.
+
+    Raises:
+        ValueError: clip_range_nats together with clip_range, or without `nats`."""
     advantage = inputs.advantage.detach().to(torch.float64)
     ratio = log_ratio.exp()
     if algorithm.clip_range_nats is None:
@@ -94,7 +102,12 @@ def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorith
 
     kl_form "published": s = std, as flow_grpo and VeRL-Omni compute it; "exact": s = scale, the KL between the two
     Gaussians. For kind "flow" the published value is the exact one times the step size; for "dance" and "cps" they
-    agree. "mean": <(mean - ref_mean)^2> and no divisor (Flow-Factory's x-space form)."""
+    agree. "mean": <(mean - ref_mean)^2> and no divisor (Flow-Factory's x-space form).
+
+    Args:
+        inputs: read for mean, std and scale.
+        ref_mean: (R, ...), the reference policy's.
+        algorithm: read for kl_form."""
     square = mean_square_difference(inputs.mean, ref_mean)
     if algorithm.kl_form == "mean":
         return square
@@ -105,10 +118,19 @@ def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorith
 def objective_output(
     inputs: TransitionInputs, algorithm: Algorithm, policy_loss: Tensor, metrics: Metrics, penalty: Tensor | None = None
 ) -> ObjectiveOutput:
-    """Compute weight policy_loss + kl_coef KL + penalty per row, from (R,) float64 parts, in log_prob's dtype.
+    """Compute weight policy_loss + kl_coef KL + penalty per row, in log_prob's dtype.
 
-    Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean, kl_ref in the form of `kl_form`. ValueError where
-    kl_coef > 0 and there is no ref_mean."""
+    Adds the metrics approx_kl = log_ratios^2 / 2 and, with ref_mean, kl_ref in the form of `kl_form`.
+
+    Args:
+        inputs: read for weight (1 without one), log-probs and KL.
+        algorithm: read for kl_coef and kl_form.
+        policy_loss: (R,) float64.
+        metrics: the objective's own, names to (R,).
+        penalty: (R,) float64, which no weight multiplies; None: 0.
+
+    Raises:
+        ValueError: kl_coef > 0 and there is no ref_mean."""
     loss = policy_loss if inputs.weight is None else inputs.weight.detach().to(torch.float64) * policy_loss
     if penalty is not None:
         loss = loss + penalty
