@@ -21,7 +21,13 @@ from omni_async.types import Prompt
 
 
 def load_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
-    """Load a diffusers or transformers model in eval mode. From safetensors alone: the other formats are pickles."""
+    """Load a diffusers or transformers model in eval mode. From safetensors alone: the other formats are pickles.
+
+    Args:
+        cls: the model's class.
+        path: the checkpoint's folder.
+        folder: the part's, in the checkpoint's.
+        dtype: that of the weights."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a run logs one line per update, and a bar per model part would come between
@@ -30,9 +36,12 @@ def load_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
 
 
 def empty_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
-    """Build a diffusers model as `load_part` returns it, with parameters of `dtype` on the meta device.
+    """Build a diffusers model as `load_part` returns it, with parameters on the meta device.
 
-    What else it computes when it is built (rotary tables) has its values."""
+    What else it computes when it is built (rotary tables) has its values.
+
+    Args:
+        cls, path, folder, dtype: as `load_part` takes them; only the configuration is read."""
     from accelerate import init_empty_weights
 
     before = torch.get_default_dtype()
@@ -109,7 +118,11 @@ class DiffusersPolicy(ABC):
     def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor], spec: Any) -> dict[str, Any]:
         """Return what the denoiser takes besides `hidden_states`, which are the latents.
 
-        All floats are in its dtype, but `sigma` (B,); `text` has the tensors of `text_rules`, (B, ...)."""
+        Args:
+            latents: (B, *shape) in the denoiser's dtype.
+            sigma: (B,) float32.
+            text: the tensors of `text_rules`, (B, ...), floats in the denoiser's dtype.
+            spec: the samples'."""
 
     @abstractmethod
     def blank_text(self, spec: Any) -> dict[str, Tensor]:
@@ -121,7 +134,11 @@ class DiffusersPolicy(ABC):
         return scale
 
     def combine(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Apply classifier-free guidance."""
+        """Apply classifier-free guidance.
+
+        Args:
+            cond, uncond: predictions with the prompt and with the negative one, float32 (B, *shape).
+            scale: that of the guidance, > 1."""
         return uncond + scale * (cond - uncond)
 
     def call(self, denoiser: nn.Module, **inputs: Any) -> Any:

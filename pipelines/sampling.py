@@ -21,7 +21,15 @@ class ImageSampling(SamplingSpec, frozen=True, kw_only=True):
 
 
 def read_config(checkpoint: str | Path, part: str, name: str = "config.json") -> dict[str, Any]:
-    """Return a part's configuration file. ValueError if the checkpoint has none."""
+    """Return the content of a part's configuration file.
+
+    Args:
+        checkpoint: its folder.
+        part: the part's folder in it; empty: the checkpoint itself.
+        name: the file's.
+
+    Raises:
+        ValueError: the checkpoint has no such file."""
     file = Path(checkpoint) / part / name
     if not file.is_file():
         raise ValueError(

@@ -31,9 +31,16 @@ def fill_zeros(model: Any) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, split: Any, **suffix: str) -> tuple[dict[str, int], Any]:
-    """Train a byte-level BPE on the words that `split` makes, which may end in an `end_of_word_suffix`.
+    """Train a byte-level BPE.
 
-    Returns vocabulary and merges."""
+    Args:
+        texts: what it is trained on.
+        vocab_size: the most tokens that it may have.
+        split: the pre-tokenizer that makes words of a text.
+        suffix: `end_of_word_suffix`, where words end in one.
+
+    Returns:
+        The vocabulary, tokens to ids, and the merges, pairs of tokens."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE(**suffix))
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -88,7 +95,13 @@ def t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:
 
 
 def build(make: Callable[..., Any], path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Write the pipeline that `make(**shape)` returns in diffusers' layout to `path`, weights in `dtype`."""
+    """Write a pipeline in diffusers' layout and return its folder.
+
+    Args:
+        make: builds the pipeline, in float32.
+        path: the folder to write.
+        dtype: that of the weights written.
+        shape: what `make` takes."""
     pipeline = make(**shape)
     if dtype != torch.float32:
         pipeline.to(dtype)

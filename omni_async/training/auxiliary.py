@@ -97,9 +97,15 @@ def forget_gathered(module: nn.Module) -> None:
 
 
 def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
-    """Freeze `components` and add float32 adapters on the CPU, the same on every rank for the same `seed`.
+    """Freeze `components` and add float32 adapters on the CPU.
 
-    Parameters may be on the meta device. ValueError if no layer is called as `lora.target_modules`."""
+    Args:
+        components: the denoisers, whose parameters may be on the meta device.
+        lora: `model.lora`.
+        seed: the same one makes the same adapters on every rank.
+
+    Raises:
+        ValueError: no layer is called as `lora.target_modules`."""
     components.requires_grad_(False)
     config = LoraConfig(
         r=lora.rank,

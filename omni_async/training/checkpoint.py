@@ -42,7 +42,12 @@ def begin_save(
 ) -> Future[Any]:
     """Copy what is to be saved; the future is done when this rank's files are in `folder`.
 
-    `group` is the ranks' group on the CPU, used for nothing else meanwhile; None with a single rank."""
+    Args:
+        folder: the checkpoint's, the same on every rank.
+        parameters: the trained ones, by name.
+        auxiliary: tensors of the further policies, as `<which>.<name>`.
+        optimizer: that of the parameters.
+        group: the ranks' group on the CPU, used for nothing else meanwhile; None with a single rank."""
     tensors = _weights(parameters, auxiliary) | {
         key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
     }
@@ -60,7 +65,11 @@ def load(
 ) -> None:
     """Read a checkpoint into `parameters`, `auxiliary` and `optimizer`, in place.
 
-    TrainingError if it belongs to another model or does not exist."""
+    Args:
+        folder, parameters, auxiliary, optimizer: as `begin_save` took them, under any layout of ranks.
+
+    Raises:
+        TrainingError: the checkpoint belongs to another model, does not exist or cannot be read."""
     tensors = folder / _FOLDER
     if not any(tensors.glob("*.safetensors")):
         raise TrainingError(f"{folder} is not a checkpoint: it has no {_FOLDER}/*.safetensors")

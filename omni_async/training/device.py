@@ -35,10 +35,14 @@ def collective_backend(device: torch.device) -> str:
 def init_process_group(
     rank: int, world: int, init_method: str, timeout: float, device: torch.device | None = None
 ) -> None:
-    """Join the trainer's process group.
+    """Join the trainer's process group. Returns when all ranks have called it.
 
-    `init_method` is torch's (`file:///...`, `tcp://host:port`), `timeout` seconds for every collective, so that ranks
-    fail instead of hanging when another rank is gone. Returns when all `world` ranks have called it."""
+    Args:
+        rank: this one.
+        world: how many there are.
+        init_method: torch's (`file:///...`, `tcp://host:port`).
+        timeout: seconds for every collective, so that ranks fail instead of hanging when another rank is gone.
+        device: where this rank computes; None: `rank_device(rank)`."""
     device = rank_device(rank) if device is None else device
     dist.init_process_group(
         collective_backend(device),

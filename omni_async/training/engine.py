@@ -213,10 +213,17 @@ def copy_out(
     dtype: torch.dtype | None,
     rank: int,
 ) -> None:
-    """Copy the rows that `rank` holds of every weight of `base` into `buckets`, in `dtype` if given.
+    """Copy the rows of weights that this rank holds into `buckets`.
 
-    `adapters` are merged as `merged_weights` does. Collective where there are adapters: these are gathered, one pair at
-    a time."""
+    Collective where there are adapters: these are gathered, one pair at a time.
+
+    Args:
+        buckets: filled in the order of `base`.
+        base: stored weights, perhaps sharded, by diffusers names.
+        adapters: merged into `base` as `merged_weights` does; empty: there is nothing to merge.
+        scale: factor of the adapters' product.
+        dtype: that of the copies; None: each weight's own.
+        rank: this one."""
     rows: Iterator[tuple[str, Tensor]]
     if adapters:
         rows = merged_weights(

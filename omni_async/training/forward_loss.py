@@ -59,6 +59,13 @@ class Draws:
 
 
 def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forward, fraction: float) -> Draws:
+    """Make the noise draws of one sample.
+
+    Args:
+        seed: the sample's.
+        shape: that of its latents.
+        sigmas: the sampler's schedule (N + 1,).
+        forward, fraction: `algorithm.forward` and `algorithm.timestep_fraction`, which set how many draws there are."""
     generator = torch.Generator().manual_seed(seed)
     drawn = draw_sigmas(sigmas, forward, fraction, generator).to(torch.float32)
     return Draws(drawn, torch.randn((len(drawn), *shape), generator=generator))
@@ -72,9 +79,15 @@ def build_rows(
     policy: Policy,
     device: torch.device,
 ) -> ForwardRows:
-    """Build the rows `row_ids`, each (sample, draw), of a checked group.
+    """Build rows of a group.
 
-    `draws[i]` are sample i's, as many for every sample."""
+    Args:
+        group: this rank's samples, checked.
+        draws: those of each sample.
+        row_ids: (sample, draw) of each row.
+        needs: the components of these rows.
+        policy: stacks their conditioning.
+        device: where the rows are put."""
     trajectories = [group.trajectories[sample] for sample, _ in row_ids]
     return ForwardRows(
         final=torch.stack([t["final"] for t in trajectories]).to(device),

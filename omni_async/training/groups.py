@@ -74,10 +74,15 @@ class Drawn:
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
     """Return W, the number of trained steps of every sample (0 for forward-process objectives).
 
-    ValueError names the first sample that is not usable, and why.
+    Args:
+        group: this rank's samples, as they arrived.
+        fields: the tensors that training reads of every sample (`trajectory_fields`).
+        sigmas: the trainer's own schedule (N + 1,): a trajectory made with another one, even by one bit, would be
+            trained with wrong ratios.
+        latent_shape: that of one sample.
 
-    `sigmas` is the trainer's own schedule: a trajectory made with another one, even by one bit, would be trained with
-    wrong ratios."""
+    Raises:
+        ValueError: names the first sample that is not usable, and why."""
     window = len(group.trajectories[0].get("steps", ()))
     for i, (trajectory, advantage) in enumerate(zip(group.trajectories, group.advantages, strict=True)):
         try:
@@ -158,11 +163,16 @@ class Needs:
 def micro_batches(
     needs: Sequence[str], size: int, unit: int, most: int, components: Sequence[str], largest: Largest
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of about `size` rows, whole units of `unit` rows each, then padding.
+    """Yield this rank's micro-batches, then padding, so that every rank has as many.
 
-    `needs[i]`: the component that row i needs. `most`: the rows of the rank that has most. `largest`: takes a list of
-    numbers and returns the largest over all ranks of each; called once where there are several components, and else
-    never."""
+    Args:
+        needs: the component that each of this rank's rows needs.
+        size: about how many rows a micro-batch has; it has whole units, at least one.
+        unit: the number of consecutive rows that stay together.
+        most: the rows of the rank that has most.
+        components: all of the policy's, in its order.
+        largest: takes a list of numbers and returns the largest over all ranks of each; called once where there are
+            several components, and else never."""
     size = whole_units(size, unit)
     if len(components) == 1:
         yield from _cut(range(len(needs)), size, unit, -(-most // size), tuple(components))

@@ -43,18 +43,36 @@ class Metrics:
         self._by_step: dict[_Key, list[tuple[Tensor, list[int]]]] = defaultdict(list)
 
     def record(self, name: str, values: Tensor | float, reduction: Reduction = "mean") -> None:
+        """Record a metric of rows.
+
+        Args:
+            name: the one it is reported under.
+            values: of any shape; all count alike.
+            reduction: that over all values, of this rank and others."""
         self._rows[name, reduction].append(torch.as_tensor(values).detach().reshape(-1))
 
     def record_by_step(
         self, name: str, values: Tensor, steps: list[int], reduction: Literal["mean", "variance", "ess"]
     ) -> None:
-        """Record `values` (R,), reduced per denoising step and reported as `name/step_03`."""
+        """Record a metric of rows that is reduced per denoising step.
+
+        Args:
+            name: reported as `name/step_03`.
+            values: (R,).
+            steps: the denoising step of each row, from 0.
+            reduction: that over a step's rows, of this rank and others."""
         self._by_step[name, reduction].append((values.detach(), steps))
 
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
-        """Record an objective's losses (R,), the advantages they were computed with, and its own metrics, each (R,).
+        """Record what an objective computed of R rows.
 
-        TrainingError for a metric with the name of one of the run's, which it would hide."""
+        Args:
+            loss: (R,).
+            advantage: (R,), those that the losses were computed with.
+            others: the objective's own metrics, names to (R,).
+
+        Raises:
+            TrainingError: a metric has the name of one of the run's, which it would hide."""
         if taken := sorted(name for name in others if name.partition("/")[0] in _OF_THE_RUN.split()):
             raise TrainingError(f"the objective's metrics {taken} have names of the run's own; give them others")
         self.record("loss", loss)

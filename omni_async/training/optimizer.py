@@ -61,9 +61,16 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 def ema_decay(step: int, decay: float, warmup: Literal["ratio", "linear"] = "ratio") -> float:
-    """Return d of the moving average at optimizer step `step` (from 0).
+    """Return the decay of the moving average at an optimizer step.
 
-    min((1 + step) / (10 + step), decay), as flow_grpo warms it up, or min(.001 step, decay), as AWM does."""
+    Args:
+        step: the optimizer step, from 0.
+        decay: the decay after warm-up.
+        warmup: `ratio` min((1 + step) / (10 + step), decay), as flow_grpo does; `linear` min(.001 step, decay), as AWM
+            does.
+
+    Raises:
+        ValueError: step < 0."""
     if step < 0:
         raise ValueError(f"step must be >= 0, got {step}")
     return min((1 + step) / (10 + step) if warmup == "ratio" else 0.001 * step, decay)

@@ -34,7 +34,11 @@ class RowLoss(Protocol[Rows]):
         ValueError for an unusable group."""
 
     def losses(self, group: GroupBatch, rows: Rows, counts: bool) -> Tensor:
-        """Return the losses (R,) with gradient; records metrics of rows that count."""
+        """Return the losses (R,) of a micro-batch, with gradient.
+
+        Args:
+            group: the one that the rows are of.
+            rows, counts: as `batches` yielded them; metrics of rows that count are recorded."""
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         """Recompute proximal log-probs: this rank's samples under the current weights, remembered until `end_update`.

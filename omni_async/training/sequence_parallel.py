@@ -38,10 +38,16 @@ def enable(
     """Make the denoisers compute rows together with the other ranks of this rank's sequence group.
 
     Collective over all ranks. Call it after adapters and gradient checkpointing, and before `fully_shard` over all
-    ranks.
+    ranks. A denoiser whose attention does not follow its plan is refused in its first forward, with a TrainingError.
 
-    Raises ValueError for a denoiser that has no plan of how to; one whose attention does not follow its plan is refused
-    in its first forward, with a TrainingError."""
+    Args:
+        components: the denoisers by component, which are changed.
+        plan: the policy's `sequence_plan`.
+        layout: this rank's place among all.
+        device: where this rank computes.
+
+    Raises:
+        ValueError: a denoiser has no plan of how to."""
     mesh = init_device_mesh(
         device.type, (layout.data_size, 1, layout.sequence), mesh_dim_names=("data", "ring", "ulysses")
     )
@@ -175,7 +181,11 @@ class TokenGroup:
         return [int(length) for length in found]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Compute self-attention of all tokens; all (B, H, L, D) of this rank's L tokens."""
+        """Compute self-attention of all tokens, and return this rank's part, (B, H, L, D) of its L tokens.
+
+        Args:
+            query, key, value: (B, H, L, D) of this rank's L tokens; the number of ranks divides H.
+            options: further ones of torch's `scaled_dot_product_attention`."""
         lengths = self.lengths(query.shape[2])
         query, key, value = self._to_heads(torch.cat([query, key, value]), lengths).chunk(3)
         return self._to_tokens(F.scaled_dot_product_attention(query, key, value, **options), lengths)
@@ -248,7 +258,12 @@ class _Exchanging(TorchFunctionMode):
 def install(denoiser: nn.Module, plan: OwnExchange, ranks: TokenGroup) -> None:
     """Make the repeated layers of `denoiser` compute this rank's part of the tokens.
 
-    What is computed again in backward exchanges again."""
+    What is computed again in backward exchanges again.
+
+    Args:
+        denoiser: the whole one, which is changed.
+        plan: where it is cut.
+        ranks: those that share a row's tokens."""
     layers = list(denoiser.get_submodule(plan.layers).children())
     for layer in layers:
         layer.forward = _exchanging(layer.forward, ranks)

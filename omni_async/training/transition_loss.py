@@ -59,7 +59,12 @@ class TransitionRows:
 
 
 def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
-    """Return the window positions that are trained: `num_trained` of them, a draw of the sample's own, or all."""
+    """Return the window positions of a sample that are trained, in order: `num_trained` of them.
+
+    Args:
+        seed: the sample's, from which they are drawn.
+        window: W, the number of its steps that could be trained.
+        fraction: `algorithm.timestep_fraction`."""
     count = num_trained(window, fraction)
     if count == window:
         return list(range(window))
@@ -74,10 +79,15 @@ def build_rows(
     policy: Policy,
     device: torch.device,
 ) -> TransitionRows:
-    """Build a micro-batch of a checked group.
+    """Build a micro-batch of a group.
 
-    `chosen[i]` are the window positions trained of sample i, as many for every sample, and `needs` the components of
-    all its rows."""
+    Args:
+        group: this rank's samples, checked.
+        chosen: the window positions that are trained of each sample, as many of every one.
+        batch: the rows to build, by their number in the group.
+        needs: the component of every row of the group.
+        policy: stacks the conditioning.
+        device: where the rows are put."""
     row_ids = [divmod(i, len(chosen[0])) for i in batch.rows]
     pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
     trajectories = [group.trajectories[sample] for sample, _ in pairs]
@@ -122,7 +132,12 @@ class Proximal:
 
 
 def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor) -> Proximal:
-    """Take the policy in training as the proximal one. Detached."""
+    """Take the policy in training as the proximal one. Detached.
+
+    Args:
+        rows: read for the behaviour policy's means.
+        step: the policy's Gaussians of these rows.
+        log_prob: (R,), the policy's."""
     kappa = None
     if rows.behaviour_mean is not None:
         squares = (step.mean.detach() - rows.behaviour_mean).square().flatten(1).mean(dim=1, dtype=torch.float64)
@@ -138,6 +153,12 @@ class ProximalPasses:
         self._rows: dict[int, dict[tuple[int, int], Proximal]] = {}
 
     def remember(self, group: int, row_ids: Sequence[tuple[int, int]], found: Proximal) -> None:
+        """Keep the rows of a pass.
+
+        Args:
+            group: the group's number.
+            row_ids: as `TransitionRows` has them.
+            found: these rows; their means are kept where `keep_means` says so."""
         rows = self._rows.setdefault(group, {})
         for i, row_id in enumerate(row_ids):
             mean = found.mean[i].cpu() if found.mean is not None and self._keep_means else None
@@ -145,7 +166,11 @@ class ProximalPasses:
             rows[row_id] = Proximal(found.log_prob[i].cpu(), mean, kappa)
 
     def recall(self, group: int, row_ids: Sequence[tuple[int, int]], device: torch.device) -> Proximal | None:
-        """Return the rows `row_ids`, or None if the group had no pass."""
+        """Return rows of a pass, or None if the group had none.
+
+        Args:
+            group, row_ids: as `remember` took them; all of these rows were in the pass.
+            device: where the rows are put."""
         if group not in self._rows:
             return None
         found = [self._rows[group][row_id] for row_id in row_ids]
@@ -163,7 +188,13 @@ class ProximalPasses:
 def sample_drifts(
     row_ids: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
 ) -> list[SampleDrift]:
-    """Collect rows (R,) back into samples, in the order of their ids, whatever the order of the rows."""
+    """Collect rows back into samples, in the order of their ids, whatever the order of the rows.
+
+    Args:
+        row_ids: as `TransitionRows` has them.
+        log_ratio: (R,) float64, of the whole sample in nats.
+        kappa: (R,) float64, D kappa in nats; None: unknown.
+        num_elements: D, the latent elements of a sample."""
     rows: dict[int, list[int]] = {}
     for i in sorted(range(len(row_ids)), key=row_ids.__getitem__):
         rows.setdefault(row_ids[i][0], []).append(i)

@@ -75,9 +75,15 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
 def build_text_encoder(
     tokenizer: Qwen2Tokenizer, *, vocab_size: int = 768, hidden: int = 64, init_std: float = 0.2
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Build a random Qwen2.5-VL of two layers and ``hidden`` features (a multiple of 16).
+    """Build a random Qwen2.5-VL of two layers.
 
-    Weights are drawn from torch's global generator."""
+    Weights are drawn from torch's global generator.
+
+    Args:
+        tokenizer: has the special tokens that the model knows by id.
+        vocab_size: the number of embeddings, at least that of the tokenizer's tokens.
+        hidden: features, a multiple of 16.
+        init_std: standard deviation of the weights."""
     half_head_dim = hidden // 4
     sections = [half_head_dim // 2, half_head_dim // 4, half_head_dim - half_head_dim // 2 - half_head_dim // 4]
 

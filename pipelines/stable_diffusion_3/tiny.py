@@ -27,7 +27,10 @@ LATENT_CHANNELS = 16
 def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed: int = 0) -> StableDiffusion3Pipeline:
     """Build every part with random float32 weights and return them as a pipeline.
 
-    The same seed gives the same weights. `hidden`: features of each CLIP encoder; T5 has twice as many."""
+    Args:
+        layers, heads: those of the transformer, whose heads have 16 features.
+        hidden: features of each CLIP encoder; T5 has twice as many.
+        seed: the same one gives the same weights."""
     clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

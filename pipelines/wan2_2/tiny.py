@@ -22,7 +22,10 @@ BOUNDARY = 0.875
 def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, seed: int = 0) -> WanPipeline:
     """Build every part with random float32 weights and return them as a pipeline.
 
-    The same seed gives the same weights."""
+    Args:
+        layers, heads: those of each transformer, whose heads have 12 features.
+        ti2v: one transformer with a time per token, as TI2V-5B, in place of two experts.
+        seed: the same one gives the same weights."""
     tokenizer = tiny.t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

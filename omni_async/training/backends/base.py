@@ -43,7 +43,11 @@ class TrainBackend(Protocol):
     digest: str
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any, needs: Needs) -> Tensor:
-        """Compute the policy's velocity (B, *shape), float32, with gradient where grad mode is on."""
+        """Compute the policy's velocity (B, *shape), float32, with gradient where grad mode is on.
+
+        Args:
+            latents, sigma, conditioning, spec: as `Policy.velocity` takes them, but rows may need several components.
+            needs: the components of these rows, and those that every rank calls."""
 
     def auxiliary_velocity(
         self,
@@ -54,7 +58,14 @@ class TrainBackend(Protocol):
         spec: Any,
         needs: Needs,
     ) -> Tensor:
-        """Compute the velocity of an auxiliary policy, without gradient. `reference` is the policy as loaded."""
+        """Compute the velocity of an auxiliary policy, without gradient.
+
+        Args:
+            auxiliary: which one; `reference` is the policy as loaded.
+            latents, sigma, conditioning, spec, needs: as `velocity` takes them.
+
+        Raises:
+            TrainingError: the objective did not ask for this policy."""
 
     def backward(self, losses: Tensor, weight: float) -> None:
         """Add `weight` times the gradient of the sum of `losses` (rows,) over all ranks; a rank may pass 0."""
@@ -90,7 +101,15 @@ def build_backend(
 ) -> TrainBackend:
     """Build the backend that `trainer.backend` names, with its model loaded.
 
-    ValueError if it cannot do what the recipe asks for."""
+    Args:
+        config: the run's.
+        objective: that of `algorithm.name`.
+        policy: the model family's, for the checkpoint to train.
+        device: where this rank computes.
+        layout: this rank's place among all.
+
+    Raises:
+        ValueError: the backend cannot do what the recipe asks for."""
     trainer, on_cpu = config.trainer, device.type == "cpu"
     backend = find_backend(trainer.backend, workers=layout.world_size, offload=trainer.offload, on_cpu=on_cpu)
     built: TrainBackend = backend.load()(config, objective, policy, device, layout)
