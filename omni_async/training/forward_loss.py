@@ -83,7 +83,7 @@ def build_rows(
 
     Args:
         group: this rank's samples, checked.
-        draws: those of each sample.
+        draws: those of each sample, as many for every one.
         row_ids: (sample, draw) of each row.
         needs: the components of these rows.
         policy: stacks their conditioning.
