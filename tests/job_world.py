@@ -427,7 +427,8 @@ class Disturbed:
         """Requires that the run ended on request, with every group in exactly one line and every update made of its
         groups."""
         assert (summary.status, summary.reason) == ("interrupted", "on request")
-        assert summary.conserved and problems(self.job, summary.updates) == []
+        found = problems(self.job, summary.updates)
+        assert summary.conserved and not found, (found, self.faults)  # pytest explains no asserts of this file
         ledger = self.ledger()
         assert len(ledger) == summary.counters.admitted
         assert all(line["reason"].startswith("run interrupted") for line in ledger if line["event"] != "trained")
