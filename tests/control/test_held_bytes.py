@@ -30,6 +30,15 @@ async def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
     assert statistics() == (0, 6 * SAMPLE_BYTES, 3), "the next one was admitted in its place"
 
 
+async def test_samples_that_are_smaller_than_was_reserved_for_them_admit_groups_before_they_are_scored() -> None:
+    coordinator, _ = make_coordinator(make_config(S=3, P=1, updates=6, max_bytes=6 * SAMPLE_BYTES))
+    await hold(coordinator, 0)
+    requests = now(coordinator.next_samples("rollout-0", 4, 4))
+    assert {request.group for request in requests} == {0}
+    await finish(coordinator, "rollout-0", requests, 0)
+    assert {request.group for request in now(coordinator.next_samples("rollout-0", 4, 4))} == {1, 2}
+
+
 async def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> None:
     coordinator, _ = make_coordinator(make_config(P=2, max_bytes=4 * SAMPLE_BYTES - 1))
 

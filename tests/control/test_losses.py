@@ -375,6 +375,21 @@ async def test_a_lost_engine_that_had_asked_gets_nothing() -> None:
     assert {r.sample_id for r in await joining} == {r.sample_id for r in first}
 
 
+async def test_the_late_answer_for_a_group_that_ended_frees_a_slot_for_an_engine_that_waits() -> None:
+    c, entries = await started(S=1, P=1, engines=2, retries=0, trajectories=2, max_inflight=1)
+    (failing,) = now(c.next_samples("rollout-0", 1, 1))
+    (late,) = now(c.next_samples("rollout-1", 1, 1))
+    await c.sample_failed("rollout-0", failing.sample_id, "out of memory")
+    assert [(entry.group, entry.event) for entry in entries] == [(0, "dropped")]
+    (taken,) = now(c.next_samples("rollout-0", 1, 2))
+    asking = asyncio.create_task(c.next_samples("rollout-0", 1, 2))
+    await asyncio.sleep(0)
+    assert not asking.done(), "one slot is the new sample's, the other that of the sample which nobody needs"
+    await finish(c, "rollout-1", [late], 0)
+    (second,) = await asyncio.wait_for(asking, 1)
+    assert (taken.group, second.group) == (1, 1)
+
+
 async def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_by_one() -> None:
     c, _ = await started(S=1, P=2)
     lost = await drawn(c, 8, 3)
