@@ -35,7 +35,8 @@ from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.keeper import GaveUp, Restarts
 from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.console import Console, for_stream, validation_curve
+from omni_async.tracking.console import Console, validation_curve
+from omni_async.tracking.live_console import for_stream
 from omni_async.tracking.memory import MemorySampler
 from omni_async.tracking.mlflow_sink import MlflowSink, MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectory

@@ -53,20 +53,6 @@ class Console(Protocol):
         Nothing more is shown; a second call changes nothing."""
 
 
-def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
-    """Return the console that suits the stream: a live display for a terminal, else lines.
-
-    Args:
-        stream: where it writes.
-        total_updates: `trainer.updates`.
-        done: updates that earlier attempts of the run have made."""
-    if stream.isatty():
-        from omni_async.tracking.live_console import LiveConsole
-
-        return LiveConsole(stream, total_updates, done)
-    return LineConsole(stream, total_updates)
-
-
 class LineConsole:
     """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 validation reward 0.520`.
 

@@ -1,4 +1,7 @@
-"""Draws the live display of a terminal: progress with the time left, reward, staleness, buffers, and a bar per role."""
+"""Draws the live display of a terminal: progress with the time left, reward, staleness, buffers, and a bar per role.
+
+`for_stream` chooses between it and lines.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_async.config.redact import one_line
-from omni_async.tracking.console import UpdateView, indented, staleness, validated
+from omni_async.tracking.console import Console, LineConsole, UpdateView, indented, staleness, validated
 
 _BAR_WIDTH = 24
 _REFRESH_PER_S = 4
+
+
+def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
+    """Return the console that suits the stream: a live display for a terminal, else lines.
+
+    Args:
+        stream: where it writes.
+        total_updates: `trainer.updates`.
+        done: updates that earlier attempts of the run have made."""
+    if stream.isatty():
+        return LiveConsole(stream, total_updates, done)
+    return LineConsole(stream, total_updates)
 
 
 class LiveConsole:

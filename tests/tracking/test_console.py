@@ -12,12 +12,11 @@ from omni_async.tracking.console import (
     LineConsole,
     UpdateView,
     duration,
-    for_stream,
     staleness,
     validated,
     validation_curve,
 )
-from omni_async.tracking.live_console import LiveConsole
+from omni_async.tracking.live_console import LiveConsole, for_stream
 from omni_async.tracking.summary import ValidationPoint
 
 VIEW: UpdateView = {
