@@ -89,7 +89,6 @@ def plan_updates(config: Config) -> Plan:
 def _streaming(config: Config, objective: Objective, weigh: bool, paired: bool) -> tuple[Streaming, str]:
     trainer, advantage = config.trainer, config.algorithm.advantage
     several_steps = "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
-    unscalable = "a global std and a loss that does not scale with the advantage need the whole update"
     first_that_holds: tuple[tuple[bool, Streaming, str], ...] = (
         (trainer.streaming == "off", "collect", "trainer.streaming is off"),
         (trainer.steps_per_update > 1, "collect", several_steps),
@@ -99,8 +98,10 @@ def _streaming(config: Config, objective: Objective, weigh: bool, paired: bool) 
         (advantage.aggregate == "gdpo", "collect", "GDPO whitens advantages over the update"),
         (advantage.std != "global", "as_ready", f"advantage.std: {advantage.std} needs the group alone"),
         (advantage.aggregate != "rewards", "collect", "a global std of every scorer needs the whole update"),
-        (not objective.homogeneous(config.algorithm), "collect", unscalable),
     )
-    how: Streaming = "unscaled"
-    why = "the objective scales with the advantage, so the global std is applied to the gradient at the end"
-    return next(((mode, reason) for holds, mode, reason in first_that_holds if holds), (how, why))
+    for holds, mode, reason in first_that_holds:
+        if holds:
+            return mode, reason
+    if not objective.homogeneous(config.algorithm):
+        return "collect", "a global std and a loss that does not scale with the advantage need the whole update"
+    return "unscaled", "the objective scales with the advantage: the global std is applied to the gradient at the end"

@@ -31,6 +31,8 @@ _TRIES = 3
 
 
 class WeightPublisher:
+    """The publisher, which lives in the trainer's process: `withdraw` and `publish` wait for nothing."""
+
     def __init__(
         self,
         config: Config,

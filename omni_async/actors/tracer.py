@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol
 
 from omni_async.aio.clock import Clock
@@ -55,16 +55,22 @@ class Tracer:
     async def task_group(self) -> AsyncIterator[asyncio.TaskGroup]:
         """Own the tasks of an actor, whose spans are handed over every second while they run, and when they have ended.
 
-        One failure is enough to end them all, and to say why: the first comes out, without a group around it."""
+        One failure is enough to end them all, and to say why: the first comes out, without a group around it. That
+        spans could not be handed over is said at the end: a checkpoint being written is not broken off for them."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                flusher = tasks.create_task(self.flush_every(1.0))
+                flusher = tasks.create_task(self._flush_while_it_works(1.0))
                 yield tasks
                 flusher.cancel()
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            first = failures.exceptions[0]
+            raise first from first.__cause__
         finally:
             await self.flush()
+
+    async def _flush_while_it_works(self, seconds: float) -> None:
+        with suppress(Exception):  # the last flush raises it
+            await self.flush_every(seconds)
 
     async def flush_every(self, seconds: float) -> None:
         """Flush every `seconds` until cancelled."""

@@ -95,16 +95,19 @@ class Update:
     async def finish(self) -> dict[str, float]:
         """Compute what is left when all groups are in, and return the metrics of the update."""
         extra: dict[str, float] = {}
-        rewards, weights = self._rewards(self.groups)
         if self.plan.mode == "as_ready":
             await self._step()
-        elif self.plan.mode == "unscaled" and not clip_binds(rewards[:, 0], _group_ids(self.groups), self._advantage):
-            await self._step(global_scale(rewards[:, 0], self._advantage))
-        else:
-            if self.plan.mode == "unscaled":
+        elif self.plan.mode == "unscaled":
+            rewards = self._rewards(self.groups)[0][:, 0]
+            if clip_binds(rewards, _group_ids(self.groups), self._advantage):
                 await asyncio.gather(*(rank.discard() for rank in self.ranks))
+                extra = await self._train_collected()
+            else:
+                await self._step(global_scale(rewards, self._advantage))
+        else:
             extra = await self._train_collected()
         if self._advantage.track_prompts and not self.plan.paired:
+            rewards, weights = self._rewards(self.groups)
             self.history.commit(_prompt_ids(self.groups), tracked_rewards(rewards, weights, self._advantage))
         return merged_metrics(self._step_metrics) | extra
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+async def cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel the tasks that still run, and wait until each has really finished."""
     for task in tasks:
         task.cancel()

@@ -34,6 +34,7 @@ class Ending:
 
     def decide(self, status: str, reason: str | None) -> None:
         """Decide how the run ends. Called once, when it begins to close."""
+        assert self.outcome is None
         self.outcome = (status, reason)
         self._log.add("closing", {"status": status, "reason": reason})
 

@@ -67,7 +67,7 @@ class Bulletin:
         self._log = EventLog()
         self._addresses: dict[str, str] = {}  # of the workers of services, by name
         self._closed = False  # the run is over, or about to be
-        self._changed = Event()  # one of these
+        self._changed = Event()  # `_addresses` or `_closed` did
 
     async def events(self) -> list[RunEvent]:
         """Return what happened since the last call, at least one event."""

@@ -77,7 +77,6 @@ class Observer:
         self.started = clock.now()
         self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
         self.faults: list[Fault] = []
-        self._told: dict[str, Any] | None = None  # by a role, and when: that its scorer is down, say
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
         self.recall(start)
@@ -88,6 +87,7 @@ class Observer:
         Spans and faults of this process are all kept; validation rounds that were held are made again."""
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
+        self._told: dict[str, Any] | None = None  # by a role, and when: that its scorer is down, say
         self._held_rounds.clear()
         self._start, ledger = start, start.ledger
         self._paces.clear()

@@ -163,6 +163,9 @@ class Cluster(ABC):
     async def remove_worker(self, name: str, reason: str) -> None:
         """End the worker, and notify the roles that count on it."""
         await self._end(name)
+        await self._tell_lost(name, reason)
+
+    async def _tell_lost(self, name: str, reason: str) -> None:
         if (tell := self.spec_of(name).lost) is not None:
             await tell(self, name, reason)
 
@@ -173,9 +176,10 @@ class Cluster(ABC):
             if (tell := self.spec_of(name).joins) is not None:
                 await tell(self, name, worker)
         except BaseException:
+            await self._end(name)
             # The roles to notify may be gone too; the first error is what counts, a cancellation above all.
             with contextlib.suppress(Exception):
-                await self.remove_worker(name, "it did not join")
+                await self._tell_lost(name, "it did not join")
             raise
         return self._run_worker(name)
 

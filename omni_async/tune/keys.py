@@ -25,7 +25,7 @@ from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.layout import layout_problems
-from omni_async.performance.law import StageTimes, engine_batch, with_estimates
+from omni_async.performance.law import StageTimes, engine_batch
 from omni_async.performance.profile import Profile
 from omni_async.simulation.result import times_of
 
@@ -266,7 +266,7 @@ class _Law:
 
     def __init__(self, config: Config, profile: Profile) -> None:
         self.config = config
-        self._profile = with_estimates(profile, config)
+        self._profile = profile
         self._plan = plan_updates(config)
 
     def of(self, workers: dict[str, int]) -> Split:

@@ -108,13 +108,13 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
             local.end()
             _leave()
             reason = _one_line(error)
-            logs = f"its logs: {local.folder}"
+            logs = f"logs: {local.folder}"
             if isinstance(error, StartFailed) and error.final:
-                raise StartError(f"Ray cannot be started on this machine: {reason}; {logs}") from error
+                raise StartError(f"Ray cannot be started on this machine: {reason}; its {logs}") from error
             if time.monotonic() + _PAUSE_S >= deadline:
                 often = f"run.startup_timeout_s = {timeout_s:g}, tried {tries} time{'s' * (tries != 1)}"
                 raise StartError(
-                    f"Ray did not start within {often}: {reason}; is the machine overloaded? I{logs[1:]}"
+                    f"Ray did not start within {often}: {reason}; is the machine overloaded? Its {logs}"
                 ) from error
             left = deadline - time.monotonic()
             logger.warning("Ray did not start (%s); trying again, for up to %.0f s more", reason, left)

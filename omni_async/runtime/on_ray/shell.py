@@ -125,7 +125,7 @@ def _cause(error: BaseException) -> str:
 
 # ---- the process of an actor -----------------------------------------------------------------------------------------
 
-_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 20.0
 
 
 class Whereabouts(NamedTuple):
@@ -137,14 +137,17 @@ class Whereabouts(NamedTuple):
 
 
 def end_process(where: Whereabouts) -> None:
-    """Send SIGKILL to the process and its children, if it is still there. A node that is gone has none."""
+    """Send SIGKILL to the process and its children, if it is still there. A node that is gone has none.
+
+    Ray asks a process to end, and one that is stopped (SIGSTOP, a debugger, a device that hangs) does not answer: it
+    would keep its memory and its accelerator."""
     if where.node == ray.get_runtime_context().get_node_id():
         _kill(where)
         return
     there = NodeAffinitySchedulingStrategy(where.node, soft=False)
     remote: Any = ray.remote(num_cpus=0, max_retries=0)(_kill)
     with contextlib.suppress(ray.exceptions.RayError):
-        ray.get(remote.options(scheduling_strategy=there).remote(where), timeout=_TIMEOUT_S)
+        ray.get(remote.options(scheduling_strategy=there).remote(where), timeout=_END_TIMEOUT_S)
 
 
 def _kill(where: Whereabouts) -> None:

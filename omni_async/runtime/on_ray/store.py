@@ -18,16 +18,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
 from omni_async.aio.waiting import Coalescer
 from omni_async.store import ObjectLost, nbytes
-
-if TYPE_CHECKING:
-    pass
 
 # Values share an object up to this size: beyond it copying takes longer than what an object costs.
 _SHARED_BYTES = 8 * 2**20
