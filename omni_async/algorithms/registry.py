@@ -237,10 +237,14 @@ BUILT_IN: tuple[Objective, ...] = (
 )
 
 
+def objective_names() -> list[str]:
+    """Return the names of all objectives, sorted; an entry point of another package may lead to none."""
+    return sorted({*(objective.name for objective in BUILT_IN), *entry_points(group=OBJECTIVES).names})
+
+
 def objectives() -> dict[str, Objective]:
     """Return every objective by name. ValueError for an entry point of another package that leads to none."""
-    names = {*(objective.name for objective in BUILT_IN), *entry_points(group=OBJECTIVES).names}
-    return {name: find_objective(name) for name in sorted(names)}
+    return {name: find_objective(name) for name in objective_names()}
 
 
 def find_objective(name: str) -> Objective:

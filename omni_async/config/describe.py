@@ -129,7 +129,8 @@ def walk(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str,
     """Yield (path, annotation, default) of every field, depth first; `msgspec.NODEFAULT` marks required fields.
 
     The text below a field is its annotation's `description`."""
-    hints, texts = fields_of(section), _texts_below(section)
+    hints = fields_of(section)
+    texts = {name: text for cls in reversed(section.__mro__) for name, text in _texts_below(cls).items()}
     for field in msgspec.structs.fields(section):
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
@@ -143,8 +144,8 @@ def walk(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str,
 
 
 @cache
-def _texts_below(section: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the text below each field of a section. Only its source has them; without one there are none."""
+def _texts_below(section: type) -> dict[str, str]:
+    """Return the text below each field that a class itself has. Without its source there are none."""
     try:
         [found] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     except (OSError, TypeError, SyntaxError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from omni_async.algorithms.registry import objectives
+from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.backends import backend_names, load_backend
 from omni_async.config.describe import describe, description, fields_of, walk
 from omni_async.config.schema import Rollout, Sde
@@ -30,9 +30,14 @@ def listing() -> Iterator[str]:
     yield f"{'scorers':<16}{', '.join(names())}"
     yield f"{'roles':<16}{', '.join(_marked(service_names(), find_service)) or 'none is installed'}"
     yield "algorithms"
-    known = objectives()
+    known = objective_names()
     width = max(map(len, known)) + 1
-    for name, objective in sorted(known.items()):
+    for name in known:
+        try:
+            objective = find_objective(name)
+        except ValueError:
+            yield f"  {name:<{width}}(cannot be used)"
+            continue
         yield f"  {name:<{width}}{objective.summary}"
         for path, field, _ in walk(objective.settings, "algorithm.settings.") if objective.settings else ():
             yield f"{'':16}{path}: {describe(field)}. {description(field)}"

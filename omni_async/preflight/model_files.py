@@ -58,6 +58,8 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
             problem = spec.problem(folder)
         except OSError as error:
             raise ConfigError(f"model.path: {error.filename} cannot be read: {error.strerror}") from None
+        except ValueError as error:  # a part that the index does not list has no configuration
+            raise ConfigError(str(error)) from None
         if problem:
             raise ConfigError(f"{key}.{problem}")
 

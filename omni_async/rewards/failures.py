@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
@@ -81,6 +82,7 @@ _LONGEST = 2000
 # Characters of an encoded secret for one of its own, at most: `\\\\u0073`, `%2525E4%2525BD...`.
 _WIDEST = 24
 _OUR_FILES = (str(Path(__file__).parent), "<frozen", importlib.__file__)
+_LIBRARIES = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def told(error: BaseException) -> str:
@@ -92,10 +94,13 @@ def told(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return ` (file:line)` of the innermost line outside of this package and of Python's import machinery, if any."""
+    """Return ` (file:line)` of the innermost line that the scorer's author wrote, if any.
+
+    Neither this package nor Python's import machinery; an installed library only where nothing else is left."""
     if isinstance(error, SyntaxError) and error.filename:
         return ""  # its text says so
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OUR_FILES)]
+    frames = [one for one in frames if not one.filename.startswith(_LIBRARIES)] or frames
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 

@@ -300,6 +300,8 @@ def _failed(label: str, error: BaseException) -> ScoreError:
     if not text.startswith(f"scorer {label!r}"):
         text = f"scorer {label!r}: {text}"
     text, place = one_line(text), place_of(error)
+    if len(place) > _LONGEST_REASON // 2:
+        place = ""  # what went wrong is worth more than where
     longest = _LONGEST_REASON - len(place)
     shown = text if len(text) <= longest else f"{text[: longest - 3]}..."
     return (Outage if is_outage(error) else ScoreError)(shown + place)

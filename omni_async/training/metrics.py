@@ -25,10 +25,13 @@ Reduction = Literal["mean", "max", "absmax", "variance", "ess"]
 _Key: TypeAlias = tuple[str, Reduction]
 
 # What names of the run's own metrics begin with (docs/run-directory.md).
-_OF_THE_RUN = """
-    update reward staleness images images_per_s update_s wall_s loss grad_norm lr advantage_abs log_ratio_nats ess gamma
-    kappa_nats row_staleness engine_mismatch_nats fresh_fraction weight masked busy buffers finished conservation
-"""
+# fmt: off
+_OF_THE_RUN = {
+    "update", "reward", "staleness", "images", "images_per_s", "update_s", "wall_s", "loss", "grad_norm", "lr",
+    "advantage_abs", "log_ratio_nats", "ess", "gamma", "kappa_nats", "row_staleness", "engine_mismatch_nats",
+    "fresh_fraction", "weight", "masked", "busy", "buffers", "finished", "conservation",
+}
+# fmt: on
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
@@ -73,7 +76,7 @@ class Metrics:
 
         Raises:
             TrainingError: a metric has the name of one of the run's, which it would hide."""
-        if taken := sorted(name for name in others if name.partition("/")[0] in _OF_THE_RUN.split()):
+        if taken := sorted(name for name in others if name.partition("/")[0] in _OF_THE_RUN):
             raise TrainingError(f"the objective's metrics {taken} have names of the run's own; give them others")
         self.record("loss", loss)
         self.record("advantage_abs", advantage.abs())

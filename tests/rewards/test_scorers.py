@@ -208,7 +208,7 @@ def refusal(name: str, **params: object) -> str:
         ("x = 1\n" + "import own_helper\n", ("ModuleNotFoundError", "No module named 'own_helper'", "own_module.py:2")),
         ("from os import nothing\n", ("ImportError", "nothing", "own_module.py:1")),
         ("\n1 / 0\n", ("ZeroDivisionError", "own_module.py:2")),
-        ("import json\njson.loads('{')\n", ("JSONDecodeError", "decoder.py:")),
+        ("import json\njson.loads('{')\n", ("JSONDecodeError", "own_module.py:2")),
         ("None.score\n", ("AttributeError", "own_module.py:1")),
         ("import sys\nsys.exit('no key')\n", ("SystemExit: no key", "own_module.py:2")),
         ("raise SystemExit\n", ("SystemExit: no reason given", "own_module.py:1")),

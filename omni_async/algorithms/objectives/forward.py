@@ -139,6 +139,8 @@ def preference(advantage: Tensor, clip_max: float, adv_mode: str) -> Tensor:
             clamped = (clamped > 0).double()
         case "binary":
             clamped = clamped.sign()
+        case unknown if unknown != "all":
+            raise ValueError(f"adv_mode: unknown mode {unknown!r}")
     return (0.5 + clamped / (2 * clip_max)).clamp(0, 1)
 
 
