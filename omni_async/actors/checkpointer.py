@@ -15,8 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from omni_async.actors.api import CoordinatorApi, RankApi, UpdateRule
-from omni_async.actors.tracer import Tracer
+from omni_async.actors.api import CoordinatorApi, RankApi, Tracer, UpdateRule
 from omni_async.aio.waiting import is_cancelled
 from omni_async.checkpoint.folders import finish, folder_name, partial, rotate, write_manifest
 from omni_async.checkpoint.state import State, made_with, write_state

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from omni_async.actors.api import Abandoned, CoordinatorApi
+from omni_async.actors.api import Abandoned, CoordinatorApi, Tracer
 from omni_async.actors.plan import Plan
 from omni_async.actors.rewarder import Rewarder
-from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config

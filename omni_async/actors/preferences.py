@@ -23,8 +23,7 @@ import numpy as np
 from PIL import Image
 
 from omni_async.accelerator import require_accelerator
-from omni_async.actors.api import CoordinatorApi
-from omni_async.actors.tracer import Tracer
+from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.config import Config
 from omni_async.families import SamplingSpec

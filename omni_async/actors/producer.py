@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from omni_async.actors.api import CoordinatorApi
-from omni_async.actors.tracer import Tracer
+from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, is_cancelled
 from omni_async.config import Config

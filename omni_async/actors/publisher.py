@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from omni_async.actors.api import CoordinatorApi, ProducerApi
-from omni_async.actors.tracer import Tracer
+from omni_async.actors.api import CoordinatorApi, ProducerApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Event, is_cancelled
 from omni_async.config import Config

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 
-from omni_async.actors.api import CoordinatorApi
-from omni_async.actors.tracer import Tracer
+from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import first_of
 from omni_async.config import Config

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from omni_async.actors.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, RankApi, UpdateRule
+from omni_async.actors.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, RankApi, Tracer, UpdateRule
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.publisher import WeightPublisher
-from omni_async.actors.tracer import Tracer
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective

@@ -11,9 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from omni_async.actors.api import Abandoned, RankApi
+from omni_async.actors.api import Abandoned, RankApi, Tracer
 from omni_async.actors.plan import Plan
-from omni_async.actors.tracer import Tracer
 from omni_async.algorithms.advantages import (
     RewardHistory,
     aggregate_advantages,

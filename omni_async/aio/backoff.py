@@ -45,10 +45,10 @@ class Later:
             callback: what to call."""
         if self._closed:
             return
+        self.cancel([name])
         if seconds <= 0:
             callback()
             return
-        self.cancel([name])
         self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._due, name, callback)
 
     def _due(self, name: str, callback: Callable[[], None]) -> None:

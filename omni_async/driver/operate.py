@@ -83,9 +83,11 @@ def operate(options: argparse.Namespace) -> int:
     try:
         status = ask(options.run / "control.sock", request, tell=lambda text: _tell([one_line(text)]))
     except NotRunning as error:
-        if options.command != "status":
-            raise ConfigError(str(error)) from None
         found = left_behind(options.run)
+        if options.command != "status":
+            if found.summary is not None and not found.running:
+                raise ConfigError(f"the run is over: {_ended(found.summary)[0]}") from None
+            raise ConfigError(str(error)) from None
         if options.json:
             return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
         return _say(map(one_line, left_behind_lines(found)))

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from omni_async.actors.service import ServiceHost
 from omni_async.aio.clock import Clock, WallClock
 from omni_async.entry_points import load_named
-from omni_async.runtime.builders import WorkerContext
+from omni_async.runtime.builders import ServiceHost, WorkerContext
 from omni_async.runtime.cluster import Cluster
 from omni_async.runtime.inputs import RunInputs
 from omni_async.store import LocalStore, ObjectStore

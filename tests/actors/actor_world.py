@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from omni_async.actors.api import Tracer
 from omni_async.actors.plan import Plan, plan_updates
-from omni_async.actors.tracer import Tracer
 from omni_async.actors.update import Update
 from omni_async.aio.clock import ManualClock
 from omni_async.aio.waiting import Event

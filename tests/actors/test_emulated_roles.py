@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from actor_world import Desk, make_config, make_group
 
+from omni_async.actors.api import Tracer
 from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
 from omni_async.actors.plan import plan_updates
-from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.performance.emulation import SEED_BYTES, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile

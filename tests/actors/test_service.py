@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from actor_world import Desk
 
-from omni_async.actors.service import ServiceEnded, ServiceHost, ServiceNotStarted
+from omni_async.runtime.builders import ServiceEnded, ServiceHost, ServiceNotStarted
 from omni_async.services import Service
 
 

@@ -26,7 +26,7 @@ def test_pauses_double_up_to_the_longest(first: float, longest: float, failures:
 async def test_what_is_put_off_happens_in_its_time_unless_it_is_cancelled() -> None:
     happened: list[tuple[str, float]] = []
     later = Later()
-    for name, seconds in (("b", 2.0), ("a", 1.0), ("gone", 1.5), ("now", 0.0), ("never", 9.0)):
+    for name, seconds in (("b", 2.0), ("a", 1.0), ("gone", 1.5), ("now", 3.0), ("now", 0.0), ("never", 9.0)):
         later.call(name, seconds, lambda name=name: happened.append((name, asyncio.get_running_loop().time())))
     later.cancel(["gone", "unknown"])
     await asyncio.sleep(5)

@@ -173,6 +173,10 @@ def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["running"], found["update"], found["summary"]["status"]) == (False, 2, "done")
+    for command in ("stop", "scale rollout=2"):
+        name, *words = command.split()
+        assert main([name, str(folder), *words]) == 2
+        assert "the run is over: run: done after 2 updates, 3 min 20 s after loading\n" in capsys.readouterr().err
 
     folder = left(tmp_path / "failed", summary=over("failed", "the judge is \x1b[2J down"), checkpoint=False)
     assert main(["status", str(folder)]) == 0

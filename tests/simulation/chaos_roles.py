@@ -15,9 +15,9 @@ import numpy as np
 from chaos_network import Process
 from msgspec.structs import replace
 
+from omni_async.actors.api import Tracer
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.rewarder import Rewarder
-from omni_async.actors.tracer import Tracer
 from omni_async.actors.trainer import Trainer
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished

@@ -22,7 +22,7 @@ from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.preflight.check import preflight
 from omni_async.runtime.cluster import PeerLost
-from omni_async.runtime.on_ray import resources
+from omni_async.runtime.on_ray import cluster as ray_cluster
 from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.on_ray.connection import StartError
 from omni_async.runtime.on_ray.shell import Proxy, actor_class
@@ -196,7 +196,7 @@ def make_cluster(folder: Path, name: str = "run-1", **sections: Any) -> RayClust
 
 
 async def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "_PLACEMENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray_cluster, "_PLACEMENT_TIMEOUT_S", 0.2)
     cluster = make_cluster(tmp_path)
     cluster._placements = PlacementPlan((Resources(cpus=500), Resources(cpus=12)), {})
     with pytest.raises(
@@ -206,7 +206,7 @@ async def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(loca
     assert "lower placement.* or the numbers of workers" in str(failed.value)
     ray.util.remove_placement_group(cluster._group)
     # A Ray of this machine alone is not waited for to grow.
-    monkeypatch.setattr(resources, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
+    monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
     monkeypatch.setattr(RayCluster, "_has_own_ray", True)
     for asked, error, said in (
         (Resources(cpus=99), StartError, "the run needs 99 CPUs and 0 GPUs, the cluster has 4 and"),
