@@ -67,14 +67,14 @@ def make_rewarder(
     scorer: Scorer | WeightedScorer, desk: Desk, store: Any = None, clock: Any = None, probe: Any = None, **changes: Any
 ) -> Rewarder:
     reward = scorer if isinstance(scorer, WeightedScorer) else WeightedScorer.alone(scorer)
-    config = make_config(**changes)
-    return Rewarder("reward-0", config, reward, desk, store or LocalStore(), clock or ManualClock(), probe)
+    store, clock = store or LocalStore(), clock or ManualClock()
+    return Rewarder("reward-0", make_config(**changes), reward, desk, store, clock, probe)
 
 
 @asynccontextmanager
-async def on_stage(*args: Any, desk: Desk | None = None, **kwargs: Any) -> AsyncIterator[Desk]:
+async def on_stage(scorer: Any, desk: Desk | None = None, **kwargs: Any) -> AsyncIterator[Desk]:
     desk = desk or Desk()
-    rewarder = make_rewarder(args[0], desk, *args[1:], **kwargs)
+    rewarder = make_rewarder(scorer, desk, **kwargs)
     await rewarder.start()
     run = asyncio.create_task(rewarder.run())
     yield desk
@@ -91,13 +91,13 @@ async def scored(scorer: Any, *texts: str, **kwargs: Any) -> Desk:
     return desk
 
 
-def values(desk: Desk) -> dict[str, float | str | None]:
-    """Returns scores, and errors without the line that raised them."""
-    return {name: one.score.value if one.score else without_place(one.error) for name, one in desk.scores.items()}
-
-
 def without_place(text: str) -> str:
+    """Removes the line that raised an error."""
     return re.sub(r" \([^()]+\.py:\d+\)", "", text)
+
+
+def values(desk: Desk) -> dict[str, float | str | None]:
+    return {name: one.score.value if one.score else without_place(one.error) for name, one in desk.scores.items()}
 
 
 def of(desk: Desk, count: int) -> Callable[[], bool]:
@@ -106,7 +106,6 @@ def of(desk: Desk, count: int) -> Callable[[], bool]:
 
 async def test_it_scores_a_sample_at_once_and_then_whatever_has_come_meanwhile_while_the_event_loop_turns():
     scorer = Brightness()
-
     async with on_stage(scorer) as desk:
         desk.offer(make_job(0, "wait"))
         await settle()
@@ -137,7 +136,6 @@ async def test_a_bad_sample_does_not_take_its_neighbours_along_and_is_alone_not_
 
 async def test_a_score_that_takes_too_long_is_an_error_and_the_next_batch_gets_a_thread_that_answers():
     scorer = Brightness()
-
     async with on_stage(scorer, **{"reward.timeout_s": 0.02}) as desk:
         desk.offer(make_job(0, "wait"))
         await desk.until(of(desk, 1))
@@ -147,14 +145,11 @@ async def test_a_score_that_takes_too_long_is_an_error_and_the_next_batch_gets_a
     assert values(desk) == {"g0.s0": "scorer 'brightness': no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
 
 
-async def test_nan_is_an_error_and_never_a_score():
+async def test_nan_and_too_few_scores_are_errors_and_never_a_score():
     desk = await scored(WeightedScorer([ScorerConfig(name=f"{__name__}:NotANumber", weight=0.5)]), *["a cat"] * 3)
     assert desk.scores["g0.s0"].score == desk.scores["g0.s2"].score == Score(1.0, values=(2.0,))
-    assert desk.scores["g0.s1"].score is None
-    assert "value is nan" in desk.scores["g0.s1"].error
+    assert desk.scores["g0.s1"].score is None and "value is nan" in desk.scores["g0.s1"].error
 
-
-async def test_too_few_scores_are_an_error_for_every_sample():
     class Forgetful(Brightness):
         def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
             return []
@@ -198,10 +193,8 @@ async def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_aske
         await asyncio.sleep(1)
         desk.offer(make_job(1), make_job(2))
         await asyncio.sleep(1)
-        assert [(r.sample_id, r.fault, r.score) for r in desk.scored_batches[1]] == [
-            ("g0.s1", "outage", None),
-            ("g0.s2", "outage", None),
-        ]
+        went_back = [(r.sample_id, r.fault, r.score) for r in desk.scored_batches[1]]
+        assert went_back == [("g0.s1", "outage", None), ("g0.s2", "outage", None)]
         desk.offer(make_job(3))
         await asyncio.sleep(6.9)
         assert len(desk.scores) == 3 and len(desk.jobs) == 1, "it did not ask"
@@ -225,16 +218,12 @@ def probe(text: str = "a cat", **changes: Any) -> Probe | None:
     return Probe.of(make_config(**changes), [Prompt(7, text)])
 
 
-async def test_scorers_score_a_synthetic_image_when_the_worker_starts():
+async def test_scorers_score_a_synthetic_image_at_the_start_and_a_wrong_one_fails_it_unless_there_is_no_trial():
     scorer, desk = Brightness(), Desk()
     await make_rewarder(scorer, desk, probe=probe()).start()
-    assert scorer.batches == [[7, 7]] and desk.wrong == []
-
-
-async def test_a_wrong_scorer_fails_the_start_in_its_own_words_unless_there_is_no_trial():
-    desk, said = Desk(), "scorer 'brightness': AttributeError: 'Misspelt' object has no attribute 'tresh'"
     await make_rewarder(Misspelt(), desk, probe=probe(**{"reward.probe": False})).start()
-    assert desk.wrong == []
+    assert scorer.batches == [[7, 7]] and desk.wrong == []
+    said = "scorer 'brightness': AttributeError: 'Misspelt' object has no attribute 'tresh'"
     with pytest.raises(WrongScorer, match=said):
         await make_rewarder(Misspelt(), desk, probe=probe()).start()
     assert len(desk.wrong) == 1
