@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -64,25 +64,31 @@ class Team:
 
 
 class World:
-    def __init__(self) -> None:
-        self.team = Team()
+    def __init__(self, restarts: int, team: Team, supervisor: Supervisor) -> None:
+        self.team, clock = team, VirtualClock()
         self.faults: list[Fault] = []
         self.said: list[str] = []
+        table, counted = {spec.role: spec for spec in BUILT_IN}, Restarts(restarts, clock)
+        self.keeper = Keeper(team, supervisor, counted, clock, self.said.append, self.faults.append, table)
+
+    async def lose(self, name: str, why: str = "killed", wait_s: float = 10.0) -> None:
+        self.team.kill(name, why)
+        await asyncio.sleep(wait_s)
+
+    async def scale(self, role: str, count: int, wait_s: float = 100.0) -> list[str]:
+        """Returns the role's workers a while later."""
+        await self.keeper.scale(role, count)
+        await asyncio.sleep(wait_s)
+        return self.keeper.workers(role)
 
 
 @asynccontextmanager
-async def keeping(
-    restarts: int = 5, team: Team | None = None, workers: Sequence[str] = ("rollout-0", "rollout-1", "reward-0")
-) -> AsyncIterator[World]:
-    """Keeps the workers while the story goes on; then the run closes. Raises what ends it before."""
-    world, clock = World(), VirtualClock()
-    world.team = team or world.team
-    table = {spec.role: spec for spec in BUILT_IN}
+async def keeping(restarts: int = 5, team: Team | None = None) -> AsyncIterator[World]:
+    """Keeps two engines and a reward worker while the story goes on; then the run closes. Raises what ends it
+    before."""
     async with Supervisor() as supervisor:
-        world.keeper = Keeper(
-            world.team, supervisor, Restarts(restarts, clock), clock, world.said.append, world.faults.append, table
-        )
-        for name in workers:
+        world = World(restarts, team or Team(), supervisor)
+        for name in ("rollout-0", "rollout-1", "reward-0"):
             world.keeper.employ(name, world.team.work(name))
         await asyncio.sleep(1)
         yield world
@@ -95,20 +101,19 @@ async def keeping(
 
 async def test_a_lost_worker_is_replaced_under_another_name() -> None:
     async with keeping() as world:
-        world.team.kill("rollout-1", "end of file")
-        await asyncio.sleep(10)
+        await world.lose("rollout-1", "end of file")
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.2"]
-        world.team.kill("rollout-1.2")
-        await asyncio.sleep(60)
+        await world.lose("rollout-1.2", wait_s=60)
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.3"]
     assert world.team.lost == [("rollout-1", "rollout-1: end of file"), ("rollout-1.2", "rollout-1.2: killed")]
     assert [(fault.part, fault.replacement, fault.seconds) for fault in world.faults] == [
         ("rollout-1", "rollout-1.2", 5.0),
         ("rollout-1.2", "rollout-1.3", 6.0),  # a second loss within a minute waits first
     ]
-    assert "rollout-1 was lost (rollout-1: end of file); starting rollout-1.2" in world.said
-    again = "rollout-1.2 in slot rollout-1 was lost (rollout-1.2: killed); starting rollout-1.3 in 1 s"
-    assert again in world.said
+    assert world.said[::2] == [
+        "rollout-1 was lost (rollout-1: end of file); starting rollout-1.2",
+        "rollout-1.2 in slot rollout-1 was lost (rollout-1.2: killed); starting rollout-1.3 in 1 s",
+    ]
 
 
 @pytest.mark.parametrize("evicted_before", [False, True])
@@ -131,10 +136,10 @@ async def test_the_end_of_a_run_is_no_loss_nor_is_what_fails_after_it(fails: boo
     async with keeping() as world:
         if fails:
             world.keeper.stop_replacing()
-            world.team.kill("rollout-0")
+            await world.lose("rollout-0")
         else:
             world.team.evict("rollout-0")
-        await asyncio.sleep(1)
+            await asyncio.sleep(1)
     assert not world.team.lost and not world.team.started and not world.faults
 
 
@@ -149,47 +154,34 @@ async def test_too_many_losses_in_one_slot_within_an_hour_end_the_run(restarts: 
     with pytest.raises(TaskFailed, match=said):
         async with keeping(restarts) as world:
             for name in ("reward-0", "reward-0.2", "reward-0.3")[: restarts + 1]:
-                await asyncio.sleep(100)
-                world.team.kill(name)
-            await asyncio.sleep(100)
+                await world.lose(name, wait_s=100)
 
 
 async def test_losses_an_hour_apart_are_forgotten_and_every_slot_counts_for_itself() -> None:
     async with keeping(restarts=1) as world:
-        for number in range(1, 6):
-            await asyncio.sleep(3601)
-            world.team.kill("rollout-0" if number == 1 else f"rollout-0.{number}")
-            world.team.kill("rollout-1" if number == 1 else f"rollout-1.{number}")
-        await asyncio.sleep(100)
+        for suffix in ("", ".2", ".3", ".4", ".5"):
+            world.team.kill(f"rollout-0{suffix}")
+            await world.lose(f"rollout-1{suffix}", wait_s=3601)
 
 
 async def test_a_replacement_that_does_not_start_is_tried_again_with_growing_pauses() -> None:
     async with keeping() as world:
-        world.team.refuse = [ValueError("no room"), ValueError("no room"), ValueError("no room")]
-        world.team.kill("rollout-0")
-        await asyncio.sleep(100)
+        world.team.refuse = [ValueError("no room")] * 3
+        await world.lose("rollout-0", wait_s=100)
         assert "rollout-0.5" in world.team.at_work
     assert world.faults[0].seconds == 4 * 5.0 + 1 + 2 + 4
-    assert (
-        "rollout-0 was lost (its replacement did not start: ValueError: no room); starting rollout-0.4 in 2 s"
-        in world.said
-    )
+    said = "rollout-0 was lost (its replacement did not start: ValueError: no room); starting rollout-0.4 in 2 s"
+    assert said in world.said
 
 
 async def test_workers_are_added_and_leave_when_they_have_finished() -> None:
     async with keeping() as world:
-        await world.keeper.scale("rollout", 4)
-        await asyncio.sleep(1)
-        assert world.keeper.workers("rollout") == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
-        world.team.kill("rollout-3")  # it is kept as the others are
-        await asyncio.sleep(10)
+        assert await world.scale("rollout", 4) == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
+        await world.lose("rollout-3")  # it is kept as the others are
         assert "rollout-3.2" in world.team.at_work
-        await world.keeper.scale("rollout", 1)
-        await asyncio.sleep(1)
+        assert await world.scale("rollout", 1) == ["rollout-0"]
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0"]
-        assert world.keeper.workers("rollout") == ["rollout-0"]
-        await world.keeper.scale("rollout", 2)
-        assert world.keeper.workers("rollout") == ["rollout-0", "rollout-1.2"]  # a name is never used again
+        assert await world.scale("rollout", 2) == ["rollout-0", "rollout-1.2"], "a name is never used again"
     assert {name for name, _ in world.team.lost} == {"rollout-1", "rollout-2", "rollout-3", "rollout-3.2"}
 
 
@@ -230,9 +222,7 @@ async def test_a_request_while_workers_are_being_added_reports_that_it_waits_and
             await world.keeper.scale("reward", 2)
         assert world.keeper.workers("reward") == ["reward-0"]
         world.keeper.give_up("reward-1", "it did not join")  # a late report, after which its name is not used again
-        await world.keeper.scale("reward", 2)
-        await asyncio.sleep(100)
-        assert world.keeper.workers("reward") == ["reward-0", "reward-1.2"] and not world.faults
+        assert await world.scale("reward", 2) == ["reward-0", "reward-1.2"] and not world.faults
 
 
 async def test_an_added_worker_that_dies_of_the_end_of_the_run_says_that_it_is_ending() -> None:
@@ -254,28 +244,20 @@ async def test_a_leaving_worker_that_is_given_up_or_was_just_lost_is_neither_rep
         assert not world.team.started and world.keeper.workers("rollout") == ["rollout-0"]
     async with keeping(restarts=0) as world:
         world.team.remove_s = 5.0
-        world.team.kill("rollout-1")
-        await asyncio.sleep(1)
-        await world.keeper.scale("rollout", 1)
-        await asyncio.sleep(100)
-        assert not world.team.started and world.keeper.workers("rollout") == ["rollout-0"]
+        await world.lose("rollout-1", wait_s=1)
+        assert await world.scale("rollout", 1) == ["rollout-0"] and not world.team.started
 
 
 @pytest.mark.parametrize("after", [0.5, 3.0, 7.0])
 async def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay(after: float) -> None:
     """Covers the pause before the start, the start itself, and the time after it."""
     async with keeping() as world:
-        world.team.kill("rollout-1")
-        await asyncio.sleep(10)
-        world.team.kill("rollout-1.2")  # the second loss within a minute: a second's pause, then five to start
-        await asyncio.sleep(after)
-        await world.keeper.scale("rollout", 1)
-        await asyncio.sleep(100)
+        await world.lose("rollout-1")
+        # The second loss within a minute: a second's pause, then five to start.
+        await world.lose("rollout-1.2", wait_s=after)
+        assert await world.scale("rollout", 1) == ["rollout-0"]
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0"]
-        assert world.keeper.workers("rollout") == ["rollout-0"]
-        await world.keeper.scale("rollout", 2)
-        await asyncio.sleep(1)
-        assert len(world.keeper.workers("rollout")) == 2
+        assert len(await world.scale("rollout", 2)) == 2
 
 
 async def test_replacements_that_never_start_end_the_run() -> None:
@@ -283,8 +265,7 @@ async def test_replacements_that_never_start_end_the_run() -> None:
     with pytest.raises(TaskFailed, match=said):
         async with keeping(restarts=1000) as world:
             world.team.refuse = [ValueError("no room")] * 100
-            world.team.kill("rollout-0")
-            await asyncio.sleep(1e6)
+            await world.lose("rollout-0", wait_s=1e6)
 
 
 async def test_a_start_that_is_broken_off_by_the_end_of_the_run_is_not_tried_again_whatever_it_says() -> None:
@@ -300,6 +281,5 @@ async def test_a_start_that_is_broken_off_by_the_end_of_the_run_is_not_tried_aga
             raise AssertionError("unreachable")
 
     async with keeping(team=Complaining()) as world:
-        world.team.kill("rollout-0")
-        await asyncio.sleep(10)
+        await world.lose("rollout-0")
     assert world.team.started == ["rollout-0.2"]

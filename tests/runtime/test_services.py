@@ -1,5 +1,5 @@
-"""Tests a role that another package brings: it is named in the recipe, started, told of, replaced and scaled as
-built-in ones are, in one process and on Ray."""
+"""Tests a role that another package brings, and what hosts it: it is named in the recipe, started, told of, replaced
+and scaled as built-in ones are, in one process and on Ray."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ from omni_async.config.yaml_text import to_yaml
 from omni_async.driver.control_socket import Request, ask
 from omni_async.driver.operate import running_lines
 from omni_async.role_table import roles_of, scalable_roles
+from omni_async.runtime.builders import ServiceEnded, ServiceHost, ServiceNotStarted
 from omni_async.runtime.placement import plan_placements
+from omni_async.services import Service
+from tests.actors.actor_world import Desk
 from tests.job_world import Disturbed, slow_at
+from tests.loops import settle
 
 COUNTER = {"name": "counter", "workers": 2, "resources": {"cpus": 0.1}, "settings": {"first": 7}}
 ROOT = Path(__file__).parents[2]
@@ -85,9 +89,8 @@ def test_a_role_that_cannot_be_is_refused_in_one_line(tmp_path, capsys, role, sa
 
 def test_an_installed_role_is_listed_scaled_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    assert (
-        "roles           broken (cannot be used), counter, none, trainer (cannot be used)\n" in capsys.readouterr().out
-    )
+    listed = "roles           broken (cannot be used), counter, none, trainer (cannot be used)\n"
+    assert listed in capsys.readouterr().out
     assert "counter" in scalable_roles()
     config = load(recipe(tmp_path, COUNTER | {"resources": {"cpus": 2, "gpus": 1}}))
     plan = plan_placements(config)
@@ -113,11 +116,8 @@ def test_a_service_in_the_process_is_reached_and_replaced_when_it_fails(tmp_path
     def disturb(run: Disturbed) -> None:
         run.updated(2)
         addresses = status(run)["addresses"]
-        assert [asked(addresses[name])[::2] for name in ("counter-0", "counter-1", "counter-0")] == [
-            ("counter-0", 7),
-            ("counter-1", 7),
-            ("counter-0", 8),
-        ]
+        answers = [asked(addresses[name])[::2] for name in ("counter-0", "counter-1", "counter-0")]
+        assert answers == [("counter-0", 7), ("counter-1", 7), ("counter-0", 8)]
         asked(addresses["counter-1"], "break")
         run.wait_for(lambda: len(run.faults) == 1)
         addresses = status(run)["addresses"]
@@ -131,18 +131,16 @@ def test_a_service_in_the_process_is_reached_and_replaced_when_it_fails(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("role", "said"),
+    ("start", "said"),
     [
-        (COUNTER | {"settings": {"start": "fails"}}, "counter-0 did not start: OSError: told not to start"),
-        (COUNTER | {"settings": {"start": "never"}}, "counter-0: not ready within run.startup_timeout_s = 1"),
-        (
-            COUNTER | {"settings": {"start": "asks"}},
-            "counter-0 did not start: ValueError: addresses: expected a role of the recipe, one of ['counter'], got",
-        ),
-        ({"name": "none"}, "none-0 was not built: expected a Service, got a int"),
+        ("fails", "counter-0 did not start: OSError: told not to start"),
+        ("never", "counter-0: not ready within run.startup_timeout_s = 1"),
+        ("asks", "counter-0 did not start: ValueError: addresses: expected a role of the recipe, one of ['counter']"),
+        ("", "none-0 was not built: expected a Service, got a int"),
     ],
 )
-def test_a_service_that_does_not_start_ends_the_run_and_is_named(tmp_path, role, said):
+def test_a_service_that_does_not_start_ends_the_run_and_is_named(tmp_path, start, said):
+    role = COUNTER | {"settings": {"start": start}} if start else {"name": "none"}
     settings = {"runtime": "inprocess", "startup_timeout_s": 1}
     run = Disturbed.emulated(tmp_path, slow_at("train", 0.02), run=settings, roles=[role])
     summary = run.run(lambda _: None, 30)
@@ -182,6 +180,80 @@ def test_a_service_on_ray_is_replaced_when_it_is_killed_or_stopped_and_is_scaled
     assert json.loads((run.job.run / "summary.json").read_text())["faults"] == 2
 
 
+class Told(Service):
+    """A service that remembers what it was told, and may be made to end or to hold on while it drains or closes."""
+
+    def __init__(self, desk: Desk, address: Any = "here:1") -> None:
+        self.desk, self.address = desk, address
+        self.told: list[str] = []
+        self.ends, self.drained, self.closed = (asyncio.Event() for _ in range(3))
+
+    async def start(self) -> str:
+        if isinstance(self.address, Exception):
+            raise self.address
+        return self.address
+
+    async def run(self) -> None:
+        await self.ends.wait()
+
+    async def drain(self) -> None:
+        self.told.append(f"drain, {len(self.desk.addresses)} known")
+        await self.drained.wait()
+
+    async def close(self) -> None:
+        self.told.append(f"close, {len(self.desk.addresses)} known")
+        await self.closed.wait()
+        raise RuntimeError("and closing fails, too")
+
+
+async def serving() -> tuple[Desk, Told, ServiceHost, asyncio.Task[None]]:
+    service = Told(desk := Desk())
+    host = ServiceHost("judge-0", service, desk)
+    await host.start()
+    assert desk.addresses == {"judge-0": "here:1"}
+    running = asyncio.ensure_future(host.run())
+    await asyncio.sleep(0)
+    return desk, service, host, running
+
+
+async def test_a_service_serves_until_the_run_is_over_or_it_has_drained_once_its_address_is_told_to_nobody() -> None:
+    desk, service, host, running = await serving()
+    service.closed.set()
+    desk.close()
+    await running
+    await host.close()
+    assert service.told == ["close, 1 known"], "once"
+    desk, service, host, running = await serving()
+    service.closed.set()
+    await host.leave()
+    await settle()
+    assert service.told == ["drain, 0 known"] and not running.done()
+    service.drained.set()
+    await running
+    assert service.told == ["drain, 0 known", "close, 0 known"]
+
+
+@pytest.mark.virtual_time
+async def test_a_service_that_ends_before_the_run_is_lost_has_a_time_to_close_and_its_address_goes_first() -> None:
+    _, service, _, running = await serving()
+    before = asyncio.get_running_loop().time()
+    service.ends.set()
+    with pytest.raises(ServiceEnded, match="judge-0: its service ended before the run"):
+        await running
+    assert service.told == ["close, 0 known"] and asyncio.get_running_loop().time() - before == 10.0
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("address", "said"), [(OSError("no port"), "judge-0 did not start: OSError: no port"), (8080, "a text, got int")]
+)
+async def test_a_service_that_does_not_start_is_closed_and_has_no_address(address: Any, said: str) -> None:
+    service = Told(Desk(), address)
+    with pytest.raises((ServiceNotStarted, TypeError), match=said):
+        await ServiceHost("judge-0", service, service.desk).start()
+    assert service.told == ["close, 0 known"] and service.desk.addresses == {}
+
+
 def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_order_of_the_path(tmp_path, monkeypatch):
     path = recipe(tmp_path, COUNTER)
     with monkeypatch.context() as patched:
@@ -206,12 +278,8 @@ def test_the_documented_role_is_accepted_and_answers(tmp_path, monkeypatch, caps
     name, settings = "word_count", load(path).roles[0].settings
 
     async def words(text: str) -> int:
-        async def tell(text: str) -> None: ...
-
-        async def addresses(role: str) -> dict[str, str]:
-            return {}
-
-        site = services.ServiceSite(f"{name}-0", 0, None, settings, "127.0.0.1", tell, addresses)
+        desk = Desk()
+        site = services.ServiceSite(f"{name}-0", 0, None, settings, "127.0.0.1", desk.phase, desk.service_lost)
         service = services.find_service(name).load()(site)
         host, _, port = (await service.start()).rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
