@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,10 @@ from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import ReadyGroup
 from omni_async.weights.snapshot import Snapshot
 from tests.loops import play, settle
+
+RAMP = [0.0, 1.0, 2.0, 3.0]
+ONE = {"trainer.updates": 1}
+EACH = {"checkpoint.every": 1}
 
 
 class Publications:
@@ -72,7 +75,7 @@ class Stage:
         groups: int,
         *,
         ranks: int = 1,
-        metrics: Sequence[dict[str, float]] = (),
+        metrics: Any = (),
         prompts: int | None = None,
         store: ObjectStore | None = None,
         **changes: Any,
@@ -86,9 +89,7 @@ class Stage:
         self.trainer = Trainer(
             config, self.ranks, rule, self.desk, self.publications, store or LocalStore(), str(folder), ManualClock()
         )
-        self.desk.offer(
-            *(make_group(i, [0.0, 1.0, 2.0, 3.0], prompt=i % prompts if prompts else None) for i in range(groups))
-        )
+        self.desk.offer(*(make_group(i, RAMP, prompt=i % prompts if prompts else None) for i in range(groups)))
 
     async def main(self) -> None:
         await self.trainer.start()
@@ -124,7 +125,7 @@ def test_it_publishes_the_first_version_every_k_updates_and_the_last(tmp_path, g
 
 
 def test_an_update_is_reported_before_its_version_is_published_and_published_before_it_is_saved(tmp_path):
-    log = Stage(tmp_path, 2, **{"trainer.updates": 1}).play().desk.log
+    log = Stage(tmp_path, 2, **ONE).play().desk.log
     publish = [["withdraw", f"export {version}", f"publish {version}"] for version in (0, 1)]
     assert log == [*publish[0], "accumulate", "accumulate", "step", "update 1", *publish[1], "save update-000001"]
 
@@ -144,7 +145,7 @@ def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_aga
 
     async def made_again(group: int, reason: str) -> None:
         await report(group, reason)
-        stage.desk.groups.insert(0, make_group(group, [0.0, 1.0, 2.0, 3.0], [f"again {group}.{i}" for i in range(4)]))
+        stage.desk.groups.insert(0, make_group(group, RAMP, [f"again {group}.{i}" for i in range(4)]))
 
     stage.desk.group_gone = made_again
     stage.play()
@@ -184,13 +185,11 @@ def test_it_saves_every_k_updates_and_the_last_once_and_keeps_the_newest(tmp_pat
 
 
 def test_a_resumed_trainer_continues_with_the_checkpoints_version(tmp_path):
-    folder = tmp_path / "somewhere"
-    folder.mkdir()
-    write_state(folder, State(ControlState(version=2, next_group=4), "qwen_image", "flow_grpo"))
-    stage = Stage(tmp_path / "new", 4, **{"checkpoint.resume": str(folder)})
+    write_state(tmp_path, State(ControlState(version=2, next_group=4), "qwen_image", "flow_grpo"))
+    stage = Stage(tmp_path / "new", 4, **{"checkpoint.resume": str(tmp_path)})
     stage.desk.version = 2
     stage.play()
-    assert stage.ranks[0].setup_calls == [(str(folder), None)]
+    assert stage.ranks[0].setup_calls == [(str(tmp_path), None)]
     assert stage.publications.versions == [2, 3, 4]
     assert [report.version for report in stage.desk.updates] == [3, 4]
 
@@ -200,12 +199,9 @@ def test_it_says_how_it_streams_and_what_it_needs_of_a_sample(tmp_path):
     assert sorted(stage.desk.fields) == ["conditioning", "latents", "log_probs"]
     said = "each group is trained on as soon as it is scored (the objective scales with the advantage"
     assert stage.desk.phases[0].startswith(said)
-
-
-@pytest.mark.parametrize("name", ["diffusion_nft", "awm", "diffusion_dpo"])
-def test_an_objective_on_final_latents_needs_nothing_of_the_steps(tmp_path, name):
-    stage = Stage(tmp_path, 0, **FINAL_LATENTS, **{"algorithm.name": name}).play()
-    assert set(stage.desk.fields) == {"final", "conditioning"}
+    for name in ("diffusion_nft", "awm", "diffusion_dpo"):  # objectives on final latents need nothing of the steps
+        stage = Stage(tmp_path / name, 0, **FINAL_LATENTS, **{"algorithm.name": name}).play()
+        assert set(stage.desk.fields) == {"final", "conditioning"}, name
 
 
 def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
@@ -235,12 +231,12 @@ def test_a_checkpoint_holds_every_prompts_rewards_and_a_resumed_trainer_goes_on_
     assert (count, remembered) == (24, pytest.approx(mean))
 
 
-def test_the_rewards_of_an_update_that_was_cut_off_are_not_remembered(tmp_path):
-    rule = Stage(tmp_path, 3, **TRACKED).play().state("update-000001").rule  # the second update gets one group of two
-    assert sorted(rule["reward_history"]) == ["0", "1"]
-
-
-async def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
+async def test_rewards_of_an_update_that_was_cut_off_are_not_remembered_and_a_history_no_trainer_wrote_is_refused(
+    tmp_path,
+):
+    stage = Stage(tmp_path / "cut", 3, **TRACKED)  # the second update gets one group of two
+    await stage.main()
+    assert sorted(stage.state("update-000001").rule["reward_history"]) == ["0", "1"]
     wrong = {"reward_history": {"3": [0, 1.0]}}
     write_state(tmp_path, State(ControlState(version=1), "qwen_image", "flow_grpo", rule=wrong))
     stage = Stage(tmp_path / "new", 0, **TRACKED, **{"checkpoint.resume": str(tmp_path)})
@@ -256,37 +252,30 @@ def test_an_engine_that_computes_something_else_is_told_of_update_by_update(tmp_
     assert "reward_history" not in stage.state("update-000005").rule, "that was not asked for"
 
 
-def test_several_ranks_meet_at_one_address_and_another_shares_its_rows_once_per_export(tmp_path):
-    stage = Stage(tmp_path, 2, ranks=2, **{"trainer.updates": 1}).play()
-    [(_, first)], [(_, second)] = (rank.setup_calls for rank in stage.ranks)
-    assert first == second
-    assert first.startswith("tcp://127.0.0.1:")
-    assert stage.ranks[0].step_weights == stage.ranks[1].step_weights == pytest.approx([0.5])
+def test_several_ranks_meet_at_one_address_and_others_of_the_first_copy_share_their_rows_once_per_export(tmp_path):
+    stage = Stage(tmp_path, 2, ranks=4, **ONE, **{"trainer.shard": 2}).play()
+    [(_, address)], *others = (rank.setup_calls for rank in stage.ranks)
+    assert address.startswith("tcp://127.0.0.1:") and others == [[(None, address)]] * 3
+    assert [rank.step_weights for rank in stage.ranks] == [pytest.approx([0.25])] * 4
     exported = [line for line in stage.ranks[1].log if line.startswith(("export", "share"))]
     assert exported == ["export 0", "share 0", "export 1", "share 1"]
+    assert ["share 1" in rank.log for rank in stage.ranks] == [False, True, False, False]
     assert [snapshot.result().manifest().nbytes for snapshot in stage.publications.whole] == [1, 1]
 
 
-def test_only_ranks_of_the_first_copy_of_the_weights_are_asked_for_rows(tmp_path):
-    stage = Stage(tmp_path, 2, ranks=4, **{"trainer.updates": 1, "trainer.shard": 2}).play()
-    assert ["share 1" in rank.log for rank in stage.ranks] == [False, True, False, False]
-
-
 def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_path):
-    stage = Stage(tmp_path / "first", 2, **{"trainer.updates": 1})
-    shared = torch.arange(3)
-    trajectories = [
-        TensorDict({"latents": torch.randn(3, 4).to(torch.bfloat16), "steps": {"means": shared}}) for _ in range(4)
-    ]
-    stage.desk.waiting = [make_group(9, [0.0, 1.0, 2.0, 3.0], trajectories)]
+    stage = Stage(tmp_path / "first", 2, store=LossyStore("gone"), **ONE)
+    steps = {"means": torch.arange(3)}
+    trajectories = [TensorDict({"latents": torch.randn(3, 4).bfloat16(), "steps": steps}) for _ in range(4)]
+    stage.desk.waiting = [make_group(8, RAMP, [*trajectories[:3], "gone"]), make_group(9, RAMP, trajectories)]
     stage.play()
-    (kept,) = stage.state("update-000001").control.ready
-    assert kept.group == 9 and kept.rewards == [0.0, 1.0, 2.0, 3.0] and {s.trajectory for s in kept.samples} == {None}
+    control = stage.state("update-000001").control
+    assert control.unfinished == (Unfinished(8),), "its trajectories are gone"
+    (kept,) = control.ready
+    assert kept.group == 9 and kept.rewards == RAMP and {s.trajectory for s in kept.samples} == {None}
 
     resume = str(tmp_path / "first" / "update-000001")
-    again = Stage(tmp_path / "second", 0, **{"checkpoint.resume": resume, "trainer.updates": 2})
-    again.desk.version = 1
-    again.play()
+    again = Stage(tmp_path / "second", 0, **{"checkpoint.resume": resume}).play()
     (taken,) = again.desk.taken_up
     assert taken.group == 9 and taken.rewards == kept.rewards
     for sample, before in zip(taken.samples, trajectories, strict=True):
@@ -294,18 +283,8 @@ def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_pa
             assert torch.equal(sample.trajectory[name], before[name])
 
 
-def test_a_ready_group_whose_trajectories_are_gone_is_kept_as_unfinished(tmp_path):
-    stage = Stage(tmp_path, 2, store=LossyStore("gone"), **{"trainer.updates": 1})
-    kept = [TensorDict({"latents": torch.zeros(3, 4)}) for _ in range(2)]
-    stage.desk.waiting = [make_group(8, [0.0, 1.0], [kept[0], "gone"]), make_group(9, [0.0, 1.0], kept)]
-    stage.play()
-    state = stage.state("update-000001")
-    assert [group.group for group in state.control.ready] == [9]
-    assert state.control.unfinished == (Unfinished(8),)
-
-
 async def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_that_is_in_it(tmp_path):
-    stage = Stage(tmp_path, 6, prompts=1, **TRACKED, **{"trainer.updates": 3, "checkpoint.every": 1})
+    stage = Stage(tmp_path, 6, prompts=1, **TRACKED, **EACH, **{"trainer.updates": 3})
     writing, written = asyncio.Event(), asyncio.Event()
     end_save = stage.ranks[0].end_save
 
@@ -315,10 +294,8 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_tha
         await end_save()
 
     stage.ranks[0].end_save = slowly
-
     await stage.trainer.start()
     run = asyncio.create_task(stage.trainer.run())
-    await settle()
     await writing.wait()
     await settle()
     # One at a time, beside the next update.
@@ -332,7 +309,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_tha
 
 @pytest.mark.parametrize(("failed", "why"), [(1, "OSError: no space left on device"), (2, "FileExistsError")])
 def test_a_checkpoint_that_cannot_be_begun_or_written_is_told_and_tried_again(tmp_path, failed, why):
-    stage = Stage(tmp_path, 6, **{"trainer.updates": 3, "checkpoint.every": 1})
+    stage = Stage(tmp_path, 6, **EACH, **{"trainer.updates": 3})
     stage.ranks[0].disk_is_full = failed == 1
     if failed == 2:
         (tmp_path / ".update-000002.partial").write_text("in the way of a folder")
@@ -351,7 +328,7 @@ def test_a_checkpoint_that_cannot_be_begun_or_written_is_told_and_tried_again(tm
 
 
 def test_the_last_checkpoint_has_to_succeed_and_what_a_failed_one_has_written_is_removed(tmp_path):
-    stage = Stage(tmp_path, 2, **{"trainer.updates": 1})
+    stage = Stage(tmp_path, 2, **ONE)
     stage.ranks[0].disk_is_full = True
     with pytest.raises(OSError, match="no space left on device"):
         stage.play()
@@ -360,7 +337,7 @@ def test_the_last_checkpoint_has_to_succeed_and_what_a_failed_one_has_written_is
 
 def test_weights_that_the_ledger_does_not_know_of_are_not_saved(tmp_path):
     """Ends the run before the update: its groups are in the ledger as dropped, and made again."""
-    stage = Stage(tmp_path, 4, **{"trainer.updates": 2, "checkpoint.every": 1})
+    stage = Stage(tmp_path, 4, **EACH, **{"trainer.updates": 2})
     continuation = stage.desk.continuation
 
     async def as_of_the_end() -> ControlState:
@@ -372,7 +349,7 @@ def test_weights_that_the_ledger_does_not_know_of_are_not_saved(tmp_path):
 
 
 def test_a_failed_update_lets_the_checkpoint_that_is_being_written_be_finished(tmp_path):
-    stage = Stage(tmp_path, 4, **{"trainer.updates": 2, "checkpoint.every": 1})
+    stage = Stage(tmp_path, 4, **EACH, **{"trainer.updates": 2})
     end_save, add = stage.ranks[0].end_save, stage.trainer._add
 
     async def slowly() -> None:

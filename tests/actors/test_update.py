@@ -26,7 +26,6 @@ from actor_world import (
 from omni_async.actors.api import Abandoned
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.rank import Rank
-from omni_async.actors.update import merged_metrics
 from omni_async.algorithms.advantages import RewardHistory
 from omni_async.layout import ParallelLayout
 from omni_async.store import LocalStore, ObjectLost
@@ -48,16 +47,10 @@ class Trained:
     are of other weights. `first_look_at_all`: corrections are made from the whole update, needed or not."""
 
     def __init__(
-        self,
-        rewards: list[list[float]] = REWARDS,
-        *,
-        stale: bool = False,
-        first_look_at_all: bool = False,
-        **changes: Any,
+        self, rewards: list[list[float]] = REWARDS, stale: bool = False, first_look_at_all: bool = False, **changes: Any
     ) -> None:
         config = make_config(**{"trainer.groups_per_update": len(rewards), **changes})
-        policy = TinyPolicy("0")
-        plan = plan_updates(config)
+        policy, plan = TinyPolicy("0"), plan_updates(config)
         if first_look_at_all:
             plan = replace(plan, mode="collect", proximal=True, weigh=True)
         behaviour = load_model(policy)
@@ -74,39 +67,21 @@ class Trained:
 
         groups = [make_group(number, values, drawn(number, len(values))) for number, values in enumerate(rewards)]
         asyncio.run(rank.setup(None, None))
-        self.before = self._weights(rank)
+        before = self._weights(rank)
         self.metrics = run_update(config, [rank], groups, plan=plan)
         self.after = self._weights(rank)
+        self.moved = (self.after - before).abs().max().item()
 
     @staticmethod
-    def _weights(rank: Rank) -> dict[str, torch.Tensor]:
+    def _weights(rank: Rank) -> torch.Tensor:
         exported = asyncio.run(rank.export(0))
-        assert exported is not None
-        weights = {name: tensor.clone() for name, tensor in unpack(exported.manifest(), exported.buckets)}
+        weights = torch.cat([tensor.flatten() for _, tensor in unpack(exported.manifest(), exported.buckets)])
         exported.release()
         return weights
 
     def same_step_as(self, other: Trained) -> bool:
         """Compares weights: with SGD, lr 1 and no momentum, the step is the gradient."""
-        return all(torch.allclose(self.after[name], other.after[name], rtol=0, atol=1e-6) for name in self.after)
-
-    @property
-    def moved(self) -> float:
-        return max((self.after[name] - self.before[name]).abs().max().item() for name in self.after)
-
-
-# ---- when a group is trained -----------------------------------------------------------------------------------------
-
-
-def test_streamed_groups_are_trained_when_they_come_and_collected_ones_when_all_are_there():
-    async def before_the_last_group(**changes: Any) -> list[str]:
-        rank = AccountingRank()
-        await make_update(make_config(**changes), [rank]).add(make_group(0, REWARDS[0]))
-        return rank.log
-
-    assert asyncio.run(before_the_last_group()) == ["accumulate"]
-    assert asyncio.run(before_the_last_group(**GROUP_STD)) == ["accumulate"]
-    assert asyncio.run(before_the_last_group(**{"trainer.streaming": "off"})) == []
+        return torch.allclose(self.after, other.after, rtol=0, atol=1e-6)
 
 
 # ---- groups that cannot be read --------------------------------------------------------------------------------------
@@ -153,12 +128,20 @@ def test_streaming_makes_the_same_step_as_collecting(changes):
     assert streamed.metrics == pytest.approx(collected.metrics, abs=1e-6, rel=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("eps", [1e-4, 2.0])
-def test_a_floor_under_the_global_std_is_streamed_too(eps):
-    floor = {"algorithm.advantage": {"eps_form": "floor", "eps": eps}}
-    assert Trained(**floor).same_step_as(Trained(**floor, **{"trainer.streaming": "off"}))
-    std = torch.tensor(REWARDS, dtype=torch.float64).flatten().std().item()
-    assert account(**floor).scales == pytest.approx([1 / max(std, eps)])
+STD = torch.tensor(REWARDS, dtype=torch.float64).std().item()
+
+
+@pytest.mark.parametrize(
+    ("form", "eps", "divisor"),
+    [("added", 1e-4, STD + 1e-4), ("floor", 1e-4, STD), ("floor", 2.0, 2.0)],
+    ids=["added", "below", "binds"],
+)
+def test_the_global_std_is_applied_once_at_the_end_and_a_floor_under_it_is_streamed_too(form, eps, divisor):
+    changes = {"algorithm.advantage": {"eps_form": form, "eps": eps}}
+    rank = account(**changes)
+    assert rank.scales == pytest.approx([1 / divisor])
+    assert [sum(group) for group in rank.groups] == pytest.approx([0.0] * 4)
+    assert Trained(**changes).same_step_as(Trained(**changes, **{"trainer.streaming": "off"}))
 
 
 def test_a_binding_advantage_clip_is_found_at_the_end_and_the_update_is_computed_again_on_every_rank():
@@ -243,20 +226,14 @@ def test_rows_that_are_not_trained_take_no_part_in_the_mean(changes, rows):
     assert rank.step_weights == pytest.approx([1.0])
 
 
-def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_means():
+def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_means_or_maxima():
     """Checks a metric that some steps do not have, too: it is averaged over those that have it."""
-    rank = AccountingRank(metrics=[{"ess/step_01": 0.5, "both": 1.0}, {"ess/step_03": 0.25, "both": 2.0}])
+    found = {"ess/step_01": 0.5, "both": 1.0, "weight/max": 2.0}, {"ess/step_03": 0.25, "both": 2.0, "weight/max": 1.0}
+    rank = AccountingRank(metrics=found)
     config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, **GROUP_STD})
     metrics = run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)])
     assert rank.log == ["accumulate", "accumulate", "step"] * 2
-    assert metrics == {"loss": 1.5, "both": 1.5, "ess/step_01": 0.5, "ess/step_03": 0.25}
-
-
-def test_the_global_std_is_applied_once_at_the_end():
-    rank = account()
-    rewards = torch.tensor(REWARDS, dtype=torch.float64).flatten()
-    assert rank.scales == pytest.approx([1 / (rewards.std().item() + 1e-4)])
-    assert [sum(group) for group in rank.groups] == pytest.approx([0.0] * 4)
+    assert metrics == {"loss": 1.5, "both": 1.5, "ess/step_01": 0.5, "ess/step_03": 0.25, "weight/max": 2.0}
 
 
 # ---- what a rank is given --------------------------------------------------------------------------------------------
@@ -267,9 +244,8 @@ def test_a_batch_carries_the_versions_of_each_samples_steps():
     groups = [make_group(3, REWARDS[0], versions=(4, 6)), make_group(5, REWARDS[1], versions=(7, 7))]
     run_update(make_config(), [rank], groups, version=7)
     assert [batch.group for batch in rank.batches] == [3, 5]
-    versions = [[tuple(of_sample) for of_sample in batch.step_versions] for batch in rank.batches]
-    assert versions == [[(4, 6)] * 4, [(7, 7)] * 4]
-    assert [batch.version for batch in rank.batches] == [7, 7]
+    versions = [(batch.version, [tuple(of_sample) for of_sample in batch.step_versions]) for batch in rank.batches]
+    assert versions == [(7, [(4, 6)] * 4), (7, [(7, 7)] * 4)]
     assert rank.fetched[3] == tuple(f"trajectory 3.{i}" for i in range(4))
     assert all(batch.weights is None for batch in rank.batches)
 
@@ -291,8 +267,11 @@ def test_every_sample_has_training_noise_of_its_own_and_the_run_decides_which():
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share_their_noise(streaming):
     rank = AccountingRank(rows=STEPS)
-    config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "trainer.streaming": streaming})
-    run_update(config, [rank], [make_group(0, [0.4, 0.1, 0.9, 0.3]), make_group(1, [2.0, 3.0, 1.0, 1.0])])
+    changes = {"algorithm.advantage": {"track_prompts": True, "aggregate": "gdpo"}, "trainer.streaming": streaming}
+    config, history = make_config(**DPO, **changes), RewardHistory()
+    groups = [make_group(0, [0.4, 0.1, 0.9, 0.3]), make_group(1, [2.0, 3.0, 1.0, 1.0])]
+    run_update(config, [rank], groups, history=history)
+    assert history.state() == {}, "preferences leave no trace in the history of rewards"
     first, second = rank.batches
     assert rank.fetched == {0: ("trajectory 0.2", "trajectory 0.1"), 1: ("trajectory 1.1", "trajectory 1.2")}
     assert rank.groups == [[1.0, -1.0]] * 2
@@ -309,19 +288,6 @@ def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
     [batch] = rank.batches
     assert rank.fetched == {0: ("trajectory 0.0", "trajectory 0.1")}
     assert [tuple(versions) for versions in batch.step_versions] == [(), ()]
-
-
-def test_preferences_leave_no_trace_in_the_history_of_rewards():
-    history = RewardHistory()
-    advantage = {"track_prompts": True, "aggregate": "gdpo"}
-    config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.advantage": advantage})
-    run_update(config, [AccountingRank(rows=STEPS)], [make_group(i, [1.0, 0.0]) for i in range(2)], history=history)
-    assert history.state() == {}
-
-
-def test_metrics_of_several_steps_are_averaged_and_maxima_stay_maxima() -> None:
-    steps = [{"loss": 1.0, "weight/max": 2.0, "ess/step_01": 0.5}, {"loss": 3.0, "weight/max": 1.0}]
-    assert merged_metrics(steps) == {"loss": 2.0, "weight/max": 2.0, "ess/step_01": 0.5}
 
 
 # ---- a machine that will be taken away -------------------------------------------------------------------------------
