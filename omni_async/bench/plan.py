@@ -36,8 +36,11 @@ _LARGEST_BUDGET = 1000
 # Given before the user's overrides, which may change them: nothing but the job itself takes time, and what a recipe may
 # say no arm may keep.
 _LEAN = (
-    *("tracking.mlflow.enabled=false", "validation=null", "checkpoint.keep=1"),
-    *("checkpoint.resume=null", "staleness.exact=false"),
+    "tracking.mlflow.enabled=false",
+    "validation=null",
+    "checkpoint.keep=1",
+    "checkpoint.resume=null",
+    "staleness.exact=false",
 )
 # What an arm or an option decides.
 _OWNED = {

@@ -83,8 +83,9 @@ class Session:
             except TaskFailed as error:
                 failure, ending.lost = error, await self._lost_with(error)
             self._keeper.stop_replacing()
-            if failure and ending.lost is not None:
-                ending.because("failed", ending.lost, failure)  # this attempt can do nothing more
+            if failure and ending.lost is not None:  # this attempt can do nothing more than tell what it has done
+                await self._take_last_events(watching)
+                ending.because("failed", ending.lost, failure)
             else:
                 await self._wind_down(ending, failure, watching)
         return ending
@@ -97,16 +98,7 @@ class Session:
                 async with asyncio.timeout(_LAST_EVENTS_S):
                     await coordinator.fail(describe(failure))
         unfinished, ending.lost = await _settle(self._roles, self._closing_s)
-        unrecorded: BaseException | None = None
-        with contextlib.suppress(Exception):  # a coordinator that fails has no more events
-            async with asyncio.timeout(_LAST_EVENTS_S):
-                await coordinator.conclude()
-                await asyncio.wait({watching})
-                error = None if watching.cancelled() else watching.exception()
-                if isinstance(error, RunDirectoryError):  # the last events may have filled the disk
-                    unrecorded = error
-                if watching.cancelled() or error is not None:
-                    await observer.count(coordinator)
+        unrecorded = await self._take_last_events(watching)
         await observer.samples_written(_SAMPLES_S)
         # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
@@ -120,6 +112,20 @@ class Session:
             ending.because("failed", describe(unrecorded), unrecorded)
         if ended["status"] != "done":
             ending.because(ended["status"], ended["reason"] or ended["status"])
+
+    async def _take_last_events(self, watching: asyncio.Task[None]) -> RunDirectoryError | None:
+        """Take the events that the coordinator still has, and return why one could not be recorded, if so."""
+        unrecorded: RunDirectoryError | None = None
+        with contextlib.suppress(Exception):  # a coordinator that fails, or does not answer, has no more events
+            async with asyncio.timeout(_LAST_EVENTS_S):
+                await self._cluster.coordinator.conclude()
+                await asyncio.wait({watching})
+                error = None if watching.cancelled() else watching.exception()
+                if isinstance(error, RunDirectoryError):  # the last events may have filled the disk
+                    unrecorded = error
+                if watching.cancelled() or error is not None:
+                    await self._observer.count(self._cluster.coordinator)
+        return unrecorded
 
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         """Answer `omni-async status` and `scale`; `tell` gets what is being waited for.

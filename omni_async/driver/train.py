@@ -276,11 +276,11 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: M
     paths = (run.samples, run.metrics, run.ledger, run.summary, run.profile, run.trace)
     files = dict(zip(names, paths, strict=True))
     lines += [f"  {name:<9} {path}" for name, path in files.items() if path.exists()]
-    lines += lost
-    if summary.status != "done" and any(newest_first(run.checkpoints)):
-        lines.append("            (the same command with checkpoint.resume=auto goes on with it)")
     if run.trace.exists():
         lines.append("            (open the timeline at https://ui.perfetto.dev)")
+    lines += lost
     if mlflow and mlflow.run_id:
         lines.append(f"  MLflow    {mlflow.ui_command}")
+    if summary.status != "done" and any(newest_first(run.checkpoints)):
+        lines.append("the same command with checkpoint.resume=auto goes on with it")
     return lines

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from omni_async.checkpoint import State, folder_name
 from omni_async.checkpoint.folders import finish, partial, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.control.control_state import ControlState
+from omni_async.control.events import RunEvent
 from omni_async.driver import session
 from omni_async.driver import train as runtime
 from omni_async.driver.train import train
@@ -35,6 +37,7 @@ from tests.runtime.runtime_world import (
     fails,
     fails_late,
     until_the_end,
+    update,
     write_ledger,
     write_world,
 )
@@ -104,6 +107,25 @@ def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp
     (fault,) = read_faults(attempts.run.faults)
     assert (fault.part, fault.replacement) == ("trainer", "attempt 2, again from update 2") and fault.seconds >= 0
     assert "trainer is gone: killed; again from update 2" in attempts.console.notes
+
+
+def test_the_updates_of_a_lost_attempt_whose_events_nobody_had_read_are_in_the_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "_LAST_EVENTS_S", 10.0)
+
+    class Late(Control):
+        async def events(self) -> list[RunEvent]:
+            await asyncio.sleep(0.05)
+            return await super().events()
+
+    async def dies(control: Control) -> None:
+        control.log.add("update", update(1, 0.0, 1.0).data)
+        await dies_after(tmp_path, 1)(control)
+
+    first = trainer(dies)
+    first.coordinator = Late()
+    attempts = Attempts(tmp_path, monkeypatch, first, trainer(ends_well))
+    assert [line["update"] for line in attempts.run.read_metrics()] == [1]
+    assert attempts.inputs[1].start.version == 1 and not [n for n in attempts.console.notes if "warning" in n]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_where_none_can_be_used_the_run_ends_and_leaves_them(

@@ -25,7 +25,15 @@ from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, Score, Span
 from tests.control import control_world
 from tests.loops import play
-from tests.runtime.runtime_world import OFFLINE, Control, ImageStore, RecordingSink, RememberingConsole, write_world
+from tests.runtime.runtime_world import (
+    OFFLINE,
+    Control,
+    ImageStore,
+    RecordingSink,
+    RememberingConsole,
+    update,
+    write_world,
+)
 
 
 class Watched(control_world.Run):
@@ -243,28 +251,6 @@ def test_throughput_is_divided_by_every_device_of_the_job_that_exists(tmp_path, 
     assert summary.devices == devices
     assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
     assert summary.conserved and summary.first_reward is None
-
-
-def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:
-    buffer = {"capacity": 8, "reserved": 0, "ready": 0}
-    data = {
-        "version": version,
-        "started": started,
-        "finished": finished,
-        "reward": 0.5,
-        "parts": {},
-        "staleness": [0, 1],
-        "metrics": metrics,
-        "images": 4 * version,
-        "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
-        "buffers": {
-            "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
-            "trajectories": buffer,
-            "replay": buffer,
-            "bytes": {"capacity": None, "reserved": 300, "ready": 200, "most": 250},
-        },
-    }
-    return RunEvent("update", data)
 
 
 def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_its_first_update(tmp_path):

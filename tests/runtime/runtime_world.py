@@ -121,6 +121,29 @@ class RecordingSink:
         self._calls.append(status)
 
 
+def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:
+    """Makes the event of an update."""
+    buffer = {"capacity": 8, "reserved": 0, "ready": 0}
+    data = {
+        "version": version,
+        "started": started,
+        "finished": finished,
+        "reward": 0.5,
+        "parts": {},
+        "staleness": [0, 1],
+        "metrics": metrics,
+        "images": 4 * version,
+        "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
+        "buffers": {
+            "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
+            "trajectories": buffer,
+            "replay": buffer,
+            "bytes": {"capacity": None, "reserved": 300, "ready": 200, "most": 250},
+        },
+    }
+    return RunEvent("update", data)
+
+
 class ImageStore(LocalStore):
     """A store in which every text is the reference of a small grey image, except `gone`."""
 
