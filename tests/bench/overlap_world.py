@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from omni_async.aio.clock import ManualClock
 from omni_async.bench.plan import stamp
 from omni_async.config import Config
 from omni_async.config.schedule import num_devices
@@ -18,6 +19,7 @@ from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Counters, Summary, summarise, write_summary
 from omni_async.tracking.timeline import write_trace
 from omni_async.types import Span
+from tests.configs import with_sections
 
 ORIGIN = 1_700_000_000.0
 GROUPS, SIZE = 4, 8
@@ -39,17 +41,15 @@ _RECIPE: dict[str, Any] = {
     "rollout": {"workers": 2, "group_size": SIZE, "max_batch": SIZE},
     "reward": {"workers": 1},
     "trainer": {"updates": 12, "groups_per_update": GROUPS},
+    "emulation": {"profile": "toy.json", "time_scale": 0.01},
 }
 
 
-def write_recipe(folder: Path, *, emulated: bool = True, **sections: dict[str, Any]) -> Path:
+def write_recipe(folder: Path, **sections: Any) -> Path:
     """Writes `folder/toy.yaml`, on emulated devices of `folder/toy.json`, at a hundredth of their time."""
     write_profile(folder / "toy.json", PROFILE)
-    tree = {name: {**_RECIPE.get(name, {}), **sections.get(name, {})} for name in _RECIPE.keys() | sections.keys()}
-    if emulated:
-        tree["emulation"] = {"profile": "toy.json", "time_scale": 0.01, **sections.get("emulation", {})}
     path = folder / "toy.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump(with_sections(_RECIPE, sections)))
     return path
 
 
@@ -104,12 +104,11 @@ def write_run(
     profile: Profile | None = None,
 ) -> tuple[RunDirectory, Summary]:
     """Writes the folder such a run would have left."""
-    run = RunDirectory.create(inputs.config, _Clock())
+    run = RunDirectory.create(inputs.config, ManualClock(ORIGIN))
     for update, time in finished.items():
         run.append_metrics(update, {"reward": 0.5, "finished": time})
     run.append_metrics(1, {"validation/reward": 0.5})
     write_trace(run.trace, spans)
-    counters = Counters(admitted=0, trained=0, rejected=0, dropped=0, live=0)
     summary = summarise(
         run=run.run_id,
         status=status,
@@ -119,7 +118,7 @@ def write_run(
         images=0,
         rewards=[0.5] * len(finished),
         staleness=staleness,
-        counters=counters,
+        counters=Counters(admitted=0, trained=0, rejected=0, dropped=0, live=0),
         spans=spans,
         devices=num_devices(inputs.config),
         peak_memory_bytes=memory,
@@ -129,11 +128,6 @@ def write_run(
     if profile is not None:
         write_profile(run.path / "profile.json", profile)
     return run, summary
-
-
-class _Clock:
-    def now(self) -> float:
-        return ORIGIN
 
 
 class FakeTrain:
@@ -165,11 +159,8 @@ class FakeTrain:
             spans, finished = sync_spans(config.trainer.updates)
         else:
             spans, finished = overlapped_spans(config.trainer.updates, self.steps.get(arm, 10.0) + number / 64)
-        ages = [
-            min(version, config.staleness.max_updates)
-            for version in range(config.trainer.updates)
-            for _ in range(GROUPS)
-        ]
+        budget = config.staleness.max_updates
+        ages = [min(version, budget) for version in range(config.trainer.updates) for _ in range(GROUPS)]
         status, reason = ending or ("done", None)
         return write_run(inputs, spans, finished, staleness=ages, status=status, reason=reason, profile=self.profile)[1]
 

@@ -65,10 +65,8 @@ def test_overrides_may_stand_anywhere_and_a_profile_replaces_the_recipes(bench, 
 
 
 def test_a_failed_run_is_exit_code_1_and_its_reason_is_shown(bench):
-    code, out, _ = bench(
-        *SHORT,
-        train=world.FakeTrain(ends=lambda arm, number: ("failed", "EngineError: gone") if arm == "sync" else None),
-    )
+    failing = world.FakeTrain(ends=lambda arm, number: ("failed", "EngineError: gone") if arm == "sync" else None)
+    code, out, _ = bench(*SHORT, train=failing)
     assert code == 1
     assert "sync: run 1 failed: EngineError: gone" in out
     [median] = [line for line in out.splitlines() if line.startswith("| median")]
@@ -76,9 +74,8 @@ def test_a_failed_run_is_exit_code_1_and_its_reason_is_shown(bench):
 
 
 def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(bench):
-    code, out, _ = bench(
-        *SHORT, train=world.FakeTrain(ends=lambda arm, number: KeyboardInterrupt() if number == 1 else None)
-    )
+    interrupted = world.FakeTrain(ends=lambda arm, number: KeyboardInterrupt() if number == 1 else None)
+    code, out, _ = bench(*SHORT, train=interrupted)
     assert code == 130
     assert out.splitlines()[-1] == "interrupted; the same command goes on with what is missing in runs/overlap-toy"
 
@@ -95,14 +92,6 @@ def test_a_report_shows_a_result_again_without_running(bench, tmp_path, capsys):
     assert cli.main(["bench", "overlap", "there", "--report", "--out", "elsewhere"]) == 0
     assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"overlap.md", "overlap.png"}
     assert (tmp_path / "there" / "overlap.json").read_bytes() == before, "a result is never written again"
-
-
-@pytest.mark.parametrize(
-    "given", [["reward.batch=3"], ["--arms", "sync"], ["--profile", "remote_judge"], ["--steps", "8"]]
-)
-def test_a_report_takes_nothing_that_a_run_takes(given, tmp_path, capsys):
-    assert cli.main(["bench", "overlap", str(tmp_path), *given, "--report"]) == 2
-    assert "--report: runs nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -130,14 +119,23 @@ def test_bad_input_or_a_recipe_that_is_none_is_one_line_and_exit_code_2(bench, a
     assert message in err
 
 
+RUNS_NOTHING, NO_RESULT = "--report: runs nothing", "not a benchmark result"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "no finished benchmark to report on"), ("{}", "not a benchmark result"), ("{", "not a benchmark result")],
+    ("content", "given", "message"),
+    [
+        *((None, given, RUNS_NOTHING) for given in ("reward.batch=3", "--arms sync", "--profile p", "--steps 8")),
+        (None, "", "no finished benchmark to report on"),
+        *((content, "", NO_RESULT) for content in ("{}", "{")),
+    ],
 )
-def test_a_report_on_nothing_is_one_line_and_exit_code_2(tmp_path, capsys, content, message):
+def test_a_report_on_nothing_or_with_options_of_a_run_is_one_line_and_exit_code_2(
+    tmp_path, capsys, content, given, message
+):
     if content is not None:
         (tmp_path / "overlap.json").write_text(content)
-    assert cli.main(["bench", "overlap", str(tmp_path), "--report"]) == 2
+    assert cli.main(["bench", "overlap", str(tmp_path), *given.split(), "--report"]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
 

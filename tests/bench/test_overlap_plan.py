@@ -17,15 +17,8 @@ from tests.bench import overlap_world as world
 
 
 def plan(tmp_path, *overrides, arms=DEFAULT_ARMS, updates=24, steps=None, repeats=3, **recipe):
-    return make_plan(
-        world.write_recipe(tmp_path, **recipe),
-        overrides,
-        parse_arms(arms),
-        out=tmp_path / "out",
-        repeats=repeats,
-        updates=updates,
-        steps=steps,
-    )
+    path, given = world.write_recipe(tmp_path, **recipe), {"repeats": repeats, "updates": updates, "steps": steps}
+    return make_plan(path, overrides, parse_arms(arms), out=tmp_path / "out", **given)
 
 
 # ---- arms ------------------------------------------------------------------------------------------------------------
@@ -128,7 +121,7 @@ def test_a_wrong_override_or_a_job_that_generates_nothing_is_the_recipes_error_a
         plan(tmp_path, "rollout.workers=0")
     (tmp_path / "pairs.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"data.preferences"):
-        plan(tmp_path, emulated=False, data={"preferences": "pairs.parquet"})
+        plan(tmp_path, emulation=None, data={"preferences": "pairs.parquet"})
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
@@ -156,19 +149,16 @@ def job_of(tmp_path, *overrides):
     return job
 
 
-def test_a_run_that_is_done_with_these_settings_is_found(tmp_path):
-    job = job_of(tmp_path)
+def test_a_run_is_complete_if_it_is_done_with_these_settings_this_code_and_this_profile(tmp_path, monkeypatch):
+    job, other = job_of(tmp_path), job_of(tmp_path, "reward.batch=3")
+    for inputs, status in ((job.inputs, "failed"), (job.inputs, "interrupted"), (other.inputs, "done")):
+        world.write_run(inputs, *world.sync_spans(24), status=status)
     assert finished_run(job.inputs) is None
-    first, _ = world.write_run(job.inputs, *world.sync_spans(24))
-    second, _ = world.write_run(job.inputs, *world.sync_spans(24))
-    assert finished_run(job.inputs) in (first.path, second.path)
-
-
-def test_a_run_that_was_not_done_or_has_other_settings_is_not_complete(tmp_path):
-    job = job_of(tmp_path)
-    for status in ("failed", "interrupted"):
-        world.write_run(job.inputs, *world.sync_spans(24), status=status)
-    world.write_run(job_of(tmp_path, "reward.batch=3").inputs, *world.sync_spans(24))
+    runs = [world.write_run(job.inputs, *world.sync_spans(24))[0].path for _ in range(2)]
+    assert finished_run(job.inputs) in runs
+    slower = replace(job.inputs, profile=msgspec.structs.replace(job.inputs.profile, name="measured again"))
+    assert finished_run(slower) is None
+    monkeypatch.setattr("omni_async.bench.plan._code", lambda: "mended")
     assert finished_run(job.inputs) is None
 
 
@@ -177,14 +167,4 @@ def test_a_run_that_was_cut_off_is_not_complete(tmp_path, name):
     job = job_of(tmp_path)
     run, _ = world.write_run(job.inputs, *world.sync_spans(24))
     (run.path / name).unlink()
-    assert finished_run(job.inputs) is None
-
-
-def test_a_run_of_other_code_or_another_profile_is_not_complete(tmp_path, monkeypatch):
-    job = job_of(tmp_path)
-    run, _ = world.write_run(job.inputs, *world.sync_spans(24))
-    assert finished_run(job.inputs) == run.path
-    slower = replace(job.inputs, profile=msgspec.structs.replace(job.inputs.profile, name="measured again"))
-    assert finished_run(slower) is None
-    monkeypatch.setattr("omni_async.bench.plan._code", lambda: "mended")
     assert finished_run(job.inputs) is None

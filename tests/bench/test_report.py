@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,17 +58,8 @@ def arm(name: str, budget: int = 0, **given) -> ArmRecord:
 
 def result(*arms: ArmRecord, time_scale: float = 1.0) -> Overlap:
     machine = Machine("a chip", 2, 8 * 2**30, "Linux", "3.11", {"ray": "2.60"})
-    return Overlap(
-        recipe="toy.yaml",
-        command="bench",
-        started="today",
-        machine=machine,
-        repeats=3,
-        updates=12,
-        time_scale=time_scale,
-        law="profile toy, times 1",
-        arms=arms,
-    )
+    given: dict[str, Any] = {"recipe": "toy.yaml", "command": "bench", "started": "today", "machine": machine}
+    return Overlap(**given, repeats=3, updates=12, time_scale=time_scale, law="profile toy, times 1", arms=arms)
 
 
 FAILED = RunRecord(round=1, status="failed", reason="EngineError: gone")
@@ -104,12 +96,6 @@ def test_a_cell_per_arm_and_a_word_where_there_is_no_number():
     assert ("seconds per update", "in the profile's time") not in found
 
 
-def test_scaled_time_is_also_shown_in_the_profiles():
-    found = cells(result(arm("sync", runs=runs(8.0)), time_scale=0.01))
-    assert found["seconds per update", "in the profile's time"] == ["800"]
-    assert found["images/s", "per device, in the profile's time"] == ["0.01"]
-
-
 def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
     notes = list(table.notes(RESULT))
     assert {
@@ -123,12 +109,8 @@ def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
 
 
 def test_speed_ups_over_other_baselines_are_noted_for_the_fastest_arm():
-    overlap = result(
-        arm("sync", runs=runs(8.0)),
-        arm("sync_colocated", runs=runs(6.0)),
-        arm("async:1", 1, runs=runs(5.0)),
-        arm("async:2", 2, runs=runs(4.5)),
-    )
+    steps = {"sync": 8.0, "sync_colocated": 6.0, "async:1": 5.0, "async:2": 4.5}
+    overlap = result(*(arm(name, runs=runs(step)) for name, step in steps.items()))
     assert fastest(compare(overlap)).name == "async:2"
     words = " ".join(table.notes(overlap))
     assert "async:2 is 1.33x over sync_colocated" in words
@@ -136,11 +118,14 @@ def test_speed_ups_over_other_baselines_are_noted_for_the_fastest_arm():
     assert "sync_colocated is 1.33x over sync" in words
 
 
-def test_a_simulation_that_failed_is_reported():
+def test_a_simulation_that_failed_is_reported_and_scaled_time_is_also_shown_in_the_profiles():
     prediction = Prediction(times=StageTimes(1, 1, 1, 1), law_s=4.0, not_simulated="RuntimeError: no")
-    overlap = result(arm("sync", runs=runs(8.0), prediction=prediction))
+    overlap = result(arm("sync", runs=runs(8.0), prediction=prediction), time_scale=0.01)
     assert "sync: not simulated: RuntimeError: no" in list(table.notes(overlap))
-    assert cells(overlap)["seconds per update", "simulated"] == ["-"]
+    found = cells(overlap)
+    assert found["seconds per update", "simulated"] == ["-"]
+    assert found["seconds per update", "in the profile's time"] == ["800"]
+    assert found["images/s", "per device, in the profile's time"] == ["0.01"]
 
 
 def test_markdown_is_one_rectangular_table_followed_by_a_list():
@@ -170,17 +155,15 @@ def test_numbers_have_three_digits():
 
 
 def test_the_figure_has_four_panels_with_every_measured_arm():
-    overlap = result(
-        arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0)), arm("async:4", 4, skipped="no")
-    )
-    axes = figure_of(overlap).axes
+    measured_ = arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0))
+    axes = figure_of(result(*measured_, arm("async:4", 4, skipped="no"))).axes
     titles = ["Step time", "Where the trainer's time goes", "What each role does", "Staleness"]
     assert [panel.get_title(loc="left") for panel in axes] == titles
     for panel in axes:
         assert [label.get_text() for label in panel.get_xticklabels()] == ["sync", "async:2"]
     steps, seconds, _, staleness = axes
-    [measured_] = steps.containers
-    assert list(measured_.lines[0].get_ydata()) == [9.0, 5.0]
+    [medians] = steps.containers
+    assert list(medians.lines[0].get_ydata()) == [9.0, 5.0]
     tops = np.sum([[bar.get_height() for bar in bars] for bars in seconds.containers], axis=0)
     assert tops == pytest.approx([9.0, 5.0])
     [heat] = staleness.get_images()
