@@ -53,22 +53,16 @@ def test_every_stage_is_measured_at_every_batch_size(out: Path) -> None:
     assert "published" not in table  # nothing to compare with at this size
 
 
-def test_the_profile_replays_what_was_measured(out: Path) -> None:
+def test_the_profile_replays_what_was_measured_with_the_payload_named_first(out: Path, tmp_path: Path) -> None:
     measured, profile = measured_in(out), load_profile(str(out / "profile.json"))
     rest = load_profile("qwen_image_lora_h800")
-    for stage, timings in (
-        ("generate", measured.generate),
-        ("proximal", measured.recompute),
-        ("train", measured.train),
-    ):
+    stages = {"generate": measured.generate, "proximal": measured.recompute, "train": measured.train}
+    for stage, timings in stages.items():
         seconds = sum(timing.median_s for timing in timings)
         assert sum(getattr(profile, stage).mean(timing.units) for timing in timings) == pytest.approx(seconds, rel=1e-6)
     assert profile.export.mean() == measured.publish["lora"].export_s
     assert (profile.score, profile.switch) == (rest.score, rest.switch)
     assert "Scoring" in profile.assumed and "tiny" in profile.source
-
-
-def test_the_profile_is_of_the_payload_named_first(out: Path, tmp_path: Path) -> None:
     one = ("--batches", "1", "--train-batches", "1", "--payloads", "full")
     assert stage_profile.main(["--out", str(tmp_path), *TINY, *one]) == 0
     profile = load_profile(str(tmp_path / "profile.json"))
@@ -97,11 +91,9 @@ def tiny_config(out: Path, *arguments: str) -> Config:
 def adapter_parameters(transformer: torch.nn.Module, config: Config) -> int:
     lora = config.model.lora
     assert lora is not None
-    linear = {name: module for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)}
-    chosen = [
-        m for name, m in linear.items() if any(f".{name}".endswith(f".{target}") for target in lora.target_modules)
-    ]
-    return sum(lora.rank * (module.in_features + module.out_features) for module in chosen)
+    targets = tuple(f".{target}" for target in lora.target_modules)
+    linear = [(name, part) for name, part in transformer.named_modules() if isinstance(part, torch.nn.Linear)]
+    return sum(lora.rank * (m.in_features + m.out_features) for name, m in linear if f".{name}".endswith(targets))
 
 
 class Small(RandomQwenImage):
@@ -176,7 +168,5 @@ def test_engine_and_trainer_hold_the_same_weights_and_prompts_have_the_length_as
 def test_it_needs_neither_ray_nor_vllm_nor_mlflow() -> None:
     absent = ("ray", "vllm", "vllm_omni", "mlflow", "rapidocr", "onnxruntime", "matplotlib")
     code = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport benchmarks.stage_profile"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=profiles.ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=profiles.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from benchmarks import publish_loss, publish_loss_engine, weights
-from benchmarks.arguments import write_json
 from benchmarks.publish_loss import Record, Way
 from benchmarks.publish_loss_engine import BusyHost, Outcome
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
@@ -54,49 +53,31 @@ def test_blocked_time_is_compared_with_the_copy_of_its_own_repeat() -> None:
 
 
 def test_a_missed_target_is_marked() -> None:
-    lines = text(
-        publishes=[publish(0, 0.0016, 0.001)], throughput=[window("quiet", 0, 1.0), window("periodic", 0, 1.06, 3)]
-    )
+    slowed = [window("quiet", 0, 1.0), window("periodic", 0, 1.06, 3)]
+    lines = text(publishes=[publish(0, 0.0016, 0.001)], throughput=slowed)
     assert line_with(lines, "disk").count("!") == 1
     assert "!" in line_with(lines, "periodic") and "!" not in line_with(lines, "│ quiet")
 
 
 def test_every_transport_has_a_line_in_the_order_of_measurement() -> None:
-    lines = text(
-        publishes=[publish(n, 0.001, 0.001, t) for n in range(3) for t in ("object_store", "disk", "collective")]
-    )
-    rows = [word for line in lines for word in line.split() if word in weights.TRANSPORTS]
-    assert rows == ["object_store", "disk", "collective"]
+    order = ["object_store", "disk", "collective"]
+    lines = text(publishes=[publish(n, 0.001, 0.001, transport) for n in range(3) for transport in order])
+    assert [word for line in lines for word in line.split() if word in weights.TRANSPORTS] == order
 
 
 def test_generation_is_compared_with_the_quiet_window_of_its_own_repeat() -> None:
-    records = [
-        window("quiet", 0, 1.0),
-        window("back_to_back", 0, 2.0, 8),
-        window("quiet", 1, 10.0),
-        window("back_to_back", 1, 20.0, 80),
-    ]
-    line = line_with(text(throughput=records), "back to back")
-    assert "0.5 (0.5..0.5)" in line
-    assert "4 (4..4)" in line
-
-
-def test_results_can_be_read_back(tmp_path: Path) -> None:
-    results = Results(
-        describe_machine(), {"repeats": 1}, [publish(0, 0.001, 0.001)], [window("quiet", 0, 1.0)], ["a note"]
-    )
-    assert msgspec.json.decode(write_json(tmp_path / "results.json", results).read_bytes(), type=Results) == results
-
-
-def options(**changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"sizes": [100.0, 10.0, 1e9], "max_mb": 50.0, **changes})
+    quiet = [window("quiet", repeat, seconds) for repeat, seconds in enumerate((1.0, 10.0))]
+    publishing = [window("back_to_back", 0, 2.0, 8), window("back_to_back", 1, 20.0, 80)]
+    line = line_with(text(throughput=quiet + publishing), "back to back")
+    assert "0.5 (0.5..0.5)" in line and "4 (4..4)" in line
 
 
 def test_sizes_that_do_not_fit_are_left_out_and_named() -> None:
-    fit, notes = weights._sizes(options())
+    given = [100.0, 10.0, 1e9]
+    fit, notes = weights._sizes(argparse.Namespace(sizes=given, max_mb=50.0))
     assert fit == [10.0]
     assert [note.split(" (")[0] for note in notes] == ["left out: 100 MB", "left out: 1e+09 MB"]
-    assert weights._sizes(options(max_mb=1e12))[0] == [10.0, 100.0]
+    assert weights._sizes(argparse.Namespace(sizes=given, max_mb=1e12))[0] == [10.0, 100.0]
 
 
 # ---- publishes in mid-generation -------------------------------------------------------------------------------------
@@ -156,39 +137,30 @@ def draw(way: Way, failing: str = "") -> Outcome:
     return asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_samples_that_go_on_through_a_publish_lose_nothing() -> None:
-    outcome = draw("swap")
-    assert (outcome.asked, outcome.finished, outcome.lost_samples, outcome.lost_steps) == (5, 5, 0, 0)
-    assert outcome.computed == outcome.used == 100
-    assert outcome.mixed == 3  # those of the first 60 steps
-    assert publish_loss.what_was_lost(Record("swap", 2, 1.0, outcome)) == []
-
-
-def test_draining_loses_no_steps_and_mixes_no_versions() -> None:
-    outcome = draw("drain")
-    assert (outcome.finished, outcome.lost_samples, outcome.lost_steps, outcome.mixed) == (5, 0, 0, 0)
+def test_samples_that_go_on_through_a_publish_lose_nothing_and_drained_ones_mix_no_versions() -> None:
+    swapped, drained = draw("swap"), draw("drain")
+    for outcome, mixed in ((swapped, 3), (drained, 0)):  # 3: those of the first 60 steps
+        assert (outcome.asked, outcome.finished, outcome.mixed) == (5, 5, mixed)
+        assert (outcome.lost_samples, outcome.lost_steps) == (0, 0)
+    assert swapped.computed == swapped.used == 100
+    assert publish_loss.what_was_lost(Record("swap", 2, 1.0, swapped)) == []
 
 
 def test_what_is_thrown_away_at_a_publish_is_counted_and_drawn_again() -> None:
     outcome = draw("abort")
-    assert outcome.finished == 5 and outcome.used == 100 and outcome.mixed == 0
+    assert (outcome.finished, outcome.used, outcome.mixed) == (5, 100, 0)
     assert outcome.aborted == 3 + 3  # all that ran, at both publishes
     assert outcome.lost_steps == outcome.computed - 100 >= 10
-    assert "samples were lost" in publish_loss.what_was_lost(Record("swap", 2, 1.0, outcome))[0]
 
 
-def test_a_sample_that_fails_is_lost_and_not_drawn_again() -> None:
-    outcome = draw("swap", failing="s1")
-    assert (outcome.finished, outcome.failed, outcome.lost_samples, outcome.lost_steps) == (4, 1, 1, 20)
-    assert publish_loss.what_was_lost(Record("swap", 2, 1.0, outcome)) == [
-        "1 samples were lost, 4 of 5 finished",
-        "20 denoising steps are in no trajectory",
-    ]
-
-
-def test_a_run_whose_publishes_met_nothing_under_way_is_no_measurement() -> None:
-    outcome = Outcome(asked=1, finished=1, aborted=0, failed=0, mixed=0, computed=9, used=9)
-    [problem] = publish_loss.what_was_lost(Record("swap", 1, 1.0, outcome))
+def test_what_was_lost_is_said_and_a_run_whose_publishes_met_nothing_under_way_is_no_measurement() -> None:
+    failing = draw("swap", failing="s1")
+    assert (failing.finished, failing.failed, failing.lost_samples, failing.lost_steps) == (4, 1, 1, 20)
+    said = ["1 samples were lost, 4 of 5 finished", "20 denoising steps are in no trajectory"]
+    assert publish_loss.what_was_lost(Record("swap", 2, 1.0, failing)) == said
+    assert "samples were lost" in publish_loss.what_was_lost(Record("swap", 2, 1.0, draw("abort")))[0]
+    idle = Outcome(asked=1, finished=1, aborted=0, failed=0, mixed=0, computed=9, used=9)
+    [problem] = publish_loss.what_was_lost(Record("swap", 1, 1.0, idle))
     assert "no publish met a sample under way" in problem
 
 
