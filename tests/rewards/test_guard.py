@@ -182,8 +182,7 @@ async def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_
     assert judge.seen[-1] == [1] and not stage.panel.down
 
 
-async def test_the_first_samples_ever_may_be_bad_ones():
-    """Starts with bad samples: only the next sample distinguishes them from an outage."""
+async def test_the_first_samples_ever_may_be_bad_ones_which_only_the_next_sample_distinguishes_from_an_outage():
     stage = Stage(Judge(bad=(7, 8, 9)))
     assert await stage.score(7, 8, 9, 1) == [None] * 4
     assert stage.panel.down
@@ -206,9 +205,7 @@ async def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_as
     stage = await after_one(5, judge := Judge(up=lambda t: t < 5 or t >= 1000), outage_s=100.0)
     assert await stage.score(2, 3) == [None, None]
     await stage.panel.recover()
-    assert now() == 127, (
-        "a pause ends later than the outage's limit, and then a worker beside this one has a second for itself"
-    )
+    assert now() == 127, "a pause ends later than the limit, and a worker beside this one has a second for itself"
     calls = len(judge.calls)
     for _ in range(20):
         await stage.panel.recover()
@@ -226,16 +223,13 @@ async def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_as
     ]
 
 
-async def test_one_of_two_scorers_that_is_down_is_waited_for_alone():
+async def test_one_of_two_scorers_that_is_down_is_waited_for_alone_and_gets_no_sample_that_the_other_fails():
     stage = await after_one(5, fine := Judge(), broken := Judge(up=lambda t: not 5 <= t < 9))
     assert await stage.score(2, 3) == [None, None]
     calls = len(fine.calls)
     await stage.panel.recover()
     assert len(fine.calls) == calls and len(broken.calls) > 5
     assert await stage.score(2, 3) == [4.0, 6.0]
-
-
-async def test_a_sample_that_one_scorer_fails_is_not_shown_to_the_next():
     stage = Stage(Judge(bad=(7,)), other := Judge())
     assert await stage.score(1, 7, 2) == [2.0, BAD, 4.0]
     assert other.seen == [[1, 2]]
@@ -322,8 +316,7 @@ async def test_a_server_that_hangs_for_a_while_is_asked_no_more_than_there_are_t
 
 
 async def test_a_server_that_hangs_for_ever_ends_the_worker_when_the_outage_is_over():
-    judge = Judge(seconds=lambda t: HANGS if t >= 5 else 0.0)
-    stage = await after_one(5, judge, timeout_s=10.0, outage_s=200.0)
+    stage = await after_one(5, Judge(seconds=lambda t: HANGS if t >= 5 else 0.0), timeout_s=10.0, outage_s=200.0)
     assert await stage.score(2, 3, 4) == [None] * 3
     with pytest.raises(ScorerHangs, match=r"8 calls have not returned.*reward.outage_s = 200 is over"):
         await stage.panel.recover()
@@ -352,11 +345,7 @@ def test_the_synthetic_sample_is_two_images_of_the_runs_size_with_its_first_prom
         (lambda call: "0.5", "value is a str, expected a number"),
         (lambda call: RuntimeError("no such layer"), "RuntimeError: no such layer"),
         (lambda call: FileNotFoundError("weights.pt"), "FileNotFoundError: weights.pt"),
-        pytest.param(
-            lambda call: ValueError(f"<Tensor at 0x7f{call}a>"),
-            "ValueError: <Tensor at 0x7f2a>",
-            id="but for addresses",
-        ),
+        (lambda call: ValueError(f"<Tensor at 0x7f{call}a>"), "ValueError: <Tensor at 0x7f2a>"),  # but for addresses
         (lambda call: SystemExit(3), "SystemExit: 3"),
     ],
 )
@@ -386,21 +375,15 @@ async def test_one_that_is_down_or_changes_its_words_is_waited_for(says):
     assert outcome == [Score(7.0, values=(7.0,))] and 100 <= now() <= 200
 
 
-async def test_one_that_hangs_is_an_outage_after_one_timeout():
-    stage = Stage(Judge(seconds=lambda t: HANGS if t < 1 else 0.0), probe=PROBE, timeout_s=20.0)
-    assert await stage.panel.try_out() is None
-    assert now() == 20 and stage.panel.outages == ["scorer '0': no score within 20 s"]
-
-
-async def test_a_single_failure_is_forgiven():
+async def test_each_scorer_is_tried_a_single_failure_is_forgiven_and_one_that_hangs_is_an_outage_after_one_timeout():
+    wrong = await Stage(Judge(), Judge(says=typo), probe=PROBE).panel.try_out()
+    assert wrong is not None and wrong.startswith("scorer '1': AttributeError")
     stage = Stage(Judge(says=lambda call: typo(call) if call == 1 else 2.0), probe=PROBE)
     assert await stage.panel.try_out() is None
     assert not stage.panel.down and stage.reports == []
-
-
-async def test_each_scorer_of_a_reward_is_tried():
-    wrong = await Stage(Judge(), Judge(says=typo), probe=PROBE).panel.try_out()
-    assert wrong is not None and wrong.startswith("scorer '1': AttributeError")
+    stage = Stage(Judge(seconds=lambda t: HANGS if t < 1 else 0.0), probe=PROBE, timeout_s=20.0)
+    assert await stage.panel.try_out() is None
+    assert now() == 20 and stage.panel.outages == ["scorer '0': no score within 20 s"]
 
 
 async def test_after_the_trial_a_drawn_sample_that_fails_is_not_taken_for_an_outage():

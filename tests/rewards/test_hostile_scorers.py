@@ -127,16 +127,18 @@ def test_it_is_a_failure_with_a_reason(answer, reason):
         assert outcome.reason.isascii() or outcome.reason.isprintable(), "it goes into the ledger and onto consoles"
 
 
-def test_a_failure_says_the_line_that_raised_whatever_it_raised():
+def test_a_failure_says_the_line_that_raised_whatever_it_raised_and_a_servers_error_page_is_cut_to_a_line():
     for error in (ValueError("no"), ScoreError("no"), Outage("no")):
         (first, *_) = outcomes_of(raises(error))
         assert re.fullmatch(rf"scorer 'hostile': (ValueError: )?no \({__file__}:{LINE_THAT_RAISES}\)", first.reason)
+    for outcome in outcomes_of(raises(OSError("<html>\n" + "x" * 10_000))):
+        assert len(outcome.reason) == 300 and "\n" not in outcome.reason
+        assert re.search(r"x\.\.\. \(.*\.py:\d+\)$", outcome.reason)
 
 
 def test_numbers_of_any_real_type_become_floats_that_can_be_written():
-    scores = require_scores(
-        "x", (Score(np.float32(0.5), {"part": np.int64(3)}), Score(2), Score(np.float64(1))), PROMPTS
-    )
+    given = (Score(np.float32(0.5), {"part": np.int64(3)}), Score(2), Score(np.float64(1)))
+    scores = require_scores("x", given, PROMPTS)
     assert scores == [Score(0.5, {"part": 3.0}), Score(2.0), Score(1.0)]
     assert {type(score.value) for score in scores} == {float} and type(scores[0].parts["part"]) is float
     assert msgspec.json.decode(msgspec.json.encode(scores), type=list[Score]) == scores
@@ -183,12 +185,6 @@ def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value):
     assert isinstance(outcomes_of(each(11.0), max_abs=10.0)[0], Failure)
 
 
-def test_a_servers_error_page_is_cut_to_a_line():
-    for outcome in outcomes_of(raises(OSError("<html>\n" + "x" * 10_000))):
-        assert len(outcome.reason) == 300 and "\n" not in outcome.reason
-        assert re.search(r"x\.\.\. \(.*\.py:\d+\)$", outcome.reason)
-
-
 def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_another():
     go = threading.Event()
     names: list[str] = []
@@ -201,9 +197,8 @@ def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_anothe
 
     assert outcomes_of(answer, timeout_s=0.05) == [Score(1.0, values=(1.0,))] * 3
     assert len(names) == 4, "the batch that hung, and its samples"
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward-0/hostile"), (
-        "the process can end without it"
-    )
+    hanging = [thread for thread in threading.enumerate() if thread.name == "reward-0/hostile"]
+    assert all(thread.daemon for thread in hanging), "the process can end without it"
     go.set()
 
 
@@ -256,7 +251,7 @@ def failure(scorer: schema.Scorer) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_parameter_is_taken_from_the_environment_and_a_variable_that_is_not_set_is_named(monkeypatch):
+def test_a_parameter_is_taken_from_the_environment_and_a_missing_variable_or_a_wrong_secret_is_refused(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
     scorer = registry.build(config(api_key="env:JUDGE_KEY", headers={"X-Api-Key": "env:JUDGE_KEY"}))
     with pytest.raises(ConnectionError, match="refused sk-42424242 sk-42424242"):
@@ -264,19 +259,16 @@ def test_a_parameter_is_taken_from_the_environment_and_a_variable_that_is_not_se
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ScorerConfigError, match="'api_key': 'env:JUDGE_KEY' names an environment variable that is not"):
         registry.check(config(api_key="env:JUDGE_KEY"), IMAGE)
+    with pytest.raises(ScorerConfigError) as refused:
+        registry.check(config(api_key=424242), IMAGE)
+    assert "424242" not in str(refused.value) and "parameter 'api_key': Expected `str`, got `int`" in str(refused.value)
+
+
+PARAMS = ({"url": "https://me:sk-42424242@judge/"}, {"headers": {"X-Api-Key": "sk-42424242"}}, {"url": "env:JUDGE_KEY"})
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["scoring", "starting"])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"api_key": "sk-42424242"},
-        {"url": "https://me:sk-42424242@judge/"},
-        {"headers": {"X-Api-Key": "sk-42424242"}},
-        {"url": "env:JUDGE_KEY"},
-    ],
-    ids=["key", "url", "header", "environment"],
-)
+@pytest.mark.parametrize("params", [{"api_key": "sk-42424242"}, *PARAMS], ids=["key", "url", "header", "environment"])
 def test_what_a_scorer_raises_shows_none_of_its_credentials(params, broken, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
     said = failure(config(**params, broken=broken))
@@ -301,9 +293,3 @@ def test_no_piece_of_a_long_credential_is_left_where_a_text_is_cut(length, copie
     page = failure(config("Talker", page=True))
     assert "<html>" * 300 in page and len(page) < 2300 and Outage.__name__ in page
     assert re.search(r"\.\.\. \(600000 characters\) \(.*\.py:\d+\)$", page)
-
-
-def test_a_wrong_secret_is_refused_without_being_shown():
-    with pytest.raises(ScorerConfigError) as refused:
-        registry.check(config(api_key=424242), IMAGE)
-    assert "424242" not in str(refused.value) and "parameter 'api_key': Expected `str`, got `int`" in str(refused.value)
