@@ -2,6 +2,7 @@
 with its location, before anything is started."""
 
 import io
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
