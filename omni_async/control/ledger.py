@@ -16,6 +16,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Set
+from io import FileIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -112,26 +113,48 @@ class JsonlSink:
 
     `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin
     with them, OSError if it is not a file. The others, of updates that no checkpoint held, are moved to `<name>.void`.
+
+    `take_over`: the file is an earlier attempt's until a group is trained, or until `sync`; then this is called, again
+    if it raised. Until then lines are held in memory. Those that a resumed attempt makes before its first update, for
+    groups that it rejected or dropped, are void if it ends there: the checkpoint that it went on from does not count
+    them, and the next attempt makes the groups again.
     """
 
-    def __init__(self, path: str | Path, counted: LedgerState | None = None) -> None:
-        if counted is not None:
-            _keep(Path(path), counted)
-        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (lives as long as the ledger)
+    def __init__(
+        self, path: str | Path, counted: LedgerState | None = None, take_over: Callable[[], None] | None = None
+    ) -> None:
+        self._path, self._counted, self._take_over = Path(path), counted, take_over
         self._unwritten = b""
+        self._file = None if take_over else self._open()
 
-    def __call__(self, entry: Any) -> None:
+    def __call__(self, entry: LedgerEntry) -> None:
         self._unwritten += encode_line(entry)
-        self._write()
+        if self._file is not None or entry.event == "trained":
+            self._write()
 
-    def _write(self) -> None:
+    def _open(self) -> FileIO:
+        if self._counted is not None:
+            _keep(self._path, self._counted)
+        return self._path.open("ab", buffering=0)
+
+    def _write(self) -> FileIO:
+        """Write what is unwritten, and return the file.
+
+        OSError if that cannot be done, also because the file is no longer the one that the attempt began from."""
+        if self._file is None:
+            try:
+                if self._take_over is not None:
+                    self._take_over()
+                self._file = self._open()
+            except LedgerDamaged as error:
+                raise OSError(str(error)) from None
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        return self._file
 
     def sync(self) -> None:
         """Make every line survive a crash of the machine. OSError if it does not."""
-        self._write()
-        os.fsync(self._file.fileno())
+        os.fsync(self._write().fileno())
 
 
 def _keep(path: Path, counted: LedgerState) -> None:
@@ -146,44 +169,6 @@ def _keep(path: Path, counted: LedgerState) -> None:
             shutil.copyfileobj(file, void)
             void.flush()
             file.truncate(counted.size)
-
-
-class HeldBackSink:
-    """A sink that holds entries in memory until a group is trained, or until `sync`.
-
-    From then on a checkpoint that counts them counts lines of the file. Entries that a resumed attempt makes before its
-    first update, for groups that it rejected or dropped, are void if it ends there: the checkpoint that it went on from
-    does not count these lines, and the next attempt makes the groups again.
-
-    `take_over` opens the file's sink, and with that makes lines that an earlier attempt left there after the checkpoint
-    void. It is called once, or again after it raised."""
-
-    def __init__(self, take_over: Callable[[], JsonlSink]) -> None:
-        self._take_over = take_over
-        self._sink: JsonlSink | None = None
-        self._held: list[LedgerEntry] = []
-
-    def __call__(self, entry: LedgerEntry) -> None:
-        self._held.append(entry)
-        if self._sink is not None or entry.event == "trained":
-            self._hand_over()
-
-    def _hand_over(self) -> JsonlSink:
-        """Write the held entries.
-
-        OSError if they cannot be written, also because the file is no longer the one that the attempt began from."""
-        if self._sink is None:
-            try:
-                self._sink = self._take_over()
-            except LedgerDamaged as error:
-                raise OSError(str(error)) from None
-        while self._held:
-            self._sink(self._held.pop(0))  # one that could not be written is the sink's to write before the next
-        return self._sink
-
-    def sync(self) -> None:
-        """Make every line survive a crash of the machine, the held ones included. OSError if they do not."""
-        self._hand_over().sync()
 
 
 class LedgerDamaged(ValueError):

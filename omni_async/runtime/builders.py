@@ -28,7 +28,7 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.config.redact import with_secrets
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.ledger import HeldBackSink, JsonlSink
+from omni_async.control.ledger import JsonlSink
 from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
 from omni_async.runtime.inputs import RunInputs
@@ -85,13 +85,12 @@ class WorkerContext:
 def coordinator(context: WorkerContext) -> Coordinator:
     inputs, run = context.inputs, RunDirectory(context.folder)
 
-    def take_over() -> JsonlSink:
-        if inputs.untouched:
-            # Here as well as by the driver, which learns of the update only after a checkpoint may count it.
-            run.void_metrics(inputs.start.version, inputs.start.validated)
-        return JsonlSink(run.ledger, inputs.start.ledger if inputs.run is not None else None)
+    def take_over() -> None:
+        # Here as well as by the driver, which learns of the update only after a checkpoint may count it.
+        run.void_metrics(inputs.start.version, inputs.start.validated)
 
-    sink = HeldBackSink(take_over) if inputs.untouched else take_over()
+    counted = inputs.start.ledger if inputs.run is not None else None
+    sink = JsonlSink(run.ledger, counted, take_over if inputs.untouched else None)
     # Scorers may have been changed since an earlier process of the run made use of them, but not since this one did.
     has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
     return Coordinator(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from omni_async.control.control_state import LedgerState
 from omni_async.control.ledger import (
     ConservationError,
-    HeldBackSink,
     JsonlSink,
     Ledger,
     LedgerDamaged,
@@ -141,17 +140,13 @@ def ledger(tmp_path: Path) -> Path:
     return path
 
 
-def two_lines(path: Path) -> JsonlSink:
-    """Returns a sink for a checkpoint that counts the first two lines."""
+def held(path: Path, take_over: Callable[[], None] = lambda: None) -> JsonlSink:
+    """Returns a sink for a checkpoint that counts the first two lines; nothing is written before a group is trained."""
     before = Ledger(lambda _: None)
     for group in (0, 1):
         before.admit(group)
         before.end(entry(group))
-    return JsonlSink(path, before.state())
-
-
-def held(path: Path) -> HeldBackSink:
-    return HeldBackSink(lambda: two_lines(path))
+    return JsonlSink(path, before.state(), take_over)
 
 
 @pytest.mark.parametrize("how", ["trained", "synced"])
@@ -182,12 +177,11 @@ def test_lines_that_were_changed_since_the_attempt_began_are_left_and_reported(l
 def test_a_disk_that_is_full_when_lines_are_to_be_written_costs_none_of_them(ledger: Path) -> None:
     room = False
 
-    def take_over() -> Any:
+    def take_over() -> None:
         if not room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return two_lines(ledger)
 
-    opened = Ledger(HeldBackSink(take_over))
+    opened = Ledger(held(ledger, take_over))
     for group in (2, 4, 5):
         opened.admit(group)
     opened.end(entry(2, "rejected"))

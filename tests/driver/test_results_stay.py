@@ -284,7 +284,7 @@ def killed_at(moment: int, *overrides: str, job: Job) -> bool:
                 (RunDirectory, "void_metrics"),
                 (RunDirectory, "take_over"),
                 (RunDirectory, "append_metrics"),
-                (JsonlSink, "__init__"),
+                (JsonlSink, "_open"),
                 (JsonlSink, "_write"),
                 (rundir, "write_atomic"),
                 (Path, "replace"),
