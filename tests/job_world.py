@@ -242,11 +242,13 @@ class Emulated:
         return [after - before for before, after in pairwise(finished[first - 1 : last])]
 
 
-def emulate(recipe: Path, *overrides: str, folder: Path | None = None) -> Emulated:
+def emulate(recipe: Path | Config, *overrides: str, folder: Path | None = None) -> Emulated:
     """Runs a job in virtual time; wall-clock seconds are only what its messages cost. What it leaves goes to `folder`
     or beside the recipe. The run must end well, with every update made."""
-    inputs = preflight(load(recipe, overrides))
-    folder = folder or recipe.parent / f"run-{len(list(recipe.parent.iterdir()))}"
+    inputs = preflight(recipe if isinstance(recipe, Config) else load(recipe, overrides))
+    if folder is None:
+        assert isinstance(recipe, Path)
+        folder = recipe.parent / f"run-{len(list(recipe.parent.iterdir()))}"
     folder.mkdir(exist_ok=True)
     events: list[RunEvent] = []
 

@@ -125,8 +125,11 @@ class Judge:
         return [Score(math.nan if any(map(math.isnan, values)) else value) for value in values]
 
 
+MISSPELT = "'Judge' object has no attribute '_tresh'"
+
+
 def misspelt(*_: int) -> float:
-    raise AttributeError("'Judge' object has no attribute '_tresh'")
+    raise AttributeError(MISSPELT)
 
 
 class Paced(ScoredRun):
@@ -136,25 +139,23 @@ class Paced(ScoredRun):
         await asyncio.sleep(0.1 * self._random.randint(0, self._pause[kind]))
 
 
-def play(config: Config, judge: Judge, stop_s: float | None = None, **kwargs: Any) -> tuple[ScoredRun, float]:
+def play(config: Config, judge: Judge, stop_s: float = math.inf, **kwargs: Any) -> tuple[ScoredRun, float]:
     """Plays a run to its end, or stops it. Returns it with the virtual seconds that it took."""
-
-    async def stop(played: ScoredRun, after_s: float) -> None:
-        await asyncio.sleep(after_s)
-        await played.coordinator.stop("enough")
 
     async def main() -> tuple[ScoredRun, float]:
         played = Paced(config, lambda: judge, VirtualClock(), **kwargs)
-        publisher = asyncio.create_task(played.publisher())
+        publisher, loop = asyncio.create_task(played.publisher()), asyncio.get_running_loop()
         roles: list[Coroutine[Any, Any, None]] = [played.driver(), played.trainer()]
         roles += [played.producer(engine) for engine in played.engines]
         roles += [played.rewarder(f"reward-{i}") for i in range(played._reward_workers)]
+        if stop_s < math.inf:
+            loop.call_later(stop_s, lambda: loop.create_task(played.coordinator.stop("enough")))
         try:
             async with asyncio.timeout(1e5):
-                await asyncio.gather(*roles, *([] if stop_s is None else [stop(played, stop_s)]))
+                await asyncio.gather(*roles)
         finally:
             publisher.cancel()
-        return played, asyncio.get_running_loop().time()
+        return played, loop.time()
 
     return run(main())
 
@@ -194,14 +195,13 @@ def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
 @pytest.mark.parametrize(
     ("drawn", "words"),
     [
-        pytest.param(
+        (
             misspelt,
-            "nothing could be scored so far, and the error stays the same: scorer 'judge': AttributeError: 'Judge'"
-            " object has no attribute '_tresh'",
-            id="the same error for every sample",
+            f"nothing could be scored so far, and the error stays the same: scorer 'judge': AttributeError: {MISSPELT}",
         ),
-        pytest.param(lambda group, sample: 1e30, "beyond reward.max_abs", id="every score is absurd"),
+        (lambda group, sample: 1e30, "beyond reward.max_abs"),
     ],
+    ids=["the same error for every sample", "every score is absurd"],
 )
 def test_a_scorer_that_is_wrong_ends_the_run_within_seconds_in_its_own_words(drawn: Any, words: str) -> None:
     played, seconds = play(job(400, retries=3), Judge(drawn), tried=True)
@@ -214,25 +214,19 @@ def test_a_scorer_that_is_wrong_ends_the_run_within_seconds_in_its_own_words(dra
 ABSURD = "a reward of 1e+30, beyond reward.max_abs = 1e+06"
 
 
+def judge_of(wrong: Callable[[int, int], bool], drawn: Callable[..., float]) -> Judge:
+    """Builds a judge that is wrong about some samples."""
+    return Judge(lambda group, sample: drawn() if wrong(group, sample) else float(sample))
+
+
 @pytest.mark.parametrize(
     ("judge", "rejected", "reason", "least_s"),
     [
-        pytest.param(
-            Judge(lambda group, sample: misspelt() if group in (0, 1) else float(sample)),
-            {0, 1},
-            "has no attribute '_tresh'",
-            0,
-            id="prompts that cannot be scored",
-        ),
-        pytest.param(
-            Judge(lambda group, sample: 1e30 if (group, sample) == (3, 1) else float(sample)),
-            {3},
-            ABSURD,
-            0,
-            id="an absurd score, which is not asked for again",
-        ),
-        pytest.param(Judge(up=lambda now: now >= 300), set(), "", 300, id="away at the start, with the same words"),
+        (judge_of(lambda group, _: group in (0, 1), misspelt), {0, 1}, MISSPELT, 0),
+        (judge_of(lambda *sample: sample == (3, 1), lambda: 1e30), {3}, ABSURD, 0),
+        (Judge(up=lambda now: now >= 300), set(), "", 300),
     ],
+    ids=["prompts that cannot be scored", "an absurd score, which is not asked for again", "away at the start"],
 )
 def test_what_is_not_wrong_with_every_sample_does_not_end_the_run(
     judge: Judge, rejected: set[int], reason: str, least_s: float
@@ -286,9 +280,8 @@ class Server:
     again on the same port."""
 
     def __init__(self) -> None:
-        self.mood = "well"
+        self.mood, self.port = "well", 0
         self.moods: Counter[str] = Counter()
-        self.port = 0
         self.start()
 
     def start(self) -> None:
@@ -306,13 +299,9 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 """Logs nothing."""
 
-        class Http(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_: Any) -> None:
-                """Ignores clients that do not wait, which the test is about."""
-
-        self._http = Http(("127.0.0.1", self.port), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._http.daemon_threads = True
+        self._http.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that do not wait
         self.port = self._http.server_port
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -321,15 +310,11 @@ class Server:
         self._http.server_close()
 
     def answer(self, samples: list[int]) -> tuple[int, bytes]:
-        match self.mood:
-            case "slow":
-                time.sleep(0.3)
-            case "error":
-                return 500, b"CUDA out of memory"
-            case "garbage":
-                return 200, b"<html>502</html>"
+        if self.mood == "slow":
+            time.sleep(0.3)
         wrong = {"short": samples[1:], "nan": [math.nan] * len(samples), "null": [None] * len(samples)}
-        return 200, json.dumps(wrong.get(self.mood, samples)).encode()
+        broken = {"error": (500, b"CUDA out of memory"), "garbage": (200, b"<html>502</html>")}
+        return broken.get(self.mood) or (200, json.dumps(wrong.get(self.mood, samples)).encode())
 
 
 class HttpJudge:

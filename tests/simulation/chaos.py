@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -21,22 +20,9 @@ class ScheduleFailed(AssertionError):
     """A schedule that failed: its seed, why, and how to see it again."""
 
 
-@contextlib.contextmanager
-def frozen() -> Iterator[None]:
-    """Leaves existing objects out of collections, which would walk through all of torch each time. Only within the
-    block, not to the end of the process: libraries whose objects are never collected report them as leaks, a hundred
-    lines of them."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def play(seed: int, trace: bool = False) -> World:
-    world = World(draw(seed), trace)
     try:
-        return world.run()
+        return World(draw(seed), trace).run()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -46,36 +32,35 @@ def play(seed: int, trace: bool = False) -> World:
         ) from error
 
 
-def main() -> int:
+def count(seeds: Iterable[int], trace: bool = False) -> Counter[str]:
+    """Counts in how many of the schedules each thing happened, and messages. Raises at the first that fails.
+
+    Existing objects are left out of collections, which would walk through all of torch each time; not to the end of
+    the process, because libraries whose objects are never collected report them as leaks."""
+    seen: Counter[str] = Counter()
+    gc.freeze()
+    try:
+        for seed in seeds:
+            world = play(seed, trace)
+            seen.update(what for what, times in world.seen.items() if times)
+            seen.update({"schedules": 1, "messages": world.messages})
+    finally:
+        gc.unfreeze()
+    return seen
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="one schedule")
     parser.add_argument("--trace", action="store_true", help="print every message")
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--schedules", type=int, default=10_000)
-    parser.add_argument("--keep-going", action="store_true", help="count failures instead of ending at the first")
-    asked = parser.parse_args()
-    seen: Counter[str] = Counter()
-    began, failures = time.perf_counter(), 0
-    seeds = [asked.seed] if asked.seed is not None else range(asked.start, asked.start + asked.schedules)
-    with frozen():
-        for number, seed in enumerate(seeds, start=1):
-            try:
-                world = play(seed, asked.trace)
-            except ScheduleFailed as failure:
-                if asked.seed is not None and not asked.keep_going:
-                    raise
-                failures += 1
-                if not asked.keep_going:
-                    sys.stdout.write(f"after {number} schedules: {failure}\n")
-                    return 1
-                sys.stdout.write(f"{failure}\n".splitlines(keepends=True)[0])
-                continue
-            seen.update({what: 1 for what, times in world.seen.items() if times})
-            seen["messages"] += world.messages
+    asked, began = parser.parse_args(), time.perf_counter()
+    one = asked.seed is not None
+    seen = count([asked.seed] if one else range(asked.start, asked.start + asked.schedules), asked.trace)
     sys.stdout.writelines(f"{times:8d}  {what}\n" for what, times in sorted(seen.items()))
-    sys.stdout.write(f"{len(seeds)} schedules, {failures} failed, {time.perf_counter() - began:.1f} s\n")
-    return int(failures > 0)
+    sys.stdout.write(f"{time.perf_counter() - began:.1f} s\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

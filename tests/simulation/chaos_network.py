@@ -8,13 +8,12 @@ Calls the world's `delivered` after each message that its target has dealt with.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
+from functools import partialmethod
 from typing import Any, NoReturn, cast
 
 from omni_async.rollout.base import EngineError
 from omni_async.simulation.virtual_time import VirtualTimeLoop
-from omni_async.types import WeightManifest, WeightReport
 
 # A second delivery, however late, must change nothing.
 _ANY_TIME = {"samples_done", "scored", "engine_lost", "scorer_lost"}
@@ -33,6 +32,7 @@ class Process:
         self.name = name
         self.dead = False
         self.hung = False
+        self.doing: set[str] = set()  # for coverage
         self.tasks: list[asyncio.Task[Any]] = []
         self._hanging: list[asyncio.Future[None]] = []
 
@@ -66,6 +66,12 @@ class Process:
             if self.hung or self.dead:
                 await self.for_ever()
 
+    async def do(self, what: str, seconds: float) -> None:
+        """Takes that long for something that it is seen doing."""
+        self.doing.add(what)
+        await self.pause(seconds)
+        self.doing.discard(what)
+
     async def for_ever(self) -> NoReturn:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hanging.append(never)  # without a reference it is collected, with a warning
@@ -80,19 +86,11 @@ def sleep(seconds: float) -> asyncio.Future[None]:
 
 
 class Network:
-    """A network. `delay()` draws how long a message is under way; the owner has `delivered` and `broken`."""
+    """The network of a world; the attempt has `delivered` and `broken`."""
 
-    def __init__(
-        self, owner: Any, dice: random.Random, delay: Callable[[], float], duplicated: float, lost_with_caller: float
-    ) -> None:
-        self._owner = owner
-        self._dice = dice
-        self._delay = delay
-        self._duplicated = duplicated
-        self._lost = lost_with_caller
+    def __init__(self, attempt: Any, world: Any) -> None:
+        self._attempt, self._world, self._dice = attempt, world, world.dice
         self._under_way: set[asyncio.Task[None]] = set()
-        self.duplicates = 0
-        self.late = 0  # messages of the dead
 
     async def call(self, caller: Process, name: str, target: Call, *args: Any) -> Any:
         if caller.dead or caller.hung:
@@ -110,16 +108,16 @@ class Network:
     def _arrived(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._owner.broken(error)
+            self._attempt.broken(error)
 
     async def _carry(
         self, caller: Process, name: str, answer: asyncio.Future[Any], target: Call, args: tuple[Any, ...]
     ) -> None:
         await self._travel()
         if caller.dead:
-            if self._dice.random() < self._lost:
+            if self._dice.random() < self._world.temper.lost_with_caller:
                 return
-            self.late += 1
+            self._world.seen["a message of the dead"] += 1
         try:
             result = await target(*args)
         except Exception as error:
@@ -129,9 +127,9 @@ class Network:
             elif not isinstance(error, EngineError):
                 raise
             return
-        self._owner.delivered(caller, name, args, result)
-        if self._dice.random() < self._duplicated and (name in _ANY_TIME or name in _AT_ONCE):
-            self.duplicates += 1
+        self._attempt.delivered(caller, name, args, result)
+        if self._dice.random() < self._world.temper.duplicated and (name in _ANY_TIME or name in _AT_ONCE):
+            self._world.seen["a message twice"] += 1
             if name in _AT_ONCE:
                 await target(*args)
             else:
@@ -145,7 +143,7 @@ class Network:
         await target(*args)
 
     async def _travel(self) -> None:
-        if seconds := self._delay():
+        if seconds := self._world.seconds_of("message"):
             await sleep(seconds)
 
 
@@ -171,14 +169,11 @@ class ProducerProxy:
     def __repr__(self) -> str:
         return self._callee.name
 
-    async def join_weights(self, invitation: Any) -> None:
-        await self._call("join_weights", invitation)
-
-    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
-        return await self._call("receive_weights", manifest, parcel)  # type: ignore[no-any-return]
-
     async def _call(self, name: str, *args: Any) -> Any:
         return await self._network.call(self._caller, name, self._unless_dead, name, *args)
+
+    join_weights = partialmethod(_call, "join_weights")
+    receive_weights = partialmethod(_call, "receive_weights")
 
     async def _unless_dead(self, name: str, *args: Any) -> Any:
         if self._callee.dead:

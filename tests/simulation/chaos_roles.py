@@ -87,14 +87,9 @@ class Engine:
 
     def __init__(self, process: Process, world: World) -> None:
         self.name = process.name
-        self.doing: set[str] = set()
         self._process, self._world = process, world
         self._version, self._staged = 0, WeightManifest(-1, "full", "", ())
         self.running = 0
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.running or self.doing)
 
     async def start(self) -> WeightReport:
         return WeightReport(self.name, 0, "")
@@ -103,9 +98,8 @@ class Engine:
         world = self._world
         world.check_request(request)
         self.running += 1
-        world.require(
-            self.running <= world.config.rollout.max_inflight, f"{self.name} has {self.running} samples at once"
-        )
+        most = world.config.rollout.max_inflight
+        world.require(self.running <= most, f"{self.name} has {self.running} samples at once")
         try:
             versions = []
             for _ in range(request.num_inference_steps):
@@ -115,31 +109,23 @@ class Engine:
                 raise ValueError("out of memory")
         finally:
             self.running -= 1
-        if world.config.weights.swap != "step":
-            world.require(
-                len(set(versions)) == 1,
-                f"{request.sample_id} was made by {versions} although weights.swap waits for it",
-            )
+        by_one = world.config.weights.swap == "step" or len(set(versions)) == 1
+        world.require(by_one, f"{request.sample_id} was made by {versions} although weights.swap waits for it")
         image = np.array([request.group, request.sample, request.prompt.index], np.int64)
         return Trajectory(Made(request, tuple(versions)), image, VersionSpans.of(versions))  # type: ignore[arg-type]
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        self.doing.add("staging")
         verify(manifest, buckets)
-        await self._process.pause(self._world.seconds_of("swap"))
+        await self._process.do("staging", self._world.seconds_of("swap"))
         self._staged = manifest
-        self.doing.discard("staging")
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
-        self.doing.add("swapping")
-        await self._process.pause(self._world.seconds_of("swap"))
-        self._world.require(
-            version == self._staged.version, f"{self.name} swaps to {version}, staged is {self._staged.version}"
-        )
+        await self._process.do("swapping", self._world.seconds_of("swap"))
+        staged = self._staged
+        self._world.require(version == staged.version, f"{self.name} swaps to {version}, staged is {staged.version}")
         self._version = version
-        self.doing.discard("swapping")
-        return WeightReport(self.name, version, self._staged.digest)
+        return WeightReport(self.name, version, staged.digest)
 
     async def close(self) -> None:
         """Frees nothing."""
@@ -192,7 +178,6 @@ class Rank:
     """A `RankApi` that takes time over groups, and checks what it trains on."""
 
     def __init__(self, process: Process, world: World, store: Store) -> None:
-        self.doing: set[str] = set()
         self._process, self._world, self._store = process, world, store
         self._fetched: set[int] = set()
         self._free: list[np.ndarray] = []
@@ -201,20 +186,17 @@ class Rank:
         """Loads nothing."""
 
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
-        self.doing.add("fetching")
+        self._process.doing.add("fetching")
         try:
             for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
-                self._world.require(
-                    trajectory.request.group == group, f"group {group} was given {trajectory.request.sample_id}"
-                )
+                request = trajectory.request
+                self._world.require(request.group == group, f"group {group} was given {request.sample_id}")
             self._fetched.add(group)
         finally:
-            self.doing.discard("fetching")
+            self._process.doing.discard("fetching")
 
     async def _do(self, what: str) -> None:
-        self.doing.add(what)
-        await self._process.pause(self._world.seconds_of("train"))
-        self.doing.discard(what)
+        await self._process.do(what, self._world.seconds_of("train"))
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         await self._process.pause(self._world.seconds_of("train"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -66,8 +65,6 @@ class World:
                 status = run(attempt.play(), start=self.now, dice=dice)
             finally:
                 attempt.release()
-            self.seen["a message of the dead"] += attempt.network.late
-            self.seen["a message twice"] += attempt.network.duplicates
             self.seen[f"attempt ended: {status}"] += 1
             if status == "done":
                 self.checks.ledger(self.lines)
@@ -193,12 +190,10 @@ class Attempt:
             self._verdict.set_exception(error)
 
     def _build(self) -> None:
-        world, config, temper = self.world, self.config, self.world.temper
+        world, config = self.world, self.config
         held_out = [Prompt(index, f"held out {index}") for index in range(2)]
         self.coordinator = Coordinator(config, "run", world.prompts, held_out, self._record, self.start)
-        self.network = Network(
-            self, world.dice, partial(world.seconds_of, "message"), temper.duplicated, temper.lost_with_caller
-        )
+        self.network = Network(self, world)
         self.keeper = self._process("keeper")
         self.keeper_proxy = self._proxy(self.keeper)
         self.training = training = self._process("trainer")
@@ -410,7 +405,8 @@ class Attempt:
         healthy = [process for process in candidates if not process.dead and not process.hung]
         if not healthy:
             return
-        busy = [process for process in healthy if process.name in self.engines and self.engines[process.name][1].busy]
+        running = {name: engine.running for name, (_, engine) in self.engines.items()}
+        busy = [one for one in healthy if one.name in running and (running[one.name] or one.doing)]
         process = self.world.dice.choice(busy if busy and self.world.dice.random() < 0.7 else healthy)
         kind = "engine" if process.name.startswith("rollout") else "scorer"
         self._note(f"{kind} {how}")
@@ -425,7 +421,7 @@ class Attempt:
 
     def _note(self, what: str) -> None:
         """Counts an event, also with the phase that the trainer is in."""
-        doing = sorted(self.rank.doing) or ["between"]
+        doing = sorted(self.training.doing) or ["between"]
         if self.coordinator.versions.held is None:
             doing = ["before the first version"]
         elif self._over:
@@ -435,7 +431,7 @@ class Attempt:
             self.world.seen[f"{what} / trainer {phase}"] += 1
 
     def _note_engine(self, how: str, process: Process, engine: Engine) -> None:
-        doing = [*engine.doing, *(["generating"] if engine.running else [])] or ["idle"]
+        doing = [*process.doing, *(["generating"] if engine.running else [])] or ["idle"]
         if self.coordinator.versions.of(process.name) < 0:
             doing.append("joining")
         for phase in doing:

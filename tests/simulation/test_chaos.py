@@ -10,24 +10,11 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from chaos import ScheduleFailed, frozen, play
+from chaos import ScheduleFailed, count, play
 from chaos_job import FAULTS, draw
 
 SCHEDULES, SLICE, CHUNK = 10_000, 1000, 500
-
-
-@cache
-def happened(seeds: range) -> Counter[str]:
-    """Counts in how many of the schedules each thing happened. Raises with the seed of one that failed, and the
-    command that replays it."""
-    seen: Counter[str] = Counter()
-    with frozen():
-        for seed in seeds:
-            world = play(seed)
-            seen.update({what: 1 for what, times in world.seen.items() if times})
-            seen["schedules"] += 1
-            seen["messages"] += world.messages
-    return seen
+happened = cache(count)
 
 
 def test_a_slice_of_the_schedules(slice_of: Callable[[str, int, int], range]) -> None:

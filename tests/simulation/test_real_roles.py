@@ -3,7 +3,6 @@ publisher with emulated devices on the same virtual time. Both draw the same tim
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,10 @@ import pytest
 from msgspec.structs import replace
 from simulation_world import make_config, make_profile
 
-from omni_async.aio.supervisor import Supervisor
-from omni_async.config import Config
 from omni_async.config.schedule import SCHEDULES, apply_schedule
-from omni_async.config.schema import Resources, ScheduleName
-from omni_async.performance.profile import Profile, write_profile
-from omni_async.preflight.check import preflight
-from omni_async.runtime.inprocess import InProcessCluster
+from omni_async.performance.profile import write_profile
 from omni_async.simulation.simulate import Steady, simulate
-from omni_async.simulation.virtual_time import VirtualClock, run
-from omni_async.tracking.rundir import RunDirectory
+from tests.job_world import emulate
 
 UPDATES = 32
 VARIED = make_profile(
@@ -35,92 +28,39 @@ VARIED = make_profile(
     swap=(0.3, 0.0, 0.2),
     switch=(1.0, 0.0, 0.1),
 )
-LONGEST_S = 1e5  # virtual: the roles' periodic flushes hide a deadlock
+SLOW = make_profile(generate=(6.0, 1.0, 0.3), score=(1.0, 1.5, 0.3), publish=(60.0, 0.0, 0.3))
+GPUS = {"placement.rollout": {"gpus": 1}, "placement.trainer": {"gpus": 1}}  # scorers need none of what those share
+JOBS: dict[str, dict[str, Any]] = {
+    **{f"schedule: {name}": {"schedule": name} for name in SCHEDULES},
+    "sync_colocated, scorers aside": {"schedule": "sync_colocated", **GPUS},
+    "in step": {"staleness.max_updates": 0},
+    "drain": {"staleness.max_updates": 1, "weights.swap": "drain"},
+    "request": {"weights.swap": "request"},
+    "every third version": {"weights.publish_every": 3},
+    "small batches": {"rollout.max_batch": 3, "rollout.max_inflight": 5, "rollout.workers": 3},
+    "small batches of scores": {"reward.workers": 2, "reward.batch": 3},
+    "small buffers": {"buffer.groups": 4, "buffer.trajectories": 20},
+    "window": {"buffer.window": 4},
+    "two steps, two ranks": {"trainer.steps_per_update": 2, "trainer.workers": 2},
+    "proximal": {"algorithm.correction": {"mode": "decoupled", "weights": "tempered"}},
+    **{f"slow to {stage}": {"schedule": "async", "slow": stage} for stage in ("generate", "score", "publish")},
+}
 
 
-def job(folder: Path, profile: Profile, schedule: ScheduleName | None = "async", **changes: Any) -> Config:
-    path = folder / "profile.json"
-    write_profile(path, profile)
-    run = {"run__dir": str(folder / "runs"), "run__runtime": "inprocess", "emulation__profile": str(path)}
-    rollout = {"rollout__workers": 2, "rollout__max_batch": 8, "rollout__max_inflight": 16}
-    config = make_config(**run, **{**rollout, "trainer__updates": UPDATES, **changes})
-    return apply_schedule(replace(config, schedule=schedule))
+@pytest.mark.parametrize("name", JOBS)
+def test_the_simulator_takes_the_time_of_the_real_roles(name: str, tmp_path: Path) -> None:
+    changes = {"rollout.workers": 2, "rollout.max_batch": 8, "rollout.max_inflight": 16, **JOBS[name]}
+    schedule, slow = changes.pop("schedule", None), changes.pop("slow", None)
+    profile = VARIED if slow is None else replace(VARIED, **{slow: getattr(SLOW, slow)})
+    write_profile(path := tmp_path / "profile.json", profile)
+    own = {"run.dir": str(tmp_path), "run.runtime": "inprocess", "emulation.profile": str(path)}
+    config = apply_schedule(replace(make_config(**own, **{"trainer.updates": UPDATES}, **changes), schedule=schedule))
+    assert config.placement.reward_in_turn == (name == "schedule: sync_colocated")
 
-
-def measured(config: Config) -> tuple[float, list[int]]:
-    """Returns the mean seconds of a steady step, and the staleness of every group, of the real roles."""
-    ends: list[float] = []
-    staleness: list[int] = []
-
-    async def play() -> None:
-        clock = VirtualClock()
-        cluster = InProcessCluster(preflight(config), RunDirectory.create(config, clock), clock)
-        await cluster.start()
-        async with Supervisor() as services, Supervisor() as workers:
-            for name, work in cluster.services().items():
-                services.start(name, work)
-            for name, work in (cluster.work() | cluster.workers()).items():
-                workers.start(name, work)
-            status = None
-            while status is None:
-                for event in await cluster.coordinator.events():
-                    if event.kind == "update":
-                        ends.append(event.data["finished"])
-                        staleness.extend(event.data["staleness"])
-                    elif event.kind == "ended":
-                        status = event.data["status"]
-            assert status == "done"
-            await workers.wait()
-
-    run(asyncio.wait_for(play(), LONGEST_S))
-    steady = Steady(config, UPDATES)
-    return (ends[steady.last - 1] - ends[steady.first - 1]) / (steady.last - steady.first), staleness
-
-
-def agree(config: Config, profile: Profile) -> None:
-    step, staleness = measured(config)
+    made, steady = emulate(config, folder=tmp_path / "run"), Steady(config, UPDATES)
+    staleness = [age for update in made.updates for age in update["staleness"]]
+    assert max(staleness) <= config.staleness.max_updates
     found = simulate(config, profile, updates=UPDATES, seed=config.run.seed)
     # Who asks first in one instant may differ, and so may what an engine draws for its next batch.
-    assert found.step_s == pytest.approx(step, rel=0.02)
-    assert max(staleness) <= config.staleness.max_updates
+    assert found.step_s == pytest.approx(statistics.fmean(made.steps(steady.first, steady.last)), rel=0.02)
     assert found.staleness_mean == pytest.approx(statistics.fmean(staleness), abs=0.1)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_simulator_takes_the_time_of_the_real_roles(schedule: ScheduleName, tmp_path: Path) -> None:
-    agree(job(tmp_path, VARIED, schedule), VARIED)
-
-
-def test_it_does_so_where_scorers_need_none_of_the_devices_that_the_others_share(tmp_path: Path) -> None:
-    config = job(
-        tmp_path, VARIED, "sync_colocated", placement__rollout=Resources(gpus=1), placement__trainer=Resources(gpus=1)
-    )
-    assert not config.placement.reward_in_turn
-    agree(config, VARIED)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"staleness__max_updates": 0},
-        {"staleness__max_updates": 1, "weights__swap": "drain"},
-        {"weights__swap": "request"},
-        {"weights__publish_every": 3},
-        {"rollout__max_batch": 3, "rollout__max_inflight": 5, "rollout__workers": 3},
-        {"reward__workers": 2, "reward__batch": 3},
-        {"buffer__groups": 4, "buffer__trajectories": 20},
-        {"buffer__window": 4},
-        {"trainer__steps_per_update": 2, "trainer__workers": 2},
-        {"algorithm__correction": {"mode": "decoupled", "weights": "tempered"}},
-    ],
-    ids=lambda changes: ",".join(key.split("__")[1] for key in changes),
-)
-def test_it_does_so_with_any_other_key(changes: dict[str, Any], tmp_path: Path) -> None:
-    agree(job(tmp_path, VARIED, None, **changes), VARIED)
-
-
-@pytest.mark.parametrize("role", ["generate", "score", "publish"])
-def test_it_does_so_whatever_holds_the_job_up(role: str, tmp_path: Path) -> None:
-    slow = {"generate": (6.0, 1.0, 0.3), "score": (1.0, 1.5, 0.3), "publish": (60.0, 0.0, 0.3)}[role]
-    profile = replace(VARIED, **{role: getattr(make_profile(**{role: slow}), role)})
-    agree(job(tmp_path, profile), profile)

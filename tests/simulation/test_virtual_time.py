@@ -64,13 +64,18 @@ async def test_a_timer_that_is_due_is_not_kept_waiting_by_a_task_that_only_yield
     assert done
 
 
-async def test_a_timeout_counts_virtual_seconds() -> None:
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(30):
-            await asyncio.sleep(60)
+async def test_a_timeout_counts_virtual_seconds_and_leaves_nothing_behind() -> None:
+    loop = loop_of_this()
+    for wait in (lambda: asyncio.sleep(60), lambda: loop.sleep_until(60)):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await wait()
     async with asyncio.timeout(30):
         await asyncio.sleep(29)
-    assert loop_of_this().time() == 59
+    await loop.sleep_until(2)  # the past
+    assert loop.time() == 5 + 5 + 29
+    await asyncio.sleep(60)  # what was to wake a sleeper that is gone comes now
+    assert loop.time() == 99
 
 
 async def test_a_cancelled_timer_neither_fires_nor_moves_time_nor_is_kept() -> None:
@@ -86,23 +91,6 @@ async def test_a_cancelled_timer_neither_fires_nor_moves_time_nor_is_kept() -> N
         async with asyncio.timeout(1e6):
             await asyncio.sleep(1)
     assert len(loop._timers) < 300
-
-
-def test_the_same_program_runs_the_same_way_twice() -> None:
-    async def main() -> list[tuple[float, int]]:
-        drawn, log, lock = random.Random(3), [], asyncio.Lock()
-
-        async def worker(number: int) -> None:
-            for _ in range(5):
-                await asyncio.sleep(drawn.choice([0, 0.5, 1]))
-                async with lock:
-                    await asyncio.sleep(drawn.choice([0, 0.25]))
-                    log.append((asyncio.get_running_loop().time(), number))
-
-        await asyncio.gather(*(worker(number) for number in range(8)))
-        return log
-
-    assert run(main()) == run(main())
 
 
 # ---- asyncio itself --------------------------------------------------------------------------------------------------
@@ -135,16 +123,13 @@ def test_what_is_left_at_the_end_is_cancelled_or_closed_and_cleans_up() -> None:
     assert log == [4, "closed"]
 
 
-async def test_functions_for_threads_are_called_at_once_and_their_errors_are_raised() -> None:
+async def test_functions_for_threads_are_called_at_once_and_a_thread_of_its_own_can_hand_something_in() -> None:
     def fails() -> None:
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
         await asyncio.to_thread(fails)
     assert await asyncio.to_thread(threading.current_thread) is threading.current_thread()
-
-
-async def test_a_thread_of_its_own_can_still_hand_something_in() -> None:
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.call_soon_threadsafe(arrived.set))
     thread.start()
@@ -152,37 +137,23 @@ async def test_a_thread_of_its_own_can_still_hand_something_in() -> None:
     await arrived.wait()
 
 
-async def test_it_does_not_run_inside_another_loop() -> None:
-    work = asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="running event loop"):
-        run(work)
-    work.close()
-
-
-def test_a_closed_loop_takes_nothing_more() -> None:
-    loop = VirtualTimeLoop()
+async def test_it_runs_neither_inside_another_loop_nor_after_it_was_closed() -> None:
+    work, loop = asyncio.sleep(0), VirtualTimeLoop()
     loop.close()
-    work = asyncio.sleep(0)
-    schedules = (loop.call_soon, lambda what: loop.call_at(1, what), lambda what: loop.call_later(1, what))
-    for schedule in (*schedules, lambda _: loop.create_task(work)):
-        with pytest.raises(RuntimeError, match="closed"):
-            schedule(print)
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("running event loop", lambda: run(work)),
+        ("closed", lambda: loop.call_soon(print)),
+        ("closed", lambda: loop.call_at(1, print)),
+        ("closed", lambda: loop.call_later(1, print)),
+        ("closed", lambda: loop.create_task(work)),
+    ]
+    for why, call in refused:
+        with pytest.raises(RuntimeError, match=why):
+            call()
     work.close()
 
 
 # ---- what only this loop has -----------------------------------------------------------------------------------------
-
-
-async def test_sleep_until_the_past_returns_without_moving_time_and_a_cancelled_one_is_forgotten() -> None:
-    loop = loop_of_this()
-    await asyncio.sleep(5)
-    await loop.sleep_until(2)
-    assert loop.time() == 5
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1):
-            await loop.sleep_until(10)
-    await asyncio.sleep(20)
-    assert loop.time() == 26
 
 
 async def test_what_settles_comes_after_everything_else_of_the_instant_and_before_the_next() -> None:
@@ -200,17 +171,14 @@ async def test_what_settles_comes_after_everything_else_of_the_instant_and_befor
     assert log == ["due", "link 0", "link 1", "link 2", "settled", "later"]
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [lambda loop, fails: loop.call_when(3, fails), lambda loop, fails: loop.when_settled(fails)],
-    ids=["timer", "settled"],
-)
-def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any], None]) -> None:
+@pytest.mark.parametrize("when", ["due", "settled"])
+def test_what_a_simple_callback_raises_ends_the_run(when: str) -> None:
     def fails() -> None:
         raise ValueError("a bug")
 
     async def main() -> None:
-        schedule(loop_of_this(), fails)
+        loop = loop_of_this()
+        loop.when_settled(fails) if when == "settled" else loop.call_when(3, fails)
         await asyncio.sleep(10)
 
     with pytest.raises(ValueError, match="a bug"):
@@ -220,32 +188,27 @@ def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any
 # ---- deadlocks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_deadlock_is_raised_at_once_and_lists_the_waiting_tasks() -> None:
+def test_a_deadlock_is_raised_at_once_and_lists_the_first_waiting_tasks() -> None:
     event = Event()
 
-    async def producer() -> None:
+    async def produce() -> None:
         await event.wait()
 
-    async def main() -> None:
+    async def main(producers: int) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(producer(), name="producer-0")
+            for number in range(producers):
+                tasks.create_task(produce(), name=f"producer-{number}")
             tasks.create_task(asyncio.sleep(3), name="sleeper")
 
     with pytest.raises(DeadlockError) as caught:
-        run(main())
+        run(main(1))
     first, *lines = str(caught.value).splitlines()
     assert first == "all 2 tasks wait and no timer is pending:"
     (line,) = [line for line in lines if line.startswith("  producer-0: ")]
-    assert "producer (test_virtual_time.py:" in line and "> Event.wait (waiting.py:" in line
+    assert "produce (test_virtual_time.py:" in line and "> Event.wait (waiting.py:" in line
     assert not any("sleeper" in line for line in lines)
-
-
-def test_of_many_tasks_the_first_are_listed() -> None:
-    async def main() -> None:
-        await asyncio.gather(*(asyncio.Event().wait() for _ in range(50)))
-
     with pytest.raises(DeadlockError, match=r"all 51 tasks wait[\s\S]*and 31 more$"):
-        run(main())
+        run(main(50))
 
 
 def test_a_pending_timer_is_no_deadlock_and_a_cancelled_one_does_not_hide_it() -> None:

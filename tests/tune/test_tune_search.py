@@ -4,6 +4,7 @@ cost."""
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -70,49 +71,37 @@ def test_publishing_less_often_is_recommended_where_exports_stop_the_trainer():
     assert searched(trials_of(job(), simulate=exports_cost)).keys[key.PUBLISH] > 1
 
 
-def test_the_schedule_decides_the_swap_where_there_is_one():
-    trials = trials_of(replace(job(), schedule="async"))
-    searched(trials)
-    assert {point.keys[key.SWAP] for point in trials.points} == {"step"}
+EXACT = job(staleness={"exact": True})
+SLOW = replace(PROFILE, publish=ServiceTime(fixed_s=60.0))
+VARIED = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.1))
+KEPT = {key.S: 2, key.GROUPS: 9, key.TRAJECTORIES: 40, key.RANKS: 1}
 
 
-def test_every_setting_that_is_simulated_passes_the_checks():
-    trials = trials_of(job(staleness={"exact": True}), replace(PROFILE, publish=ServiceTime(fixed_s=60.0)))
-    chosen = searched(trials)
-    assert all(check(with_keys(trials.config, point.keys)) is None for point in trials.points)
-    assert chosen.keys[key.GROUPS] >= (chosen.keys[key.S] + 1) * 4  # what staleness.exact demands
-
-
-def test_kept_keys_never_change():
-    kept = {key.S: 2, key.GROUPS: 9, key.TRAJECTORIES: 40, key.RANKS: 1}
-    trials = trials_of(job(), kept=kept)
-    searched(trials, devices=4)
-    assert len(trials.points) > 1
-    assert all({path: point.keys[path] for path in kept} == kept for point in trials.points)
-
-
-@pytest.mark.parametrize("budget", [12, 14, 20, 30])
-def test_a_small_budget_is_kept_and_still_gives_an_answer(budget):
-    varied = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.1))
-    trials = trials_of(job(), varied, budget=budget)
-    chosen = searched(trials, devices=6)
-    assert chosen in trials.points
-    assert chosen.images_per_s >= (1 - LOSS) * fastest(trials.points).images_per_s
-    assert trials.made <= budget
-
-
-def test_the_same_arguments_make_the_same_search_and_no_setting_is_simulated_twice():
+@pytest.mark.parametrize(
+    ("config", "profile", "kept", "budget"),
+    [
+        pytest.param(job(), PROFILE, {}, 200, id="plain"),
+        pytest.param(replace(job(), schedule="async"), PROFILE, {}, 200, id="the schedule decides the swap"),
+        pytest.param(EXACT, SLOW, {}, 200, id="what staleness.exact demands"),
+        pytest.param(job(), PROFILE, KEPT, 200, id="kept keys"),
+        *(pytest.param(job(), VARIED, {}, budget, id=f"budget {budget}") for budget in (12, 14, 20, 30)),
+    ],
+)
+def test_a_search_keeps_to_schema_kept_keys_and_budget_and_simulates_nothing_twice(config, profile, kept, budget):
     seen = []
 
     def counting(config, profile, **more):
-        seen.append(config)
+        seen.append((config, more["seed"]))
         return simulate_by_law(config, profile, **more)
 
-    first, second = trials_of(job(), simulate=counting), trials_of(job())
-    assert searched(first, devices=6) == searched(second, devices=6)
-    assert first.points == second.points
-    assert len(seen) == len(first.points) == first.made
-    assert all(config not in seen[:number] for number, config in enumerate(seen))
+    trials, again = (trials_of(config, profile, how, budget, kept=kept) for how in (counting, simulate_by_law))
+    chosen = searched(trials, devices=6)
+    assert chosen in trials.points and chosen.images_per_s >= (1 - LOSS) * fastest(trials.points).images_per_s
+    assert 1 < len(seen) == trials.made <= budget and all(one not in seen[:number] for number, one in enumerate(seen))
+    assert all(check(with_keys(config, point.keys)) is None for point in trials.points)
+    assert all({path: point.keys[path] for path in kept} == kept for point in trials.points)
+    assert config.schedule is None or {point.keys[key.SWAP] for point in trials.points} == {"step"}
+    assert chosen == searched(again, devices=6) and trials.points == again.points
 
 
 def test_where_chance_decides_the_plainer_value_wins():
@@ -123,8 +112,7 @@ def test_where_chance_decides_the_plainer_value_wins():
         luck = 1 + 0.01 * (config.buffer.window > 1) + 0.01 * (seed % 2)
         return replace(simulated, step_s=simulated.step_s / luck, images_per_s=simulated.images_per_s * luck)
 
-    varied = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.1))
-    trials = trials_of(job(), varied, by_chance)
+    trials = trials_of(job(), VARIED, by_chance)
     assert searched(trials).keys[key.WINDOW] == 1
     assert trials.noise == pytest.approx(0.005, rel=0.05)
     certain = trials_of(job(), PROFILE, by_chance)
@@ -144,14 +132,11 @@ def asked(config, profile=PROFILE):
     return found[0]
 
 
-def test_runs_are_longer_where_fewer_jobs_average_out_what_varies():
+def test_runs_are_longer_where_fewer_jobs_average_out_what_varies_and_large_jobs_are_bundled() -> None:
     scores = [ServiceTime(unit_s=0.25, cv=cv) for cv in (0.0, 0.2, 0.3, 3.0, 30.0)]
     updates = [asked(job(), replace(PROFILE, score=score))[0] for score in scores]
     assert updates[0] < updates[1] < updates[2] and updates[3] == updates[4]
-
-
-def test_large_jobs_are_simulated_in_bundles_that_no_batch_has_to_split():
-    rollout = {"group_size": 24, "max_batch": 12, "max_inflight": 36}
+    rollout = {"group_size": 24, "max_batch": 12, "max_inflight": 36}  # no batch has to split a bundle
     large = job(rollout=rollout, reward={"batch": 8}, trainer={"groups_per_update": 512})
     assert (asked(job())[1], asked(large)[1]) == (1, 4)
 
@@ -166,8 +151,7 @@ def test_fewer_slots_are_not_taken_for_enough_when_a_few_more_are_faster():
 
     trials = trials_of(job(staleness={"max_updates": 0}), simulate=halves_overlap, kept={key.S: 0})
     chosen = searched(trials)
-    assert chosen.keys[key.GROUPS] == 2
-    assert chosen == fastest(trials.points) or chosen.images_per_s == fastest(trials.points).images_per_s
+    assert chosen.keys[key.GROUPS] == 2 and chosen.images_per_s == fastest(trials.points).images_per_s
 
 
 ANY = simulate_by_law(job(), PROFILE, updates=1, seed=0, bundle=1)
@@ -213,10 +197,9 @@ def test_a_long_front_is_thinned_but_keeps_its_ends_and_the_chosen_point(chosen)
 def test_no_row_is_beaten_by_another(points):
     chosen = max(points, key=lambda p: p.images_per_s)
     rows = [row for row in front(points, chosen) if row != chosen]
-    for row in rows:
-        for other in rows:
-            fresher = (
-                other.simulated.staleness_mean <= row.simulated.staleness_mean
-                and other.simulated.staleness_max <= row.simulated.staleness_max
-            )
-            assert other is row or not (fresher and other.images_per_s > row.images_per_s)
+    for row, other in permutations(rows, 2):
+        fresher = all(
+            getattr(other.simulated, name) <= getattr(row.simulated, name)
+            for name in ("staleness_mean", "staleness_max")
+        )
+        assert not (fresher and other.images_per_s > row.images_per_s)

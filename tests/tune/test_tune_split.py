@@ -11,39 +11,18 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.config.checks import check
-from omni_async.config.schema import Placement, Resources
-from omni_async.tune.keys import (
-    ENGINES,
-    GROUPS,
-    INFLIGHT,
-    PUBLISH,
-    RANKS,
-    REWARDERS,
-    SWAP,
-    TRAJECTORIES,
-    TUNED,
-    WINDOW,
-    S,
-    dealt,
-    device_kind,
-    devices_each,
-    fewest_trajectories,
-    keys_of,
-    moved,
-    ranked_splits,
-    roomy,
-    split_by_law,
-    values,
-    with_keys,
-    worth_simulating,
-)
+from omni_async.config.schema import Resources
+from omni_async.tune import keys as key
+from omni_async.tune.keys import ENGINES, GROUPS, INFLIGHT, PUBLISH, RANKS, REWARDERS, SWAP, TRAJECTORIES, WINDOW, S
 from tests.tune.tune_world import GPU, PROFILE, job
-
-ON_GPUS = Placement(rollout=GPU, reward=GPU, trainer=GPU)
 
 
 def keys(split):
     return split.keys[ENGINES], split.keys[REWARDERS], split.keys[RANKS]
+
+
+def ranked(config, devices, kept=None, profile=PROFILE):
+    return key.ranked_splits(config, profile, devices, kept or {})
 
 
 @pytest.mark.parametrize(
@@ -55,14 +34,14 @@ def keys(split):
     ],
 )
 def test_every_split_uses_all_devices_and_no_rank_for_nothing(degrees, useful):
-    found = {keys(split) for split in ranked_splits(job(placement={"reward": GPU}, trainer=degrees), PROFILE, 7, {})}
+    found = {keys(split) for split in ranked(job(placement={"reward": GPU}, trainer=degrees), 7)}
     assert found == {(7 - ranks - rewarders, rewarders, ranks) for ranks in useful for rewarders in range(1, 7 - ranks)}
 
 
 def test_ranks_are_as_slow_as_the_one_that_has_most_of_a_group():
     def train_s(workers, sequence=1):
         config = job(trainer={"workers": workers, "sequence_parallel": sequence})
-        return split_by_law(config, PROFILE, {ENGINES: 1, REWARDERS: 1, RANKS: workers}).times.train
+        return key.split_by_law(config, PROFILE, {ENGINES: 1, REWARDERS: 1, RANKS: workers}).times.train
 
     # Four groups of 8, half a second a sample.
     assert [train_s(workers) for workers in (1, 3, 5, 7, 8, 9)] == pytest.approx([16, 6, 4, 4, 2, 2])
@@ -70,43 +49,35 @@ def test_ranks_are_as_slow_as_the_one_that_has_most_of_a_group():
 
 
 def test_reward_workers_beside_the_devices_are_as_many_as_stay_below_the_bottleneck():
-    [best] = [split for split in ranked_splits(job(), PROFILE, 6, {}) if split.keys[RANKS] == 2]
+    [best] = [split for split in ranked(job(), 6) if split.keys[RANKS] == 2]
     # 4 engines take 8.1 s, 2 ranks 8 s; one reward worker would take 8 s, two take 4.
     assert keys(best) == (4, 2, 2)
     assert best.times.score == pytest.approx(4.0)
     slow = replace(PROFILE, score=PROFILE.score.scaled(100))  # but no more than four times the recipe's
-    assert {split.keys[REWARDERS] for split in ranked_splits(job(), slow, 4, {})} == {4}
+    assert {split.keys[REWARDERS] for split in ranked(job(), 4, profile=slow)} == {4}
 
 
 def test_the_best_split_by_the_law_comes_first_and_far_ones_are_not_simulated():
-    config = job()
-    ranked = ranked_splits(config, PROFILE, 6, {})
-    assert [split.step_s for split in ranked] == sorted(split.step_s for split in ranked)
-    assert ranked[0].keys[RANKS] == 2
-    worth = worth_simulating(config, ranked)
-    assert worth[0] == ranked[0]
-    assert all(split.step_s <= 1.1 * ranked[0].step_s for split in worth)
-    assert len(worth) < len(ranked)
+    found = ranked(job(), 6)
+    assert [split.step_s for split in found] == sorted(split.step_s for split in found)
+    worth = key.worth_simulating(job(), found)
+    assert worth[0] == found[0] and worth[0].keys[RANKS] == 2 and len(worth) < len(found)
+    assert all(split.step_s <= 1.1 * found[0].step_s for split in worth)
 
 
 def test_workers_take_what_placement_says():
     config = job(placement={"rollout": Resources(gpus=2.0), "trainer": Resources(gpus=0.5)})
-    assert device_kind(config) == "gpus"
-    for split in ranked_splits(config, PROFILE, 5, {}):
-        used = sum(Fraction(each) * split.keys[path] for path, each in devices_each(config).items())
+    assert key.device_kind(config) == "gpus"
+    for split in ranked(config, 5):
+        used = sum(Fraction(each) * split.keys[path] for path, each in key.devices_each(config).items())
         assert 3 < used <= 5
-
-
-def test_without_accelerators_cpus_are_dealt_and_rewards_count():
+    # Without accelerators CPUs are dealt, and reward workers count.
     config = job(placement={"rollout": Resources(), "reward": Resources(), "trainer": Resources()})
-    assert device_kind(config) == "cpus"
-    assert {sum(keys(split)) for split in ranked_splits(config, PROFILE, 5, {})} == {5}
-
-
-def test_workers_that_take_no_devices_or_are_kept_stay_even_if_devices_are_left_over():
+    assert key.device_kind(config) == "cpus" and {sum(keys(split)) for split in ranked(config, 5)} == {5}
+    # Workers that take no devices or are kept stay, even if devices are left over.
     config = job(placement={"trainer": Resources()}, trainer={"workers": 3})
-    assert {split.keys[RANKS] for split in ranked_splits(config, PROFILE, 4, {})} == {3}
-    found = ranked_splits(job(trainer={"workers": 3}), PROFILE, 6, {ENGINES: 2, RANKS: 3})
+    assert {split.keys[RANKS] for split in ranked(config, 4)} == {3}
+    found = ranked(job(trainer={"workers": 3}), 6, {ENGINES: 2, RANKS: 3})
     assert {(split.keys[ENGINES], split.keys[RANKS]) for split in found} == {(2, 3)}
 
 
@@ -122,22 +93,16 @@ def test_workers_that_take_no_devices_or_are_kept_stay_even_if_devices_are_left_
 )
 def test_too_few_devices_are_refused_with_what_would_do(config, devices, kept, parts):
     with pytest.raises(ConfigError, match=f"--devices: {devices} gpus are fewer than.*{re.escape(parts)}"):
-        ranked_splits(config, PROFILE, devices, kept)
+        ranked(config, devices, kept)
 
 
 def test_splits_that_the_schema_refuses_are_left_out_and_if_it_refuses_all_it_says_why():
     config = job(run={"runtime": "inprocess"}, rollout={"engine": "diffusers"})
-    worth = worth_simulating(config, ranked_splits(config, PROFILE, 6, {}))
+    worth = key.worth_simulating(config, ranked(config, 6))
     assert {split.keys[RANKS] for split in worth} == {1}
     config = job(trainer={"backend": "plain", "workers": 2})
     with pytest.raises(ConfigError, match=r"trainer\.backend: 'plain' is one rank"):
-        worth_simulating(config, ranked_splits(config, PROFILE, 4, {RANKS: 2}))
-
-
-def test_the_law_of_a_split_looks_at_the_workers_alone():
-    config = job()
-    split = ranked_splits(config, PROFILE, 6, {})[0]
-    assert split_by_law(config, PROFILE, {**split.keys, "buffer.groups": 1, "staleness.max_updates": 0}) == split
+        key.worth_simulating(config, ranked(config, 4, {RANKS: 2}))
 
 
 SPLIT = {ENGINES: 3, REWARDERS: 2, RANKS: 1}
@@ -145,50 +110,50 @@ SPLIT = {ENGINES: 3, REWARDERS: 2, RANKS: 1}
 
 @pytest.mark.parametrize("max_updates", [0, 1, 4])
 def test_roomy_buffers_hold_everything_that_is_admitted(max_updates):
-    keys = roomy(job(), SPLIT, max_updates)
-    config = with_keys(job(), keys)
-    assert keys_of(config, TUNED) == keys and set(keys) == set(TUNED)
+    keys = key.roomy(job(), SPLIT, max_updates)
+    config = key.with_keys(job(), keys)
+    assert key.keys_of(config, key.TUNED) == keys and set(keys) == set(key.TUNED)
     assert config.buffer.groups == (max_updates + 1) * 4
     assert config.buffer.trajectories == (max_updates + 1) * 4 * 8
     assert check(config) is None
     # Engines get slots for their batch where the recipe gives less.
-    assert roomy(job(rollout={"max_inflight": 2}), SPLIT, 1)[INFLIGHT] == 4
-    assert roomy(job(rollout={"max_inflight": 32}), SPLIT, 1)[INFLIGHT] == 32
+    assert key.roomy(job(rollout={"max_inflight": 2}), SPLIT, 1)[INFLIGHT] == 4
+    assert key.roomy(job(rollout={"max_inflight": 32}), SPLIT, 1)[INFLIGHT] == 32
 
 
 @pytest.mark.parametrize(("path", "value"), [(S, 1), (S, 5), (PUBLISH, 2), (WINDOW, 4)])
 def test_what_needs_more_groups_gets_slots_for_all_that_are_admitted(path, value):
-    tight = {**roomy(job(), SPLIT, 3), GROUPS: 5}
-    after = moved(job(), tight, path, value)
+    tight = {**key.roomy(job(), SPLIT, 3), GROUPS: 5}
+    after = key.moved(job(), tight, path, value)
     assert after[path] == value
     assert after[GROUPS] == (int(after[S]) + 1) * 4
-    after = moved(job(), {**tight, PUBLISH: 4}, S, 1)  # publishing stays allowed when the budget shrinks
+    after = key.moved(job(), {**tight, PUBLISH: 4}, S, 1)  # publishing stays allowed when the budget shrinks
     assert after[PUBLISH] == 2
-    assert check(with_keys(job(), after)) is None
+    assert check(key.with_keys(job(), after)) is None
+    assert all(key.moved(job(), tight, path, tight[path]) == tight for path in key.TUNED), "nothing changes"
 
 
 def test_trajectory_slots_go_with_the_split_and_never_cut_the_engines_batches():
-    keys = {**roomy(job(), SPLIT, 2), TRAJECTORIES: 16}  # 3 engines x 4 + 2 reward workers x 2
-    assert moved(job(), keys, ENGINES, 6)[TRAJECTORIES] == 28
-    assert moved(job(), keys, TRAJECTORIES, 1)[TRAJECTORIES] == 12 == fewest_trajectories(job(), keys)
-    assert dealt(job(), keys, {ENGINES: 6, REWARDERS: 2, RANKS: 2}) == {**keys, ENGINES: 6, RANKS: 2, TRAJECTORIES: 28}
+    keys = {**key.roomy(job(), SPLIT, 2), TRAJECTORIES: 16}  # 3 engines x 4 + 2 reward workers x 2
+    assert key.moved(job(), keys, ENGINES, 6)[TRAJECTORIES] == 28
+    assert key.moved(job(), keys, TRAJECTORIES, 1)[TRAJECTORIES] == 12 == key.fewest_trajectories(job(), keys)
+    assert key.dealt(job(), keys, {ENGINES: 6, REWARDERS: 2, RANKS: 2}) == {
+        **keys,
+        ENGINES: 6,
+        RANKS: 2,
+        TRAJECTORIES: 28,
+    }
     small = job(rollout={"max_batch": 64, "max_inflight": 64})  # smaller than its engines: one slot for each sample
-    assert fewest_trajectories(small, roomy(small, SPLIT, 0)) == 32
-
-
-def test_nothing_moves_along_when_nothing_changes():
-    keys = {**roomy(job(), SPLIT, 3), GROUPS: 5, TRAJECTORIES: 13}
-    for path in TUNED:
-        assert moved(job(), keys, path, keys[path]) == keys
+    assert key.fewest_trajectories(small, key.roomy(small, SPLIT, 0)) == 32
 
 
 def test_the_plainest_value_is_tried_first():
-    keys = roomy(job(), {**SPLIT, REWARDERS: 6}, 3)
-    assert values(job(), keys, SWAP)[0] == "step"
-    assert values(job(), keys, PUBLISH) == [1, 2, 4]
-    assert values(job(), {**keys, S: 1}, PUBLISH) == [1, 2]
-    assert values(job(), keys, WINDOW) == [1, 2, 4]
-    assert values(job(), keys, REWARDERS) == [3, 5, 6, 7]
-    assert values(job(rollout={"max_inflight": 6}), keys, INFLIGHT) == [6, 4, 8]
+    keys = key.roomy(job(), {**SPLIT, REWARDERS: 6}, 3)
+    assert key.values(job(), keys, SWAP)[0] == "step"
+    assert key.values(job(), keys, PUBLISH) == [1, 2, 4]
+    assert key.values(job(), {**keys, S: 1}, PUBLISH) == [1, 2]
+    assert key.values(job(), keys, WINDOW) == [1, 2, 4]
+    assert key.values(job(), keys, REWARDERS) == [3, 5, 6, 7]
+    assert key.values(job(rollout={"max_inflight": 6}), keys, INFLIGHT) == [6, 4, 8]
     with pytest.raises(ValueError, match=GROUPS):
-        values(job(), keys, GROUPS)
+        key.values(job(), keys, GROUPS)
