@@ -41,8 +41,7 @@ STAGES: dict[str, Any] = {"step": 0.5, "export": 0.4, "publish": 1.5, "swap": 0.
 # ---- exact -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps_per_update", [1, 2])
-@pytest.mark.parametrize("recomputes_proximal", [False, True])
+@pytest.mark.parametrize(("steps_per_update", "recomputes_proximal"), [(1, False), (2, True)])
 def test_sync_is_the_sum_of_its_stages(steps_per_update: int, recomputes_proximal: bool) -> None:
     correction = {"mode": "decoupled", "weights": "tempered"} if recomputes_proximal else {"mode": "bypass"}
     config = scheduled("sync", **JOB, trainer__steps_per_update=steps_per_update, algorithm__correction=correction)
@@ -57,7 +56,7 @@ def test_sync_is_the_sum_of_its_stages(steps_per_update: int, recomputes_proxima
 
 def test_sync_with_a_last_round_that_is_not_full() -> None:
     config = scheduled(
-        "sync", **{**JOB, "rollout__group_size": 6, "trainer__groups_per_update": 3, "reward__workers": 2}
+        "sync", **JOB | {"rollout__group_size": 6, "trainer__groups_per_update": 3, "reward__workers": 2}
     )
     found = agrees(config, make_profile(generate=(1.0, 0.5), score=(0.2, 0.1), train=(0.1, 0.3), **STAGES), updates=12)
     # 18 samples: 8 and 1 on each engine; 8 and 8, then 2, on two reward workers
@@ -66,10 +65,8 @@ def test_sync_with_a_last_round_that_is_not_full() -> None:
 
 def test_sync_shares_the_samples_evenly_however_many_an_engine_may_hold() -> None:
     for inflight in (8, 16, 64):
-        agrees(
-            scheduled("sync", **{**JOB, "rollout__workers": 4, "rollout__max_inflight": inflight}),
-            make_profile(generate=(1.0, 0.5), train=1.0),
-        )
+        config = scheduled("sync", **JOB | {"rollout__workers": 4, "rollout__max_inflight": inflight})
+        agrees(config, make_profile(generate=(1.0, 0.5), train=1.0))
 
 
 def test_sync_colocated_uses_all_devices_in_turn_and_switches_three_times() -> None:
@@ -121,15 +118,8 @@ stages = st.builds(ServiceTime, fixed_s=seconds, unit_s=seconds.map(lambda value
 once = st.builds(ServiceTime, fixed_s=seconds)
 profiles = st.builds(
     lambda **stages: Profile(name="drawn", source="a test", **stages),
-    generate=stages,
-    score=stages,
-    train=stages,
-    proximal=once,
-    step=once,
-    export=once,
-    publish=once,
-    swap=once,
-    switch=once,
+    **dict.fromkeys(("generate", "score", "train"), stages),
+    **dict.fromkeys(("proximal", "step", "export", "publish", "swap", "switch"), once),
 )
 
 
@@ -169,6 +159,7 @@ def longest_job(config: Config, profile: Profile) -> float:
     return made + trained + sum(s.mean() for s in (profile.export, profile.publish, profile.swap))
 
 
+ROOMY = {"buffer.trajectories": 400, "buffer.groups": 64}
 FEW = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -195,8 +186,7 @@ def test_nothing_is_faster_than_the_law_or_staler_than_allowed_or_lost_or_stuck(
 @FEW
 @given(configs(most_updates=0), profiles)
 def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, profile: Profile) -> None:
-    roomy = {"buffer.trajectories": 400, "buffer.groups": 64}
-    config = with_keys(config, {"reward.streaming": False, "trainer.streaming": "off", **roomy})
+    config = with_keys(config, {**ROOMY, "reward.streaming": False, "trainer.streaming": "off"})
     rollout = config.rollout
     samples = config.trainer.groups_per_update * rollout.group_size
     # What an engine may hold beside its batch is leased before the others are done; the last round is shared evenly
@@ -211,9 +201,8 @@ def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, 
 def test_more_staleness_is_never_slower(config: Config, profile: Profile, budget: int) -> None:
     """Compares for service times that do not vary, buffers that do not bind, and enough updates that a period more
     or less makes no difference."""
-    roomy = {"buffer.trajectories": 400, "buffer.groups": 64, "rollout.max_inflight": config.rollout.max_batch}
     streaming = {"placement.colocated": False, "reward.streaming": True, "trainer.streaming": "auto"}
-    config = with_keys(config, {**roomy, **streaming})
+    config = with_keys(config, {**ROOMY, **streaming, "rollout.max_inflight": config.rollout.max_batch})
     wider = [with_keys(config, {"staleness.max_updates": allowed}) for allowed in (budget, budget + 1)]
     steps = [simulate(job, profile, updates=40).step_s for job in wider]
     rounding = longest_job(config, profile) / 30

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +50,9 @@ def test_every_group_is_trained_and_nothing_is_lost_or_staler_than_allowed() -> 
     assert simulate(make_config(staleness__max_updates=0), VARIED, updates=20).staleness == {0: 80}
 
 
-def test_shares_of_time_add_up_and_are_the_work_there_is() -> None:
-    found = simulate(make_config(rollout__workers=2, staleness__max_updates=3), PROFILE, updates=60)
+def test_shares_of_time_add_up_and_are_the_work_there_is_and_throughput_counts_all_devices() -> None:
+    changes = {"rollout__workers": 2, "reward__workers": 3, "placement__trainer": {"cpus": 4}}
+    found = simulate(make_config(**changes, staleness__max_updates=3), PROFILE, updates=60)
     for role, shares in found.busy.items():
         assert all(0 <= share <= 1 + 1e-9 for share in shares.values()), (role, shares)
         assert sum(shares.values()) <= 1 + 1e-9
@@ -64,11 +63,6 @@ def test_shares_of_time_add_up_and_are_the_work_there_is() -> None:
         assert sum(found.busy[role].values()) == pytest.approx(1.0)
     per_update = found.times.train + found.times.blocked
     assert found.busy["trainer"]["busy"] == pytest.approx(per_update / found.step_s, rel=0.01)
-
-
-def test_throughput_counts_all_devices() -> None:
-    config = make_config(rollout__workers=2, reward__workers=3, placement__trainer={"cpus": 4})
-    found = simulate(config, PROFILE, updates=20)
     assert found.devices == 2 + 3 + 4
     assert found.images_per_s == pytest.approx(4 * 8 / found.step_s)
     assert found.images_per_s_per_device == pytest.approx(found.images_per_s / 9)
@@ -106,21 +100,17 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     config = make_config(rollout__workers=3)
-    first = simulate(config, VARIED, updates=20, seed=5)
-    assert same(first, simulate(config, VARIED, updates=20, seed=5))
-    assert first.step_s != simulate(config, VARIED, updates=20, seed=6).step_s
+    first, again, other = (simulate(config, VARIED, updates=20, seed=seed) for seed in (5, 5, 6))
+    assert same(first, again) and first.step_s != other.step_s
 
 
-def test_warm_up_and_drain_are_left_out() -> None:
-    steady = Steady(make_config(staleness__max_updates=2), 30)
-    assert steady.first == 4
-    assert steady.last == 28  # the last two updates admit nothing; 24 steps are eight periods of S + 1 = 3
-    steps = [simulate(make_config(staleness__max_updates=2), PROFILE, updates=updates).step_s for updates in (20, 60)]
-    assert steps[0] == pytest.approx(steps[1], rel=1e-3)
-
-
-def test_too_few_updates_are_refused_with_what_would_be_enough() -> None:
+def test_warm_up_and_drain_are_left_out_and_too_few_updates_refused_with_what_would_be_enough() -> None:
     config = make_config(staleness__max_updates=2)
+    steady = Steady(config, 30)
+    # The last two updates admit nothing; 24 steps are eight periods of S + 1 = 3.
+    assert (steady.first, steady.last) == (4, 28)
+    steps = [simulate(config, PROFILE, updates=updates).step_s for updates in (20, 60)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-3)
     with pytest.raises(ValueError, match="updates: a simulation with a budget of 2 updates needs at least 7, got 6"):
         simulate(config, PROFILE, updates=6)
     assert simulate(config, PROFILE, updates=7).updates == 7
@@ -148,9 +138,10 @@ def test_bundles_change_nothing_where_every_batch_holds_whole_bundles() -> None:
         (8, 1000, {}),
         # None where an engine would not get one of them, or where they do not divide what is computed together.
         (2, 1000, {"rollout__workers": 4096}),
-        (1, 1000, {"rollout__workers": 8193}),
-        (1, 1000, {"rollout__max_batch": 15}),
-        (1, 1000, {"reward__batch": 1}),
+        *(
+            (1, 1000, {key: n})
+            for key, n in (("rollout__workers", 8193), ("rollout__max_batch", 15), ("reward__batch", 1))
+        ),
     ],
 )
 def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_bundles(
@@ -225,30 +216,30 @@ rollout: {workers: 2}
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
     write_profile(tmp_path / "profile.json", PROFILE)
-    return path
+    monkeypatch.chdir(tmp_path)
 
 
-def test_the_command_predicts_a_job_whose_files_do_not_exist(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = str(recipe.with_name("profile.json"))
-    assert main(["simulate", str(recipe), "--profile", profile, "--updates", "20", "staleness.max_updates=1"]) == 0
+def command(arguments: str) -> int:
+    return main(["simulate", "recipe.yaml", *arguments.split()])
+
+
+@pytest.mark.usefixtures("recipe")
+def test_the_command_predicts_a_job_whose_files_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--profile profile.json --updates 20 staleness.max_updates=1") == 0
     shown = capsys.readouterr().out
     for words in ("this recipe, S = 1", "one stage after the other", "bottleneck: trainer", "backpressured", "slots"):
         assert words in shown, words
     assert "images/s over 4 devices" in shown
 
 
-def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = recipe.with_name("found") / "sweep.json"
-    profile = str(recipe.with_name("profile.json"))
-    assert main(["simulate", str(recipe), "--profile", profile, "--updates", "20", "--sweep", "--json", str(out)]) == 0
+@pytest.mark.usefixtures("recipe")
+def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--profile profile.json --updates 20 --sweep --json found/sweep.json") == 0
     shown = capsys.readouterr().out
-    results = json.loads(out.read_text())["results"]
+    results = json.loads(Path("found/sweep.json").read_text())["results"]
     assert [row["name"] for row in results] == [arm.name for arm in arms(make_config())]
     for row in results:
         assert row["name"] in shown
@@ -271,30 +262,21 @@ def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(
         ("data.preferences=pairs.parquet", "leave out data.preferences"),
         ("trainer.streaming=on trainer.steps_per_update=2", "trainer.streaming: 'on' cannot be had here"),
         ("--json /proc/nothing/here.json", "--json: cannot write /proc/nothing/here.json"),
-        (None, "required, because the recipe has no emulation.profile; a run's profile.json, or one of qwen_image"),
+        ("", "required, because the recipe has no emulation.profile; a run's profile.json, or one of qwen_image"),
     ],
 )
+@pytest.mark.usefixtures("recipe")
 def test_bad_input_is_one_line_and_exit_code_2(
-    recipe: Path, arguments: str | None, complaint: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [] if arguments is None else ["--profile", str(recipe.with_name("profile.json")), *arguments.split()]
-    assert main(["simulate", str(recipe), *given]) == 2
+    assert command(f"--profile profile.json {arguments}" if arguments else "") == 2
     said = capsys.readouterr().err
     assert complaint in said
     assert said.count("\n") == 1 and said.startswith("omni-async: ")
 
 
-@pytest.mark.parametrize("arguments", [["--updates", "0"], ["--bundle", "none"], ["--nonsense"], ["--profile"]])
-def test_wrong_options_are_usage_errors(recipe: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", ["--updates 0", "--bundle none", "--nonsense", "--profile"])
+def test_wrong_options_are_usage_errors(arguments: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["simulate", str(recipe), *arguments])
+        command(arguments)
     assert caught.value.code == 2
-
-
-def test_simulating_needs_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys, omni_async.simulation.simulate, omni_async.simulation.command; print([m for m in ('torch', 'ray')"
-        " if m in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"

@@ -1,25 +1,98 @@
-"""Tests engines, reward workers, publishers and shared devices of the simulator, each alone, against times worked
-out by hand."""
+"""Tests what an engine, a publisher and shared devices of the simulator do when a version comes, each alone, against
+times worked out by hand. Everything else about them is held to the real roles in test_real_roles."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from simulation_world import FakeCoordinator, make_config, make_profile, make_world, request
+from simulation_world import make_config, make_profile
 
+from omni_async.actors.plan import plan_updates
+from omni_async.aio.waiting import Event
+from omni_async.config import Config
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.ledger import Ledger
+from omni_async.control.versions import Versions
 from omni_async.performance.emulation import Draws
 from omni_async.performance.profile import Profile
-from omni_async.simulation.simulated_roles import Batch, SimulatedEngine, SimulatedPublisher, reward_worker
-from omni_async.simulation.world import SharedDevices, at_once
-from omni_async.types import Prompt, ScoreJob, SdeWindow
+from omni_async.simulation.simulated_roles import Batch, SimulatedEngine, SimulatedPublisher
+from omni_async.simulation.virtual_time import VirtualTimeLoop
+from omni_async.simulation.world import Meters, SharedDevices, World, at_once
+from omni_async.types import Prompt, SampleRequest, SampleResult, SdeWindow, WeightReport
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 pytestmark = pytest.mark.virtual_time
 WINDOW = SdeWindow(2, 4)
 # A batch takes 10 seconds however large it is: a second for each denoising step.
 PROFILE = make_profile(generate=10.0, swap=0.5, publish=2.0)
+
+
+def request(sample: int) -> SampleRequest:
+    spec = {"spec": QwenImageSampling(height=64, width=64), "num_inference_steps": 10, "noise_level": 0.7}
+    number = {"sample_id": f"g0.s{sample}", "group": 0, "sample": sample, "seed": sample}
+    return SampleRequest(kind="train", prompt=Prompt(0, "a prompt"), sde_kind="flow", window=WINDOW, **number, **spec)
+
+
+class FakeCoordinator:
+    """A coordinator that leases what a test offers until the `end`, and keeps what is reported, with its time."""
+
+    def __init__(self) -> None:
+        self._requests: list[SampleRequest] = []
+        self._changed = Event()
+        self._over = False
+        self.done: list[tuple[float, SampleResult]] = []
+        self.held: list[tuple[float, str, int]] = []
+        self.announced: list[tuple[float, int]] = []
+        self.ledger = Ledger(lambda entry: None)
+        self.versions = Versions()
+
+    def offer(self, count: int) -> None:
+        self._requests += [request(sample) for sample in range(count)]
+        self._changed.notify()
+
+    def end(self) -> None:
+        self._over = True
+        self._changed.notify()
+
+    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        while not self._requests and not self._over:
+            await self._changed.wait()
+        taken, self._requests = self._requests[:free], self._requests[free:]
+        return taken
+
+    async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
+        self.done += [(_now(), result) for result in results]
+
+    async def announce(self, version: int, digest: str) -> None:
+        self.announced.append((_now(), version))
+
+    async def engine_holds(self, report: WeightReport) -> None:
+        self.held.append((_now(), report.engine, report.version))
+
+
+def _now() -> float:
+    return round(asyncio.get_running_loop().time(), 6)
+
+
+def make_world(config: Config, profile: Profile, coordinator: FakeCoordinator) -> World:
+    """Builds the world of a simulation. To be called on the running loop of virtual time."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": 1}
+    return World(
+        config=config,
+        profile=profile,
+        plan=plan_updates(config),
+        coordinator=cast(Coordinator, coordinator),
+        loop=loop,
+        meters=Meters(loop.time, workers, {"slots": 8, "trajectories": 64, "replay": 8}),
+        seed=0,
+        bundle=1,
+        shared=SharedDevices(loop) if config.placement.colocated else None,
+    )
 
 
 class Alone:
@@ -44,77 +117,17 @@ class Alone:
         return [result.step_versions.first for _, result in self.coordinator.done]
 
 
-def samples(count: int, first: int = 0) -> list[Any]:
-    return [request(first + number, WINDOW) for number in range(count)]
-
-
-# ---- batches ---------------------------------------------------------------------------------------------------------
-
-
-async def test_an_engine_makes_one_batch_after_the_other_and_all_samples_of_a_batch_at_once() -> None:
-    alone = Alone()
-    alone.offer(*samples(10))
-    assert await alone.until(35) == {10: 4, 20: 4, 30: 2}
-
-
-async def test_a_batch_takes_what_waits_and_its_time_depends_on_that() -> None:
-    alone = Alone(make_profile(generate=(1.0, 2.0)))
-    alone.offer(*samples(3))
-    await alone.at(1)
-    alone.offer(*samples(6, first=3))
-    # 3 samples: 1 + 6 s; then 4 of those that came meanwhile, and the rest.
-    assert await alone.until(100) == {7: 3, 16: 4, 21: 2}
-
-
-async def test_what_is_offered_in_one_instant_is_one_batch_in_whatever_pieces_it_comes() -> None:
-    alone = Alone()
-    for number in range(4):
-        alone.offer(*samples(1, first=number))
-        await asyncio.sleep(0)
-    assert await alone.until(15) == {10: 4}
-
-
-async def test_an_engine_never_holds_more_than_it_may() -> None:
-    alone = Alone(rollout__max_inflight=3)
-    alone.offer(*samples(9))
-    assert await alone.until(35) == {10: 3, 20: 3, 30: 3}
-    assert alone.world.meters.reserved["trajectories"].largest == 9  # nothing is scored, so no slot is freed
-
-
 # ---- swaps -----------------------------------------------------------------------------------------------------------
 
 
 async def test_swap_step_takes_effect_at_the_next_step_and_makes_the_batch_late_by_the_pause() -> None:
     alone = Alone()
     assert alone.stage(0) == 0.5
-    alone.offer(*samples(2))
+    alone.offer(2)
     await alone.at(4.0)  # the batch began at 0.5, after the pause
     assert alone.stage(1) == pytest.approx(5.0)  # step 4 begins at 4.5
     assert await alone.until(20) == {11.0: 2}
     assert [(r.version, tuple(r.step_versions)) for _, r in alone.coordinator.done] == [(0, (0, 0, 1, 1))] * 2
-
-
-async def test_a_version_that_comes_before_the_first_step_makes_the_whole_sample() -> None:
-    alone = Alone()
-    alone.stage(0)
-    alone.offer(*samples(1))
-    await alone.at(0.5)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert alone.stage(1) == 1.0
-    assert await alone.until(20) == {11.0: 1}
-    ((_, result),) = alone.coordinator.done
-    assert (result.version, tuple(result.step_versions)) == (1, (1, 1, 1, 1))
-
-
-async def test_a_version_that_comes_during_the_last_step_waits_for_the_end_and_holds_up_the_next_batch() -> None:
-    alone = Alone()
-    alone.stage(0)
-    alone.offer(*samples(5))
-    await alone.at(10.2)
-    assert alone.stage(1) == pytest.approx(11.0)
-    assert await alone.until(30) == {10.5: 4, 21.0: 1}
-    assert alone.versions() == [0, 0, 0, 0, 1]
 
 
 def test_two_versions_in_one_batch() -> None:
@@ -145,7 +158,7 @@ async def test_a_swap_waits_for_what_its_mode_says_and_nothing_more(
 ) -> None:
     alone = Alone(weights__swap=mode)
     assert alone.stage(0) == (0.5 if mode == "request" else None)
-    alone.offer(*samples(offered))
+    alone.offer(offered)
     await alone.at(3.0)
     assert alone.stage(1) is None
     assert await alone.until(60) == done
@@ -153,62 +166,21 @@ async def test_a_swap_waits_for_what_its_mode_says_and_nothing_more(
     assert alone.versions() == [0] * old + [1] * (offered - old)
 
 
-@pytest.mark.parametrize("mode", ["step", "request", "drain"])
-async def test_an_idle_engine_swaps_at_once(mode: str) -> None:
-    alone = Alone(weights__swap=mode)
-    await alone.at(7)
-    # One that drains leases nothing while it swaps, and reports by itself.
-    assert alone.stage(4) == (None if mode == "drain" else 7.5)
-    await alone.until(8)
-    assert alone.coordinator.held == ([(7.5, "rollout-0", 4)] if mode == "drain" else [])
-
-
 # ---- publisher -------------------------------------------------------------------------------------------------------
 
 
-async def publish(versions: dict[float, int], engines: int = 2) -> FakeCoordinator:
-    """Runs idle engines, and versions that the trainer hands over at these times; negative ones are withdrawn."""
+async def test_a_newer_version_replaces_one_that_waits_and_a_withdrawn_one_is_not_sent() -> None:
     coordinator = FakeCoordinator()
-    world = make_world(make_config(rollout__workers=engines, trainer__updates=9), PROFILE, coordinator)
+    world = make_world(make_config(trainer__updates=9), PROFILE, coordinator)
     publisher = SimulatedPublisher(world)
-    receivers = [SimulatedEngine(f"rollout-{number}", world, publisher.swapped) for number in range(engines)]
-    delivering = asyncio.create_task(publisher.run(receivers))
-    for time, version in versions.items():
+    delivering = asyncio.create_task(publisher.run([SimulatedEngine("rollout-0", world, publisher.swapped)]))
+    for time, version in {0.0: 1, 0.5: 2, 1.0: 3, 8.0: -4, 15.0: 9}.items():  # negative ones are withdrawn
         await world.loop.sleep_until(time)
         publisher.publish(abs(version))
         if version < 0:
             publisher.withdraw()
     await delivering
-    return coordinator
-
-
-async def test_a_version_reaches_every_engine_after_the_publish_and_the_pause() -> None:
-    coordinator = await publish({1.0: 9})
-    assert coordinator.announced == [(1.0, 9)]
-    assert coordinator.held == [(3.5, "rollout-0", 9), (3.5, "rollout-1", 9)]
-
-
-async def test_a_newer_version_replaces_one_that_waits_and_a_withdrawn_one_is_not_sent() -> None:
-    found = await publish({0.0: 1, 0.5: 2, 1.0: 3, 8.0: 9}, engines=1)
-    assert [version for _, version in found.announced] == [1, 3, 9]
-    assert (await publish({10.0: -1, 15.0: 9})).announced == [(15.0, 9)]
-
-
-# ---- reward workers --------------------------------------------------------------------------------------------------
-
-
-async def test_reward_workers_take_the_samples_that_are_there() -> None:
-    coordinator = FakeCoordinator()
-    world = make_world(make_config(reward__batch=3), make_profile(score=(1.0, 0.5)), coordinator)
-    working = asyncio.create_task(reward_worker("reward-0", world))
-    jobs = [ScoreJob(f"g0.s{number}", "train", Prompt(0, ""), None) for number in range(6)]
-    coordinator.offer(jobs[0])
-    await asyncio.sleep(0.5)
-    coordinator.offer(*jobs[1:])
-    await asyncio.sleep(20)
-    coordinator.end()
-    await working
-    assert [(time, len(ids)) for time, ids in coordinator.scored_at] == [(1.5, 1), (4.0, 3), (6.0, 2)]
+    assert coordinator.announced == [(0.0, 1), (2.5, 3), (15.0, 9)]
 
 
 # ---- shared devices --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from omni_async.simulation.simulate import simulate
 from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
 from omni_async.tune.plot import picture
 from omni_async.tune.report import require_writable, text, write_tuned
-from omni_async.tune.tuning import overlapped, tune
+from omni_async.tune.tuning import IN_STEP, overlapped, tune
 from tests.tune.tune_world import PROFILE, RECIPE, job, simulate_by_law
 
 VARIED = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.05), score=ServiceTime(unit_s=0.2, cv=0.1))
@@ -44,26 +44,20 @@ def written(recipe, config, tuned, overrides=(), out="tuned.yaml"):
 
 
 @pytest.mark.parametrize("profile", [PROFILE, VARIED], ids=["steady", "varied"])
-def test_the_written_recipe_loads_and_makes_what_was_promised(recipe, profile):
-    tuned = tune(load(recipe), profile, 6, simulate, budget=100)
-    config = written(recipe, load(recipe), tuned, out="elsewhere/tuned.yaml")
+def test_the_written_recipe_loads_makes_what_was_promised_and_says_only_what_was_chosen_and_why(recipe, profile):
+    tuned, out = tune(load(recipe), profile, 6, simulate, budget=100), "elsewhere/tuned.yaml"
+    config = written(recipe, load(recipe), tuned, out=out)
     assert keys_of(config, TUNED) == tuned.chosen.keys
     again = simulate(config, profile, updates=200)
     assert again.images_per_s == pytest.approx(tuned.chosen.images_per_s, rel=0.02)
     assert again.staleness_max <= tuned.chosen.keys[S]
     assert tuned.chosen.images_per_s > 1.5 * tuned.recipe.images_per_s  # the recipe is in step, on half the devices
 
-
-def test_the_written_recipe_says_only_what_was_chosen_and_why(recipe, tmp_path):
-    tuned = by_law(load(recipe))
-    out = recipe.parent / "tuned.yaml"
-    write_tuned(out, recipe, load(recipe), [], tuned)
-    tree = yaml.safe_load(out.read_text())
-    assert tree.pop("extends") == "recipe.yaml"
+    said = (recipe.parent.parent / out).read_text()
+    tree = yaml.safe_load(said)
+    assert tree.pop("extends") == "../recipes/recipe.yaml"
     assert {f"{section}.{key}" for section, keys in tree.items() for key in keys} == set(tuned.keys)
-    comments = " ".join(
-        line.strip().removeprefix("#").strip() for line in out.read_text().splitlines() if line.strip().startswith("#")
-    )
+    comments = " ".join(line.strip("# ") for line in said.splitlines() if line.strip().startswith("#"))
     assert all(tuned.reasons[path] in comments for path in tuned.keys)
 
 
@@ -97,28 +91,13 @@ def test_cpus_fewer_than_the_roles_take_are_shared():
     assert "2 cpus are fewer than the roles take together: they share them" in text(tuned)
 
 
-def test_what_was_given_on_the_command_line_goes_into_the_file(recipe):
+def test_what_was_given_on_the_command_line_goes_into_the_file_but_for_what_was_chosen(recipe):
     overrides = ["trainer.groups_per_update=8", "staleness.max_updates=7", "reward.scorers.0.weight=2"]
-    overrides += ["validation=null", "model.dtype=bfloat16"]
+    overrides += ["validation=null", "model.dtype=bfloat16", "buffer={groups: 96, trajectories: 512}", "run={name: x}"]
     config = load(recipe, overrides)
-    tuned = by_law(config)
-    found = written(recipe, config, tuned, overrides)
+    found = written(recipe, config, tuned := by_law(config), overrides)
     assert (found.trainer.groups_per_update, found.reward.scorers[0].weight, found.model.dtype) == (8, 2.0, "bfloat16")
-    assert found.staleness.max_updates == tuned.keys[S] != 7
-
-
-def test_a_section_given_as_a_whole_goes_into_the_file_without_what_was_chosen(recipe):
-    overrides = ["buffer={groups: 96, trajectories: 512}", "run={name: whole}"]
-    config = load(recipe, overrides)
-    tuned = by_law(config)
-    found = written(recipe, config, tuned, overrides)
-    assert (found.run.name, keys_of(found, TUNED)) == ("whole", tuned.chosen.keys)
-
-
-def test_a_long_publish_interval_that_is_kept_gets_the_staleness_it_needs(recipe):
-    config = load(recipe, ["weights.publish_every=8", "staleness.max_updates=9", "buffer.groups=64"])
-    tuned = by_law(config, keep=["weights.publish_every"])
-    assert tuned.chosen.keys["weights.publish_every"] == 8 and tuned.chosen.keys[S] >= 7
+    assert found.run.name == "x" and keys_of(found, TUNED) == tuned.chosen.keys and tuned.keys[S] != 7
 
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
@@ -135,12 +114,12 @@ def test_whatever_the_recipes_schedule_the_written_one_overlaps(recipe, schedule
 
 def test_keys_that_take_turns_without_a_schedule_get_one():
     assert overlapped(job()) == job()
-    for section, keys in (
-        ("reward", {"streaming": False}),
-        ("trainer", {"streaming": "off"}),
-        ("placement", {"colocated": True}),
+    for turns in (
+        {"reward": {"streaming": False}},
+        {"trainer": {"streaming": "off"}},
+        {"placement": {"colocated": True}},
     ):
-        assert overlapped(job(**{section: keys})).schedule == "async"
+        assert overlapped(job(**turns)).schedule == "async"
 
 
 def test_kept_keys_are_neither_changed_nor_written(recipe):
@@ -149,35 +128,30 @@ def test_kept_keys_are_neither_changed_nor_written(recipe):
     assert keys_of(config, kept).items() <= tuned.chosen.keys.items()
     assert {*kept}.isdisjoint(tuned.keys | tuned.reasons)
     assert keys_of(written(recipe, config, tuned), TUNED) == tuned.chosen.keys
+    # A long publish interval that is kept gets the staleness it needs.
+    config = load(recipe, ["weights.publish_every=8", "staleness.max_updates=9", "buffer.groups=64"])
+    tuned = by_law(config, keep=["weights.publish_every"])
+    assert tuned.chosen.keys["weights.publish_every"] == 8 and tuned.chosen.keys[S] >= 7
 
 
 def test_every_key_has_a_reason_with_its_value_and_numbers():
     tuned = by_law(job(), devices=6)
     assert tuned.keys.keys() <= tuned.reasons.keys()
     for path, value in tuned.keys.items():
-        assert tuned.reasons[path].startswith(f"{value}")
-        assert "nothing else" not in tuned.reasons[path]
-    assert "4 engines then take 8.1 s per update" in tuned.reasons[ENGINES]
-    nearest = "the nearest other split, 3 engines + 3 ranks, needs 10.8 s for generation and loses 25 %"
-    assert nearest in tuned.reasons[ENGINES]
-    assert (
-        "1 reward worker then takes 8 s per update, generation 8.1 s; takes none of the 6 gpus"
-        in tuned.reasons[REWARDERS]
-    )
+        assert tuned.reasons[path].startswith(f"{value}") and "nothing else" not in tuned.reasons[path]
+    engines, rewarders = tuned.reasons[ENGINES], tuned.reasons[REWARDERS]
+    assert "4 engines then take 8.1 s per update" in engines
+    assert "the nearest other split, 3 engines + 3 ranks, needs 10.8 s for generation and loses 25 %" in engines
+    assert "1 reward worker then takes 8 s per update, generation 8.1 s; takes none of the 6 gpus" in rewarders
 
 
 def test_the_budgets_reason_is_the_wave_and_its_neighbours():
-    slow = replace(PROFILE, publish=ServiceTime(fixed_s=20.0))
-    tuned = by_law(job(), profile=slow)
-    wave, bottleneck = tuned.times.latency, tuned.times.bottleneck[1]
-    assert (
-        f"takes {wave / bottleneck:.2f} times what generation takes per update ({wave:.3g} s / {bottleneck:.3g} s)"
-        in tuned.reasons[S]
-    )
+    tuned = by_law(job(), profile=replace(PROFILE, publish=ServiceTime(fixed_s=20.0)))
+    (wave, (_, slowest)), reason = (tuned.times.latency, tuned.times.bottleneck), tuned.reasons[S]
     assert tuned.keys[S] == 2
-    loss = 1 - bottleneck / (wave / 2)  # with one update fewer a step is half the wave
-    assert f"; 1 loses {100 * loss:.0f} %" in tuned.reasons[S]
-    assert re.search(rf", {tuned.keys[S] + 1} (changes nothing|gains 0\.\d %)", tuned.reasons[S])
+    assert f"{wave / slowest:.2f} times what generation takes per update ({wave:.3g} s / {slowest:.3g} s)" in reason
+    loss = 1 - slowest / (wave / 2)  # with one update fewer a step is half the wave
+    assert f"; 1 loses {100 * loss:.0f} %" in reason and re.search(r", 3 (changes nothing|gains 0\.\d %)", reason)
 
 
 def test_the_report_compares_with_the_recipe_and_marks_one_row():
@@ -196,19 +170,13 @@ def test_the_report_compares_with_the_recipe_and_marks_one_row():
     assert f"{more.chosen.images_per_s / 6 / (more.recipe.images_per_s / 3):.2f} x" in text(more)
 
 
-def test_what_the_schedules_without_overlap_would_make_is_shown_unless_the_schema_refuses_them():
+def test_the_schedules_without_overlap_are_shown_unless_the_schema_refuses_them_also_where_they_would_be_faster():
     tuned = by_law(job(), devices=6)
-    assert {name: point.simulated.staleness_max for name, point in tuned.in_step.items()} == {
-        "sync": 0,
-        "sync_colocated": 0,
-    }
+    assert {name: point.simulated.staleness_max for name, point in tuned.in_step.items()} == dict.fromkeys(IN_STEP, 0)
     colocated = tuned.in_step["sync_colocated"].keys
     assert (colocated[ENGINES], colocated[RANKS]) == (6, 6)
     one_rank = by_law(job(run={"runtime": "inprocess"}, rollout={"engine": "diffusers"}), devices=3)
     assert one_rank.in_step.keys() == {"sync"}
-
-
-def test_it_says_when_taking_turns_would_be_faster():
     slow_hand_overs = replace(PROFILE, switch=ServiceTime(fixed_s=10.0))
     uneven = replace(PROFILE, score=ServiceTime(unit_s=0.01), train=ServiceTime(unit_s=0.1))
     assert "schedule: sync_colocated makes more of these devices" in text(by_law(job(), devices=2, profile=uneven))
@@ -220,12 +188,11 @@ def test_a_spent_budget_is_reported():
     assert "--budget" not in text(by_law(job()))
 
 
-def test_the_figure_shows_the_front_the_choice_and_the_recipe():
-    axes = picture(by_law(job(), devices=3)).axes[0]
+@pytest.mark.parametrize(("devices", "recipe"), [(3, ["recipe as it is"]), (6, [])])
+def test_the_figure_shows_the_front_the_choice_and_the_recipe_on_as_many_devices(devices, recipe):
+    axes = picture(by_law(job(), devices=devices)).axes[0]
     shown = [entry.get_text() for entry in axes.get_legend().get_texts()]
-    assert shown == ["simulated", "front", "recommended", "recipe as it is"]
-    other = picture(by_law(job(), devices=6)).axes[0]
-    assert "recipe as it is" not in [entry.get_text() for entry in other.get_legend().get_texts()]
+    assert shown == ["simulated", "front", "recommended", *recipe]
 
 
 @pytest.mark.parametrize(
