@@ -109,12 +109,8 @@ def _config(dice: random.Random, seed: int) -> Config | None:
     slots = (max_updates + 1) * per_update
     trajectories = dice.choice([1, 2, 4, 64])
     bound = per_update * size * SAMPLE_BYTES
-    rounds = {
-        "prompts": "validation.txt",
-        "every": dice.randint(1, 3),
-        "share": dice.choice([0.1, 0.5, 1.0]),
-        "num_inference_steps": 2,
-    }
+    rounds = {"every": dice.randint(1, 3), "share": dice.choice([0.1, 0.5, 1.0])}
+    rounds |= {"prompts": "validation.txt", "num_inference_steps": 2}
     return make_config(
         run__seed=seed % 2**31,
         rollout__workers=dice.choice([1, 1, 2, 2, 3, 4]),
@@ -224,11 +220,8 @@ class Checks:
     def _group(self, coordinator: Coordinator, version: int, group: ReadyGroup) -> None:
         """Checks a group that the trainer takes to train from `version`."""
         number, size = group.group, self._config.rollout.group_size
-        staleness, S, window = (
-            version - group.oldest_version,
-            self._config.staleness.max_updates,
-            self._config.buffer.window,
-        )
+        S, window = self._config.staleness.max_updates, self._config.buffer.window
+        staleness = version - group.oldest_version
         require(0 <= staleness <= S, f"group {number} is {staleness} updates old, S = {S}")
         # Groups that the trainer gave back do not count: they were taken before.
         waiting = (GroupState.MAKING, GroupState.READY)

@@ -95,17 +95,11 @@ class Fleet:
         return self.dice.random() < odds
 
 
-@dataclass
-class Engine:
+class Engine(Process):
     """One incarnation of an engine."""
 
-    name: str
-    version: int = -1
-    alive: bool = True
+    version = -1
     making: SampleRequest | None = None
-
-    def __post_init__(self) -> None:
-        self.process = Process(self.name)
 
 
 class Attempt:
@@ -118,8 +112,7 @@ class Attempt:
         self.engines: dict[str, Engine] = {}
         self.scorers: dict[str, asyncio.Task[None]] = {}
         self.over = False
-        self._numbers = count()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._numbers, self._tasks = count(), set[asyncio.Task[Any]]()
 
     async def work(self) -> str:
         self.loop, fleet = cast(VirtualTimeLoop, asyncio.get_running_loop()), self.fleet
@@ -129,11 +122,8 @@ class Attempt:
         for number in range(self.config.reward.workers):
             self._start_scorer(f"reward-{number}")
         self._begin(self._train())
-        times = self.times
-        self._begin(self._again_and_again(self._lose_engine, times.engine_lost_s))
-        self._begin(self._again_and_again(self._lose_scorer, times.scorer_lost_s))
-        self._begin(self._again_and_again(self._lose_rack, times.rack_lost_s))
-        self._begin(self._again_and_again(self._kill, times.killed_s))
+        for what in ("engine_lost", "scorer_lost", "rack_lost", "killed"):
+            self._begin(self._again_and_again(getattr(self, f"_{what}"), getattr(self.times, f"{what}_s")))
         self.loop.call_at(fleet.end_s, lambda: self._begin(self.coordinator.stop("the day is over")))
         try:
             return await self.verdict
@@ -167,7 +157,7 @@ class Attempt:
 
     def _start_engine(self, engine: Engine) -> None:
         self.engines[engine.name] = engine
-        engine.process.tasks.append(self._begin(self._generate(engine)))
+        engine.tasks.append(self._begin(self._generate(engine)))
 
     async def _about(self, seconds: float) -> None:
         await self.loop.sleep_until(self.loop.time() + self.fleet.about(seconds))
@@ -192,22 +182,21 @@ class Attempt:
         versions = (first,) * 2 + (engine.version,) * (request.num_inference_steps - 2)
         assert request.window is not None
         trained = VersionSpans.of(versions[step] for step in request.window.steps)
-        made = Reference(engine.process, Made(request, versions))
+        made = Reference(engine, Made(request, versions))
         return SampleResult(request.sample_id, engine.name, made, None, first, trained, 0.0, 0.0)
 
-    def _lose_engine(self) -> None:
+    def _engine_lost(self) -> None:
         if self.engines:
             self._lose(self.fleet.dice.choice([*self.engines]))
 
-    def _lose_rack(self) -> None:
+    def _rack_lost(self) -> None:
         self.fleet.seen["rack lost"] += 1
         for name in self.fleet.dice.sample([*self.engines], min(len(self.engines), self.fleet.rack)):
             self._lose(name)
 
     def _lose(self, name: str) -> None:
         engine = self.engines.pop(name)
-        engine.alive = False
-        engine.process.tasks[0].cancel()
+        engine.tasks[0].cancel()
         self.fleet.seen["engine lost"] += 1
         self._begin(self._replace(engine))
 
@@ -217,7 +206,7 @@ class Attempt:
         await asyncio.sleep(times.hang_s if hung else fleet.about(times.detection_s))
         await self.coordinator.engine_lost(lost.name, "hung" if hung else "died")
         if fleet.chance(0.5):  # its machine is gone too
-            lost.process.dead = True
+            lost.dead = True
             await self.coordinator.objects_lost(lost.name)
         if lost.making is not None and fleet.chance(0.3):  # it was under way
             fleet.seen["late answer"] += 1
@@ -241,7 +230,7 @@ class Attempt:
         self.loop.call_when(self.loop.time() + self.fleet.about(self.times.weights_s), self._arrive, engine, version)
 
     def _arrive(self, engine: Engine, version: int) -> None:
-        if engine.alive and engine.version < version:
+        if engine.name in self.engines and engine.version < version:
             engine.version = version
             at_once(self.coordinator.engine_holds(WeightReport(engine.name, version, f"digest {version}")))
 
@@ -263,7 +252,7 @@ class Attempt:
         reward = 0.5 if int(group) % 50 == 7 else float(sample)  # one group in fifty has equal rewards
         return ScoreResult(job.sample_id, job.attempt, score=Score(reward))
 
-    def _lose_scorer(self) -> None:
+    def _scorer_lost(self) -> None:
         name = self.fleet.dice.choice([*self.scorers])
         self.scorers.pop(name).cancel()
         self.fleet.seen["scorer lost"] += 1
@@ -322,7 +311,7 @@ class Attempt:
         if not self.verdict.done():
             self.verdict.set_result(status)
 
-    def _kill(self) -> None:
+    def _killed(self) -> None:
         """Kills everything; all roles go on from the newest checkpoint."""
         self.fleet.seen["kill"] += 1
         self.over = True
@@ -341,7 +330,8 @@ class Attempt:
 SIZE, S = 8, 2
 
 
-def played(*, engines: int, scorers: int, groups: int, times: Times, end_s: float, rack: int) -> Fleet:
+def play_day(engines: int, scorers: int, groups: int, times: Times, end_s: float = DAY_S) -> Counter[str]:
+    """Checks everything but the number of faults, which it returns."""
     config = make_config(
         rollout__workers=engines,
         rollout__group_size=SIZE,
@@ -362,47 +352,38 @@ def played(*, engines: int, scorers: int, groups: int, times: Times, end_s: floa
     )
     assert config is not None
     began = time.perf_counter()
-    fleet = Fleet(config, times, end_s, rack).run()
-    seconds = time.perf_counter() - began
-    ended = Counter(line.event for line in fleet.lines)
-    sys.stdout.write(
-        f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f}"
-        f" samples/s, {seconds:.0f} s\n"
-    )
-    return fleet
+    fleet = Fleet(config, times, end_s, rack=engines // 10).run()
+    seen, lines, rate = fleet.seen, fleet.lines, fleet.seen["samples"] / (time.perf_counter() - began)
+    sys.stdout.write(f"{dict(seen)}; {len(fleet.updates)} updates, {rate:.0f} samples/s\n")
 
-
-def check(fleet: Fleet, groups: int) -> None:
-    """Checks everything but the number of faults."""
-    assert fleet.now >= fleet.end_s
-    assert fleet.seen["attempt: killed"] == fleet.seen["kill"] >= 1 and fleet.seen["rack lost"] >= 1
-    numbers = sorted(line.group for line in fleet.lines)
+    assert fleet.now >= end_s
+    assert seen["attempt: killed"] == seen["kill"] >= 1 and seen["rack lost"] >= 1
+    numbers = sorted(line.group for line in lines)
     assert numbers == [*range(len(numbers))], "each group ended in exactly one line, over all attempts"
-    by_update = Counter(line.trained_version for line in fleet.lines if line.event == "trained")
-    assert set(by_update.values()) == {groups} and sorted(by_update) == [*range(1, len(by_update) + 1)]  # type: ignore[type-var]
-    assert max(line.staleness for line in fleet.lines if line.staleness is not None) <= S
-    unfinished = [line for line in fleet.lines if (line.reason or "").startswith("run interrupted")]
+    by_update = Counter(line.trained_version for line in lines if line.event == "trained")
+    assert by_update == dict.fromkeys(range(1, len(by_update) + 1), groups)
+    assert max(line.staleness for line in lines if line.staleness is not None) <= S
+    unfinished = [line for line in lines if (line.reason or "").startswith("run interrupted")]
     assert len(unfinished) <= (S + 1) * groups, "at the end of the day"
-    dropped = [line for line in fleet.lines if line.event == "dropped" and line not in unfinished]
-    assert len(dropped) < 0.001 * len(fleet.lines), "a lost engine costs a group nothing but time"
-    rejected = [line for line in fleet.lines if line.event == "rejected"]
-    assert {(line.reason, line.group % 50) for line in rejected} == {("zero reward variance", 7)}
+    dropped = sum(line.event == "dropped" for line in lines) - len(unfinished)
+    assert dropped < 0.001 * len(lines), "a lost engine costs a group nothing but time"
+    rejected = {(line.reason, line.group % 50) for line in lines if line.event == "rejected"}
+    assert rejected == {("zero reward variance", 7)}
     longest = max(later - earlier for earlier, later in pairwise(fleet.updates))
     assert longest < 1800, "progress: at worst a restart, and the longest hang"
+    return seen
 
 
 def test_two_hours_of_a_hundred_engines() -> None:
     """Plays more faults for each engine and hour than in the day below."""
     hour = 3600.0
     times = Times(engine_lost_s=hour / 40, scorer_lost_s=hour / 10, rack_lost_s=hour / 2, killed_s=hour / 2)
-    fleet = played(engines=100, scorers=20, groups=8, times=times, end_s=2 * hour, rack=10)
-    check(fleet, 8)
-    assert fleet.seen["engine lost"] > 40 and fleet.seen["scorer lost"] > 5
+    seen = play_day(engines=100, scorers=20, groups=8, times=times, end_s=2 * hour)
+    assert seen["engine lost"] > 40 and seen["scorer lost"] > 5
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_one_day_of_a_thousand_engines() -> None:
-    fleet = played(engines=1000, scorers=200, groups=64, times=Times(), end_s=DAY_S, rack=100)
-    check(fleet, 64)
-    assert fleet.seen["engine lost"] > 800 and fleet.seen["scorer lost"] > 120 and fleet.seen["late answer"] > 100
+    seen = play_day(engines=1000, scorers=200, groups=64, times=Times())
+    assert seen["engine lost"] > 800 and seen["scorer lost"] > 120 and seen["late answer"] > 100
