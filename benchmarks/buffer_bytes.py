@@ -28,8 +28,7 @@ from omni_async.bench.result import Machine, describe_machine
 from omni_async.config import Config, ConfigError, check
 from omni_async.config.section import SizeText, bytes_of, size_text
 from omni_async.control.events import RunEvent
-from omni_async.performance.profile import Payload, Profile, write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight.check import preflight
 from omni_async.runtime import inprocess
 from omni_async.runtime.inprocess import InProcessCluster

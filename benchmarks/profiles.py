@@ -28,8 +28,7 @@ from msgspec.structs import replace
 
 from omni_async.config import load
 from omni_async.performance.law import async_step
-from omni_async.performance.profile import Payload, Profile, load_profile, write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Payload, Profile, ServiceTime, load_profile, write_profile
 from omni_async.simulation.result import times_of
 
 ROOT = Path(__file__).parents[1]

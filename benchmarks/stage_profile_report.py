@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.stage_profile_measure import Measured, Timing
-from omni_async.performance.profile import Payload, Profile
-from omni_async.performance.service import ServiceTime, fit
+from omni_async.performance.profile import Payload, Profile, ServiceTime, fit
 
 # A GPU's share of an update where 4 of them make 512 images, and the update's optimizer steps.
 _SAMPLES, _STEPS = 128, 2

@@ -26,8 +26,7 @@ from omni_async.config import Config, load
 from omni_async.control.events import RunEvent
 from omni_async.driver.control_socket import ControlError, Request, ask
 from omni_async.driver.train import train
-from omni_async.performance.profile import Payload, Profile, write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight.check import preflight
 from omni_async.runtime.inprocess import InProcessCluster
 from omni_async.simulation.virtual_time import VirtualClock

@@ -25,8 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from omni_async.config import Config
-from omni_async.performance.profile import Profile
-from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.performance.profile import NOTHING, Profile, ServiceTime
 
 
 class StageTimes(msgspec.Struct, frozen=True):

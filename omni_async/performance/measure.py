@@ -12,8 +12,7 @@ from statistics import fmean, median
 
 from omni_async.config import Config
 from omni_async.config.schema import Rollout
-from omni_async.performance.profile import Payload, Profile
-from omni_async.performance.service import NOTHING, ServiceTime, fit
+from omni_async.performance.profile import NOTHING, Payload, Profile, ServiceTime, fit
 from omni_async.types import Span
 
 Job = tuple[float, float]  # units, seconds

@@ -13,7 +13,8 @@ simulated. Pure: no clock, no randomness.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Literal
 
@@ -158,7 +159,8 @@ def values(config: Config, keys: Keys, path: str) -> list[Value]:
     if path == SWAP:
         return ["step", "request", "drain"]
     if path == PUBLISH:
-        return [k for k in (1, 2, 4) if k <= count(keys, S) + 1]
+        intervals = sorted({1, 2, 4, config.weights.publish_every})  # the recipe's own is one to compare with
+        return [k for k in intervals if k <= count(keys, S) + 1]
     if path == WINDOW:
         groups = config.trainer.groups_per_update
         return [1, *sorted({2, max(2, groups // 2), max(2, groups)})]
@@ -227,9 +229,9 @@ def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) ->
     Raises:
         ConfigError: There are too few accelerators.
     """
-    law = _Law(config, profile)
+    by_law = partial(split_by_law, config, profile)
     if share_cpus(config, devices, kept):
-        return [law.of({path: count(kept, path) for path in SPLIT})]
+        return [by_law(kept)]
     needed = _fewest_needed(config, kept)
     if sum(needed.values()) > devices + _ROUNDING:
         parts = " + ".join(f"{path.split('.')[0]} {value:g}" for path, value in needed.items())
@@ -237,9 +239,8 @@ def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) ->
             f"--devices: {devices} {device_kind(config)} are fewer than the roles take at least: {parts} ="
             f" {sum(needed.values()):g}"
         )
-    found = [law.of(keys) for keys in _splits(law, devices, kept)]
-    found.sort(key=lambda split: (split.step_s, split.times.latency))
-    return found
+    found = map(by_law, _splits(config, by_law, devices, kept))
+    return sorted(found, key=lambda split: (split.step_s, split.times.latency))
 
 
 def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
@@ -258,20 +259,10 @@ def split_by_law(config: Config, profile: Profile, keys: Keys) -> Split:
         config: the job.
         profile: its service times.
         keys: all tuned keys, of which only the numbers of workers are read."""
-    return _Law(config, profile).of({path: count(keys, path) for path in SPLIT})
-
-
-class _Law:
-    """The law for one job on any split, with a budget: at S = 0 it counts whole rounds of jobs."""
-
-    def __init__(self, config: Config, profile: Profile) -> None:
-        self.config = config
-        self._profile = profile
-        self._plan = plan_updates(config)
-
-    def of(self, workers: dict[str, int]) -> Split:
-        times = times_of(with_keys(self.config, _roomy(self.config, workers)), self._profile, self._plan)
-        return Split(workers, times, times.bottleneck[1])
+    workers = {path: count(keys, path) for path in SPLIT}
+    # With a budget: at S = 0 the law counts whole rounds of jobs.
+    times = times_of(with_keys(config, _roomy(config, workers)), profile, plan_updates(config))
+    return Split(workers, times, times.bottleneck[1])
 
 
 def _roomy(config: Config, workers: dict[str, int]) -> dict[str, Value]:
@@ -285,9 +276,8 @@ def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
     return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
 
 
-def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
+def _splits(config: Config, by_law: Callable[[Keys], Split], devices: int, kept: Keys) -> Iterator[dict[str, int]]:
     """Yield every number of ranks and of reward workers, with as many engines as then fit."""
-    config = law.config
     each = devices_each(config)
     for ranks in _useful_ranks(config, _counts(config.trainer.workers, each[RANKS], devices, kept.get(RANKS))):
         left = devices - ranks * each[RANKS]
@@ -298,7 +288,7 @@ def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
                 continue
             split = {ENGINES: engines[-1], REWARDERS: rewarders, RANKS: ranks}
             if not each[REWARDERS] and REWARDERS not in kept:
-                split[REWARDERS] = _enough_rewarders(law, split)
+                split[REWARDERS] = _enough_rewarders(config, by_law({**split, REWARDERS: 1}).times)
             yield split
 
 
@@ -322,8 +312,8 @@ def _counts(recipe: int, each: float, devices: float, kept: Value | None) -> ran
     return range(1 if each else recipe, fitting + 1)
 
 
-def _enough_rewarders(law: _Law, split: dict[str, int]) -> int:
-    times = law.of({**split, REWARDERS: 1}).times
+def _enough_rewarders(config: Config, times: StageTimes) -> int:
+    """Return as many as stay below the bottleneck. `times`: with one of them."""
     others = max(times.generate + times.pause, times.train + times.blocked)
     needed = math.ceil(times.score / (_REWARD_SHARE * others)) if others > 0 else 1
-    return max(1, min(needed, _REWARD_GROWTH * law.config.reward.workers))
+    return max(1, min(needed, _REWARD_GROWTH * config.reward.workers))

@@ -81,13 +81,14 @@ def _front(tuned: Tuned) -> str:
 
 
 def _comparison(tuned: Tuned) -> str:
-    head = " |devices|images/s|per device|tuned is|s per update|law|bound fraction|staleness mean|max"
+    head = ["", "devices", "images/s", "per device", "tuned is", "s per update", "law", "bound fraction"]
+    head += ["staleness mean", "max", "busy: rollout", "reward", "trainer"]
     rows = [
         _row("tuned", tuned, tuned.chosen, tuned.devices),
         _row("recipe as it is", tuned, tuned.recipe, tuned.recipe_devices),
         *(_row(f"schedule: {name}", tuned, point, tuned.devices) for name, point in tuned.in_step.items()),
     ]
-    return table([f"{head}|busy: rollout|reward|trainer".strip().split("|"), *rows])
+    return table([head, *rows])
 
 
 def _row(name: str, tuned: Tuned, point: Point, devices: float) -> list[str]:

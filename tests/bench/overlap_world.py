@@ -12,8 +12,7 @@ from omni_async.aio.clock import ManualClock
 from omni_async.bench.plan import stamp
 from omni_async.config import Config
 from omni_async.config.schedule import num_devices
-from omni_async.performance.profile import Profile, write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Profile, ServiceTime, write_profile
 from omni_async.runtime.inputs import RunInputs
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Counters, Summary, summarise, write_summary

@@ -15,8 +15,7 @@ from omni_async.bench.overlap import run_overlap
 from omni_async.bench.result import Overlap, read_overlap, spread
 from omni_async.config import load
 from omni_async.performance.law import async_step
-from omni_async.performance.profile import Payload, Profile, load_profile, write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Payload, Profile, ServiceTime, load_profile, write_profile
 from omni_async.simulation.result import times_of
 from omni_async.tracking.summary import read_summary
 from tests.bench import overlap_world as world

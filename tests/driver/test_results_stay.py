@@ -20,8 +20,7 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
 from omni_async.driver import train as runtime
 from omni_async.driver.train import train
-from omni_async.performance.profile import write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import ServiceTime, write_profile
 from omni_async.preflight.check import preflight
 from omni_async.tracking import rundir
 from omni_async.tracking.attempts import Attempt

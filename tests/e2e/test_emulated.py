@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.performance.law import async_step
 from omni_async.performance.measure import measure
-from omni_async.performance.profile import Profile, load_profile
-from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.performance.profile import NOTHING, Profile, ServiceTime, load_profile
 from omni_async.simulation.result import times_of
 from omni_async.tracking import timeline
 from omni_async.tracking.summary import read_summary

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from omni_async.bench.measure import NotMeasurableError
 from omni_async.checkpoint import CheckpointError
 from omni_async.config import ConfigError
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import ServiceTime
 from omni_async.version_spans import VersionSpans
 
 DEEP = b"[" * 5000

@@ -11,8 +11,7 @@ import pytest
 from omni_async.config.schema import Config
 from omni_async.performance.emulation import Device
 from omni_async.performance.measure import measure
-from omni_async.performance.profile import Payload, Profile
-from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.performance.profile import NOTHING, Payload, Profile, ServiceTime
 from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.types import Span
 from tests.configs import build

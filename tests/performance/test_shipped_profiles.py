@@ -11,8 +11,7 @@ import pytest
 from benchmarks.profiles import PROFILES, RECIPES, REPRODUCED, Reproduced, law_s, shipped, table
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import num_devices
-from omni_async.performance.profile import Profile, load_profile, shipped_profiles, write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Profile, ServiceTime, load_profile, shipped_profiles, write_profile
 from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
 from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, with_keys

@@ -10,8 +10,7 @@ from omni_async.config import Config
 from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Lora, Model, Placement
 from omni_async.performance.law import unmeasured, with_estimates
-from omni_async.performance.profile import Profile
-from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.performance.profile import NOTHING, Profile, ServiceTime
 from omni_async.simulation.result import not_measured, times_of
 from omni_async.simulation.simulate import simulate
 from tests.tune.tune_world import job as make_job

@@ -17,8 +17,7 @@ from PIL import Image
 from omni_async.config import Config, ConfigError
 from omni_async.control.control_state import ControlState
 from omni_async.families import MediaShape, SamplingSpec, find_family
-from omni_async.performance.profile import Payload, Profile, write_profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight import check as module
 from omni_async.preflight.check import preflight
 from omni_async.rewards.registry import names

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from omni_async.config import Config, check
-from omni_async.performance.profile import Profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Profile, ServiceTime
 from tests.configs import build
 
 

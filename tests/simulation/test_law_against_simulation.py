@@ -13,8 +13,7 @@ from simulation_world import make_config, make_profile
 from omni_async.config import Config
 from omni_async.config.schedule import apply_schedule
 from omni_async.performance.law import async_step
-from omni_async.performance.profile import Profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Profile, ServiceTime
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import Steady, simulate
 from omni_async.tune.keys import with_keys

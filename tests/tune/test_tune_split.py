@@ -151,6 +151,7 @@ def test_the_plainest_value_is_tried_first():
     keys = key.roomy(job(), {**SPLIT, REWARDERS: 6}, 3)
     assert key.values(job(), keys, SWAP)[0] == "step"
     assert key.values(job(), keys, PUBLISH) == [1, 2, 4]
+    assert key.values(job(weights={"publish_every": 3}), keys, PUBLISH) == [1, 2, 3, 4]
     assert key.values(job(), {**keys, S: 1}, PUBLISH) == [1, 2]
     assert key.values(job(), keys, WINDOW) == [1, 2, 4]
     assert key.values(job(), keys, REWARDERS) == [3, 5, 6, 7]

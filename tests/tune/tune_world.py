@@ -13,8 +13,7 @@ from omni_async.config.algorithm import Correction
 from omni_async.config.schedule import num_devices
 from omni_async.config.schema import Resources, Staleness, Trainer
 from omni_async.performance.law import stage_times
-from omni_async.performance.profile import Profile
-from omni_async.performance.service import ServiceTime
+from omni_async.performance.profile import Profile, ServiceTime
 from omni_async.simulation.result import Occupancy, Simulated
 
 GPU = Resources(gpus=1.0)

@@ -18,8 +18,7 @@ from benchmarks.local_ray import local_ray as start_local_ray
 from omni_async.config import ConfigError
 from omni_async.config.schema import Resources
 from omni_async.media import Media
-from omni_async.performance.profile import Profile, write_profile
-from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.performance.profile import NOTHING, Profile, ServiceTime, write_profile
 from omni_async.preflight.check import preflight
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.on_ray import cluster as ray_cluster
