@@ -74,9 +74,9 @@ def test_any_recipe(recipe: Path, data: st.DataObject | bytes) -> None:
     overrides = []
     if not isinstance(data, bytes):
         texts = st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
-        some = st.binary(max_size=100) | texts, changed(recipe.read_bytes()), altered_recipe(recipe)
         names = st.sampled_from([f"run.name={text}" for text in TEXTS])
         overrides = data.draw(st.lists(st.text(max_size=30) | names, max_size=2))
+        some = st.binary(max_size=100) | texts, changed(recipe.read_bytes()), altered_recipe(recipe)
         data = data.draw(st.one_of(*some))
     spoilt = recipe.with_name("spoilt.yaml")
     spoilt.write_bytes(data)

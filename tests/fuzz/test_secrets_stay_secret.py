@@ -26,19 +26,9 @@ from tests.job_world import write_emulated
 # "profile.json".
 _PIECES = st.text(string.ascii_letters + string.digits + "-_.~+/=@%!", max_size=14)
 SECRETS = st.builds("{}Zq7hV{}".format, _PIECES, _PIECES).filter(lambda text: len(text) >= 12 and len({*text}) > 8)
-KEYS = (
-    *(
-        "api_key",
-        "token",
-        "hf_token",
-        "password",
-        "X-Api-Key",
-        "Authorization",
-        "clientSecret",
-        "aws_secret_access_key",
-    ),
-    *("api_keys", "secrets", "passwords", "auth", "basic_auth", "license_key", "Ocp-Apim-Subscription-Key", "tokens"),
-)
+_NAMES = """api_key token hf_token password X-Api-Key Authorization clientSecret aws_secret_access_key api_keys secrets
+passwords auth basic_auth license_key Ocp-Apim-Subscription-Key tokens"""
+KEYS = _NAMES.split()
 URLS = (
     "https://me:{}@judge.example/v1",
     "https://{}@judge.example",
@@ -77,16 +67,18 @@ class LeakingScorer:
         raise ConnectionError(f"{self._given} refused {self._api_key}")
 
 
-def holds(folder: Path, secret: str) -> list[str]:
-    """Returns the files with the secret in them, however it is encoded there."""
-    forms = {form.encode() for form in (secret, quote(secret, safe=""), quote(secret), secret.replace("/", "\\/"))}
-    return [
-        str(path) for path in folder.rglob("*") if path.is_file() and any(form in path.read_bytes() for form in forms)
-    ]
+def forms(secret: str) -> set[str]:
+    """Returns the secret as it may be encoded in a file."""
+    return {secret, quote(secret, safe=""), quote(secret), secret.replace("/", "\\/")}
+
+
+def holds(folder: Path, secret: str) -> list[Path]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if any(form.encode() in path.read_bytes() for form in forms(secret))]
 
 
 def shown(secret: str, *texts: str) -> bool:
-    return any(form in text for text in texts for form in (secret, quote(secret, safe="")))
+    return any(form in text for text in texts for form in forms(secret))
 
 
 def test_a_whole_run_keeps_its_secrets(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
