@@ -7,12 +7,11 @@ entry point is a `Backend`).
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
-from omni_async.entry_points import find_registered, load_named
+from omni_async.entry_points import find_registered, load_named, registered_names
 
 GROUP = "omni_async.backends"
 
@@ -46,12 +45,12 @@ BUILT_IN = {
 
 def backend_names() -> tuple[str, ...]:
     """Return the names of the built-in and all installed backends, sorted."""
-    return tuple(sorted({*BUILT_IN, *entry_points(group=GROUP).names}))
+    return registered_names(GROUP, BUILT_IN)
 
 
 def load_backend(name: str) -> Backend:
-    """Return the backend of that name; other packages cannot take a built-in one. ValueError, one line, for others."""
-    return BUILT_IN.get(name) or find_registered(name, GROUP, Backend, "trainer.backend", {"auto", *BUILT_IN})
+    """Return the backend of that name; ValueError as from `find_registered`."""
+    return find_registered(name, GROUP, Backend, "trainer.backend", BUILT_IN, " or 'auto'")
 
 
 def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Backend:

@@ -15,12 +15,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omni_async import __version__
 from omni_async.bench.command import add_bench
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
 from omni_async.driver.operate import add_command, add_operations, operate
+from omni_async.entry_points import not_one_of
 from omni_async.simulation.command import add_simulate
 from omni_async.tune.command import add_tune
 
@@ -61,10 +63,16 @@ Write the configuration reference, a table of every key with its bounds, default
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says of a wrong command what a recipe is told of a wrong name."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, not_one_of(value, [*action.choices]))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="omni-async", description="Fully asynchronous RL post-training of generative models."
-    )
+    parser = _Parser(prog="omni-async", description="Fully asynchronous RL post-training of generative models.")
     parser.add_argument("--version", action="version", version=f"omni-async {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = add_command(commands, "train", "train from a recipe", _TRAIN)

@@ -1,30 +1,18 @@
-"""Loads what other packages register in entry points, and what a table names as `module:name`.
+"""Finds by name what this project has and other packages register, and loads what a table names as `module:name`.
 
 Other packages are foreign code and may break in any way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-def load_registered(point: EntryPoint, cls: type[T], key: str) -> T:
-    """Return what the entry point leads to.
-
-    ValueError, one line that begins with `key`, if it cannot be imported or is no `cls`."""
-    where = f"{key}: {point.name!r} is registered as {point.value!r}, which"
-    try:
-        found = point.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (KeyboardInterrupt stays the user's)
-        raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}") from None
-    if not isinstance(found, cls):
-        raise ValueError(f"{where} is of type {type(found).__name__}, not {cls.__name__}")
-    return found
 
 
 def load_named(name: str) -> Any:
@@ -33,36 +21,67 @@ def load_named(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def find_registered(name: str, group: str, cls: type[T], key: str, known: Collection[str] = ()) -> T:
-    """Return the `cls` that is registered as `name` in the entry-point group `group`.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that is nearest, if any is near."""
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def not_one_of(name: str, known: Collection[str], also: str = "") -> str:
+    """Return the message about an unknown name, which every choice of names has; `also` tells of what is no name."""
+    return f"expected one of {[*known]}{also}, got {name!r}{did_you_mean(name, known)}"
+
+
+def registered_names(group: str, own: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return this project's own names and those of the entry-point group `group`, sorted."""
+    return tuple(sorted({*own, *entry_points(group=group).names}))
+
+
+def find_point(
+    name: str, group: str, key: str, own: Mapping[str, T] = MappingProxyType({}), also: str = ""
+) -> T | EntryPoint:
+    """Return what is called `name`: this project's own, or the one entry point of the group `group`.
 
     Args:
         name: what the recipe says.
         group: the group of entry points.
-        cls: what the entry point must lead to.
         key: the recipe's key, with which an error begins.
-        known: further names to choose from.
+        own: what this project has, by name.
+        also: what else the recipe may say, for the error.
 
     Raises:
-        ValueError: one line, if there is none, with the names to choose from, or as `load_registered`."""
-    points = entry_points(group=group)
-    if name not in points.names:
-        raise ValueError(f"{key}: expected one of {sorted({*known, *points.names})}, got {name!r}")
-    return load_registered(the_one(points, name, key), cls, key)
-
-
-def the_one(points: EntryPoints, name: str, key: str) -> EntryPoint:
-    """Return the entry point called `name`.
-
-    Args:
-        points: those of one group.
-        name: one of theirs.
-        key: the recipe's key, with which an error begins.
-
-    Raises:
-        ValueError: one line, if packages register different things under that name: the order of the path would decide
-            whose is taken."""
-    found = {point.value: point for point in points.select(name=name)}
+        ValueError: one line, if there is none, or several: the order of the path would decide whose is taken."""
+    found = {point.value: point for point in entry_points(group=group).select(name=name)}
+    if name in own:
+        if found:
+            raise ValueError(f"{key}: {name!r} is built in, and registered as {sorted(found)}; uninstall that package")
+        return own[name]
+    if not found:
+        raise ValueError(f"{key}: {not_one_of(name, registered_names(group, own), also)}")
     if len(found) > 1:
         raise ValueError(f"{key}: {name!r} is registered more than once, as {sorted(found)}; uninstall all but one")
     return next(iter(found.values()))
+
+
+def find_registered(
+    name: str, group: str, cls: type[T], key: str, own: Mapping[str, T] = MappingProxyType({}), also: str = ""
+) -> T:
+    """Return the `cls` that is called `name`, loaded where another package registers it.
+
+    Args:
+        name, group, key, own, also: as `find_point` takes them, with its errors.
+        cls: what the entry point must lead to.
+
+    Raises:
+        ValueError: one line, if it cannot be imported, or is no `cls`."""
+    point = find_point(name, group, key, own, also)
+    if not isinstance(point, EntryPoint):
+        return point
+    where = f"{key}: {name!r} is registered as {point.value!r}, which"
+    try:
+        found = point.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (KeyboardInterrupt stays the user's)
+        raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}") from None
+    if not isinstance(found, cls):
+        raise ValueError(f"{where} is of type {type(found).__name__}, not {cls.__name__}")
+    return found

@@ -9,13 +9,12 @@ look like, and never looks inside.
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from omni_async.entry_points import find_registered
+from omni_async.entry_points import find_registered, registered_names
 
 GROUP = "omni_async.pipelines"
 PARTS = ("image", "video", "audio")  # of media
@@ -84,7 +83,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
 @cache
 def family_names() -> tuple[str, ...]:
     """Return the names of all installed families, sorted."""
-    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+    return registered_names(GROUP)
 
 
 @cache

@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
-from omni_async.entry_points import load_named, load_registered, the_one
+from omni_async.entry_points import find_registered, load_named, registered_names
 from omni_async.worker import BUILT_IN_ROLES
 
 GROUP = "omni_async.roles"
@@ -91,7 +90,7 @@ class ServiceRole:
 @cache
 def service_names() -> tuple[str, ...]:
     """Return the names of all installed services, sorted."""
-    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+    return registered_names(GROUP)
 
 
 @cache
@@ -99,13 +98,8 @@ def find_service(name: str) -> ServiceRole:
     """Return the service registered as `name`.
 
     ValueError lists the installed ones, or says why its package, which is foreign code, gives none."""
-    points = entry_points(group=GROUP)
     if name in _TAKEN:
         raise ValueError(f"roles: {name!r} is a role that every run has; a package's role needs another name")
-    if name not in points.names:
-        if not points:
-            raise ValueError(f"roles: no installed package brings a role; install the one that brings {name!r}")
-        raise ValueError(
-            f"roles: expected one of {sorted(points.names)}, which the installed packages bring, got {name!r}"
-        )
-    return load_registered(the_one(points, name, "roles"), ServiceRole, "roles")
+    if not registered_names(GROUP):
+        raise ValueError(f"roles: no installed package brings a role; install the one that brings {name!r}")
+    return find_registered(name, GROUP, ServiceRole, "roles", also=", which the installed packages bring")

@@ -118,9 +118,9 @@ BUILT_IN: tuple[Kind, ...] = (
 
 
 def find_kind(name: str) -> Kind:
-    """Return the kind called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
-    known = {kind.name: kind for kind in BUILT_IN}
-    return known.get(name) or find_registered(name, ENTRY_POINT_GROUP, Kind, "kinds of rows", known)
+    """Return the kind called `name`; ValueError as from `find_registered`."""
+    own = {kind.name: kind for kind in BUILT_IN}
+    return find_registered(name, ENTRY_POINT_GROUP, Kind, "kinds of rows", own)
 
 
 def trajectory_fields(objective: Objective, config: Config) -> tuple[str, ...]:

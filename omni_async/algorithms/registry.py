@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.load import OBJECTIVES
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.entry_points import find_registered, load_named
+from omni_async.entry_points import find_registered, load_named, registered_names
 
 AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
@@ -237,9 +236,9 @@ BUILT_IN: tuple[Objective, ...] = (
 )
 
 
-def objective_names() -> list[str]:
+def objective_names() -> tuple[str, ...]:
     """Return the names of all objectives, sorted; an entry point of another package may lead to none."""
-    return sorted({*(objective.name for objective in BUILT_IN), *entry_points(group=OBJECTIVES).names})
+    return registered_names(OBJECTIVES, (objective.name for objective in BUILT_IN))
 
 
 def objectives() -> dict[str, Objective]:
@@ -248,6 +247,6 @@ def objectives() -> dict[str, Objective]:
 
 
 def find_objective(name: str) -> Objective:
-    """Return the objective called `name`; ValueError lists the known ones. A built-in name cannot be taken."""
-    known = {objective.name: objective for objective in BUILT_IN}
-    return known.get(name) or find_registered(name, OBJECTIVES, Objective, "algorithm.name", known)
+    """Return the objective called `name`; ValueError, as from `find_registered`, names `algorithm.name`."""
+    own = {objective.name: objective for objective in BUILT_IN}
+    return find_registered(name, OBJECTIVES, Objective, "algorithm.name", own)

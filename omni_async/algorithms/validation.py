@@ -22,6 +22,11 @@ def problems(config: Config) -> Iterator[str]:
             f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
             f" {config.rollout.group_size}"
         )
+    if config.algorithm.settings and objective.settings is None:
+        yield (
+            f"algorithm.settings: these are settings of an objective of another package, and {objective.name!r} has"
+            " none; remove them, or set algorithm.name"
+        )
     yield from kind.problems(objective, config)
     yield from layout_problems(config.trainer.workers, config.trainer.sequence_parallel, config.trainer.shard)
     if config.data.preferences is not None:

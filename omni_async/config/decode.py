@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from omni_async.config.describe import annotation_at, describe, fields_of, reason, struct_of
+from omni_async.config.describe import annotation_at, describe, fields_of, names_in, reason, struct_of
 from omni_async.config.redact import shown
 from omni_async.config.yaml_text import ConfigError
+from omni_async.entry_points import did_you_mean
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -41,9 +41,7 @@ def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struc
             return f"{key}: is called {_MOVED[key]} now"
         section = struct_of(annotation_at(root, path)) if path else root
         allowed = sorted(fields_of(section)) if section else []
-        close = difflib.get_close_matches(unknown[1], allowed, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"{key}: unknown key; {hint}allowed: {', '.join(allowed)}"
+        return f"{key}: unknown key{did_you_mean(unknown[1], allowed) or ';'} allowed: {', '.join(allowed)}"
     if missing := re.match(r"Object missing required field `(.*)`", text):
         absent = [*path, missing[1]]
         return f"{'.'.join([*prefix, *absent])}: required, expected {describe(annotation_at(root, absent))}"
@@ -52,4 +50,5 @@ def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struc
         found = found[int(key)] if isinstance(found, list) else found[key]
     expected = describe(annotation, found) if annotation is not None else text.lower()
     why = reason(annotation, found)
-    return f"{where or 'the file'}: expected {expected}{f' ({why})' if why else ''}, got {shown(found)}"
+    hint = did_you_mean(found, names_in(annotation)) if isinstance(found, str) else ""
+    return f"{where or 'the file'}: expected {expected}{f' ({why})' if why else ''}, got {shown(found)}{hint}"

@@ -104,6 +104,14 @@ def _items_of(annotation: Any) -> tuple[Any, ...]:
     return get_args(base) if get_origin(base) is tuple else ()
 
 
+def names_in(annotation: Any) -> list[str]:
+    """Return the names that a field may be, through Annotated and Optional."""
+    base, _ = _strip(annotation)
+    if get_origin(base) is Literal:
+        return [name for name in get_args(base) if isinstance(name, str)]
+    return [name for arg in get_args(base) for name in names_in(arg)]
+
+
 def fields_of(section: type[msgspec.Struct]) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
 

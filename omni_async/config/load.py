@@ -10,10 +10,8 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +27,11 @@ from omni_async.config.schema import Config, Role
 from omni_async.config.section import Section
 from omni_async.config.tree import errors_of, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
-from omni_async.entry_points import load_registered
+from omni_async.entry_points import find_registered, registered_names
 from omni_async.families import family_names, find_family
 from omni_async.services import find_service
 
 OBJECTIVES = "omni_async.objectives"
-# `algorithms/registry.py` has what these are; here a name is only told from a misspelt one.
-BUILT_IN_OBJECTIVES = (
-    *("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"),
-    *("diffusion_nft", "awm", "diffusion_dpo"),
-)
 _LARGEST_INDEX = 10_000_000
 
 
@@ -126,27 +119,18 @@ def _takes(name: str, model_index_class: object) -> bool:
 
 
 def with_settings(config: Config) -> Config:
-    """Return the configuration with `algorithm.settings` as the section of an objective of another package."""
+    """Return the configuration with `algorithm.settings` as the section of an objective of another package.
+
+    `omni_async.algorithms.validation` refuses names of no objective, and settings that one does not have."""
     algorithm = config.algorithm
-    installed = entry_points(group=OBJECTIVES)
-    point = next(iter(installed.select(name=algorithm.name)), None)
-    objective = _found(load_registered, point, object, "algorithm.name") if point is not None else None
+    if algorithm.name not in registered_names(OBJECTIVES):
+        return config
+    objective = _found(find_registered, algorithm.name, OBJECTIVES, object, "algorithm.name")
     section: type[Section] | None = getattr(objective, "settings", None)
-    if section is not None:
-        settings = decode(algorithm.settings, section, "algorithm", "settings")
-        return replace(config, algorithm=replace(algorithm, settings=settings))
-    if algorithm.settings:
-        if algorithm.name not in (known := {*BUILT_IN_OBJECTIVES, *installed.names}):
-            close = " or ".join(map(repr, difflib.get_close_matches(algorithm.name, sorted(known))))
-            hint = f"did you mean {close}? " if close else ""
-            raise ConfigError(
-                f"algorithm.name: unknown objective {algorithm.name!r}; {hint}`omni-async list` shows them"
-            )
-        raise ConfigError(
-            f"algorithm.settings: these are settings of an objective of another package, and {algorithm.name!r} has"
-            " none; remove them, or set algorithm.name"
-        )
-    return config
+    if section is None:
+        return config
+    settings = decode(algorithm.settings, section, "algorithm", "settings")
+    return replace(config, algorithm=replace(algorithm, settings=settings))
 
 
 def _with_roles(config: Config) -> Config:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omni_async.checkpoint.folders import newest_first, newest_version, require_whole
+from omni_async.checkpoint.folders import MANIFEST_FILE, newest_first, newest_version, require_whole
 from omni_async.checkpoint.state import CheckpointError, State, fitting, read_state
 from omni_async.config import Config, ConfigError
 from omni_async.control.ledger import LedgerDamaged, require_prefix
@@ -40,6 +40,7 @@ class ResumePoint:
 
 # Runs that are done are named up to here, the newest first, and counted beyond.
 _NAMED = 5
+_EXPECTED = "; expected 'auto', the folder of a run or that of a checkpoint"
 
 
 def find_resume_point(config: Config, passed: list[str] | None = None) -> ResumePoint | None:
@@ -55,7 +56,7 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
     folder = Path(resume)
     if not folder.is_dir():
         problem = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
-        raise ConfigError(f"checkpoint.resume: {problem}")
+        raise ConfigError(f"checkpoint.resume: {problem}{_EXPECTED}")
     if (folder / "checkpoints").is_dir() or RunDirectory(folder).config_yaml.is_file():
         if RunDirectory(folder).is_running():
             raise ConfigError(f"checkpoint.resume: {folder} is running; wait for its end, or stop it")
@@ -63,7 +64,8 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
     try:
         state = _usable(config, folder)
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.resume: {error}") from None
+        expected = "" if (folder / MANIFEST_FILE).is_file() else _EXPECTED
+        raise ConfigError(f"checkpoint.resume: {error}{expected}") from None
     if state.version >= config.trainer.updates:
         raise ConfigError(
             f"checkpoint.resume: {folder} is at update {state.version} already, trainer.updates is"

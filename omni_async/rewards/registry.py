@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_type_hints
@@ -26,7 +26,7 @@ import msgspec
 
 from omni_async.config import schema
 from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
-from omni_async.entry_points import the_one
+from omni_async.entry_points import find_point, registered_names
 from omni_async.families import PARTS, MediaShape
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
@@ -36,9 +36,12 @@ from omni_async.types import Prompt
 ENTRY_POINT_GROUP = "omni_async.scorers"
 
 _BUILT_IN = {
-    "ocr": "omni_async.rewards.ocr:OcrScorer",
-    "jpeg_size": "omni_async.rewards.jpeg_size:JpegSizeScorer",
-    "motion_smoothness": "omni_async.rewards.motion_smoothness:MotionSmoothnessScorer",
+    name: EntryPoint(name, f"omni_async.rewards.{name}:{cls}", ENTRY_POINT_GROUP)
+    for name, cls in (
+        ("ocr", "OcrScorer"),
+        ("jpeg_size", "JpegSizeScorer"),
+        ("motion_smoothness", "MotionSmoothnessScorer"),
+    )
 }
 _OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _SHOWN_FOLDERS = 4
@@ -52,27 +55,17 @@ def _refused(name: str, why: str) -> ScorerConfigError:
     return ScorerConfigError(f"scorer {name!r}: {why}")
 
 
-def _registered() -> EntryPoints:
-    built_in = (EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in _BUILT_IN.items())
-    return EntryPoints([*built_in, *entry_points(group=ENTRY_POINT_GROUP)])
-
-
-def names() -> list[str]:
+def names() -> tuple[str, ...]:
     """Return every registered name, sorted."""
-    return sorted(_registered().names)
+    return registered_names(ENTRY_POINT_GROUP, _BUILT_IN)
 
 
 def _load(name: str) -> type:
-    registered = _registered()
-    if name in registered.names:
+    if ":" not in name:
         try:
-            point = the_one(registered, name, "reward.scorers")
+            point = find_point(name, ENTRY_POINT_GROUP, f"scorer {name!r}", _BUILT_IN, " or your own 'module:Class'")
         except ValueError as error:
             raise ScorerConfigError(str(error)) from None
-    elif ":" not in name:
-        raise ScorerConfigError(
-            f"unknown scorer {name!r}: registered are {', '.join(names())}; your own is named 'module:Class'"
-        )
     elif not _OWN.fullmatch(name):
         raise _refused(name, "expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)")
     else:

@@ -2,7 +2,7 @@
 `test_unbiased` has the statistics."""
 
 import math
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from omni_async.algorithms.correction import (
     loss_factor,
     m2po_mask,
     normaliser,
-    per_element,
     tempering_exponent,
 )
 from omni_async.algorithms.validation import correction_problems
@@ -152,25 +151,12 @@ def test_m2po_keeps_the_most_rows_that_satisfy_its_bound(quarters, bound_quarter
         assert (keep | (squares >= squares[keep].max())).all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "bound", "kept"),
-    [
-        ([[1.0, -1.0], [1.0, 0.0]], 0.7, [[True, True], [False, True]]),  # among equals the first
-        ([[1.0, -2.0]], 2.6, [[True, True]]),
-        ([[1.0, -2.0]], 1.0, [[False, False]]),
-        ([[1e200, 0.1]], 1.0, [[False, True]]),
-    ],
-)
-def test_m2po_by_hand(rows, bound, kept):
-    assert m2po_mask(matrix(*rows), bound).tolist() == kept
+def test_m2po_keeps_the_first_among_equals_and_survives_overflow():
+    assert m2po_mask(matrix([1.0, -1.0], [1.0, 0.0]), 0.7).tolist() == [[True, True], [False, True]]
+    assert m2po_mask(matrix([1e200, 0.1]), 1.0).tolist() == [[False, True]]
 
 
 # Tempering
-
-
-def gaussian(variance, count=20_000):
-    """Draws log-ratios as between Gaussians of equal width: mean -variance / 2."""
-    return -variance / 2 + math.sqrt(variance) * normal(0, count)
 
 
 LOG_RATIOS = st.lists(st.floats(-50, 50), min_size=2, max_size=12).map(lambda values: matrix(*values))
@@ -188,19 +174,8 @@ def test_the_exponent_is_the_largest_that_reaches_the_target_since_ess_never_ris
     assert all(after <= before + 1e-12 for before, after in pairwise(sizes))
 
 
-@pytest.mark.parametrize("target", [0.3, 0.7, 0.95])
-@pytest.mark.parametrize("variance", [0.5, 4.0, 50.0])
-def test_tempered_gaussian_weights_reach_the_target_and_agree_with_the_closed_form(variance, target):
-    log_ratio = gaussian(variance)
-    gamma = tempering_exponent(log_ratio, target)
-    closed = min(1.0, math.sqrt(-math.log(target) / variance))  # ESS = exp(-gamma^2 variance)
-    if closed < 1:
-        assert ess(gamma * log_ratio) == pytest.approx(target, rel=0.05)
-    assert gamma == pytest.approx(closed, rel=0.05)
-
-
 def test_only_differences_between_log_ratios_count_and_all_of_them_alike_whatever_the_shape():
-    log_ratio = gaussian(4.0, count=60)
+    log_ratio = 2 * normal(0, 60) - 2
     assert tempering_exponent(log_ratio + 1000.0, 0.7) == pytest.approx(tempering_exponent(log_ratio, 0.7), rel=1e-8)
     assert tempering_exponent(torch.full((4,), -300.0, dtype=torch.float64), 0.99) == 1.0
     assert tempering_exponent(log_ratio.reshape(20, 3), 0.7) == tempering_exponent(log_ratio, 0.7)
@@ -269,11 +244,6 @@ def test_clamp_and_cap_never_lower_the_effective_sample_size(seed, spread, cap):
     assert ess(capped.log()) >= ess(log_ratio) * (1 - 1e-12)
     tempered, _ = importance_weights(log_ratio, asked(weights="tempered", ess_target=0.7, cap=cap), 1)
     assert ess(tempered.log()) >= 0.7 * (1 - 1e-12)
-
-
-def test_log_ratios_per_latent_element():
-    assert per_element(matrix([6.0]), asked(log_ratio="mean"), 3).item() == 2.0
-    assert per_element(matrix([6.0]), asked(), 3).item() == 6.0
 
 
 # All of it together
@@ -373,14 +343,6 @@ def test_every_rule_masks_under_its_own_name_and_a_row_stays_if_all_keep_it():
     torch.testing.assert_close(got.weight, torch.where(kept, L.exp(), 0.0))
 
 
-def test_bypass_rejects_without_weighing():
-    got = correct(
-        Drift(matrix([0.0, 2.0], [0.1, -0.1])), Correction(mode="bypass", k1=(0.5, 2.0), reject_level="max"), 10
-    )
-    assert got.weight.tolist() == [[0.0, 0.0], [1.0, 1.0]]
-    assert got.masked["k1"].tolist() == [[True, True], [False, False]]
-
-
 def test_log_ratios_per_element_reach_rejection_and_m2_but_not_kappa():
     drift = Drift(matrix([4.0, 0.5]), matrix([4.0, 0.5]))
     rules = Correction(mode="decoupled", k1=(0.5, 2.0), k2=1.0, k3=1.0, m2=1.0, kappa_nats=1.0)
@@ -388,31 +350,6 @@ def test_log_ratios_per_element_reach_rejection_and_m2_but_not_kappa():
         got = correct(drift, replace(rules, log_ratio=form), 100).masked
         assert all(got[name].tolist() == masked for name in ("k1", "k2", "k3", "m2"))
         assert got["kappa_nats"].tolist() == [[True, False]]
-
-
-def test_tempering_reports_its_exponent_and_looks_at_the_whole_update():
-    drift = random_drift(3, samples=200, spread=3.0)
-    got = correct(drift, asked(weights="tempered", ess_target=0.7), 10)
-    assert 0 < got.gamma < 1
-    torch.testing.assert_close(got.weight, (got.gamma * drift.log_ratio).exp())
-    assert ess(got.weight.log().flatten()) == pytest.approx(0.7, rel=1e-6)
-    capped = correct(drift, asked(weights="tempered", ess_target=0.7, cap=2.0), 10)
-    torch.testing.assert_close(capped.weight, got.weight.clamp(max=2.0))
-
-
-@pytest.mark.parametrize("level", ["step", "trajectory"])
-def test_masked_rows_have_no_say_in_the_tempering_exponent(level):
-    """Puts half of the samples at D kappa .1, half at 12, which the mask drops: gamma is that of the first half
-    alone."""
-    kappa = matrix([0.1]).expand(256, 2).clone()
-    kappa[::2] = 12.0
-    log_ratio = -kappa + (2 * kappa).sqrt() * normal(0, 256, 2)
-    chosen = Correction(mode="decoupled", weights="tempered", kappa_nats=2.0, level=level, ess_target=0.5)
-    got = correct(Drift(log_ratio, kappa), chosen, 10)
-    assert got.gamma == 1.0  # exp(-2 D kappa) is .82 for a step and .67 for two of them
-    dropped = correct(Drift(log_ratio[1::2], kappa[1::2]), chosen, 10)
-    assert torch.equal(got.weight[1::2], dropped.weight) and not got.weight[::2].any()
-    assert got.masked["kappa_nats"].double().mean() == 0.5
 
 
 def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
@@ -429,27 +366,10 @@ def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
     assert loss_factor(*normaliser(nothing_left, chosen)) == 0.0
 
 
-@pytest.mark.parametrize(("denominator", "normalise"), product(("kept", "all"), (False, True)))
-def test_with_everything_masked_the_loss_is_zero(denominator, normalise):
-    chosen = asked(k2=1.0, denominator=denominator, normalise=normalise)
-    got = correct(Drift(matrix([9.0, -9.0])), chosen, 10)
-    assert not got.kept.any() and got.weight.tolist() == [[0.0, 0.0]]
-    numerator, below = normaliser(got, chosen)
-    assert numerator == 2.0
-    assert (loss_factor(numerator, below) == 0.0) == (denominator == "kept")
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        ({}, False),
-        ({"mode": "decoupled", "weights": "importance", "normalise": True, "k1": (0.5, 2.0), "kappa_nats": 1.0}, False),
-        ({"mode": "decoupled", "weights": "tempered"}, True),
-        ({"mode": "decoupled", "m2": 0.1}, True),
-    ],
-)
-def test_only_tempering_and_m2_need_the_whole_update(chosen, expected):
-    assert Correction(**chosen).needs_update is expected
+def test_only_tempering_and_m2_need_the_whole_update():
+    row_by_row = Correction(), asked(normalise=True, k1=(0.5, 2.0), kappa_nats=1.0)
+    assert not any(chosen.needs_update for chosen in row_by_row)
+    assert asked(weights="tempered").needs_update and asked(m2=0.1).needs_update
 
 
 @pytest.mark.parametrize(
@@ -530,7 +450,6 @@ def test_combinations_that_work_have_no_problem(fine):
     ("wrong", "key", "reason", "instead"),
     [
         ({"mode": "bypass", "weights": "importance"}, "weights", "count twice", "decoupled"),
-        ({"mode": "bypass", "weights": "tempered"}, "weights", "count twice", "decoupled"),
         ({"mode": "bypass", "kappa_nats": 0.5}, "kappa_nats", "knows no proximal policy", "k1, k2 or k3"),
         ({"mode": "bypass", "m2": 0.1}, "m2", "knows no proximal policy", "k1, k2 or k3"),
         ({"mode": "none", "weights": "tempered"}, "weights", "as if they were fresh", "decoupled"),
@@ -540,7 +459,6 @@ def test_combinations_that_work_have_no_problem(fine):
         ),
         ({"mode": "interpolated", "kappa_nats": 0.5}, "kappa_nats", "no proximal mean", "decoupled"),
         ({"k1": (0.5, 2.0)}, "k1", "mode auto decides", "decoupled"),
-        ({"weights": "importance"}, "weights", "mode auto decides", "decoupled"),
         ({"mode": "bypass", "k1": (2.0, 0.5)}, "k1", r"\[2.0, 0.5\] is no interval", "lo < hi"),
         ({"mode": "bypass", "k1": (1.0, 1.0)}, "k1", r"\[1.0, 1.0\] is no interval", "lo < hi"),
         ({**DECOUPLED, "band": (2.0, 0.5)}, "band", "is no interval", "lo < hi"),

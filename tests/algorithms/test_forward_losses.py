@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.algorithms.objectives.forward import awm, diffusion_dpo, diffusion_nft, log_likelihood, preference
@@ -181,14 +179,6 @@ def test_preferences_by_hand(mode):
     assert preference(advantage, 2.0, mode).tolist() == MODES[mode]
     rows = make_rows(5, dtype=torch.float32, advantage=advantage)
     assert diffusion_nft(rows, nft(mode=mode, clip_max=2.0)).metrics["preference"].tolist() == MODES[mode]
-
-
-@given(advantage=st.floats(-100, 100), clip_max=st.floats(0.01, 10), mode=st.sampled_from([*MODES]))
-@settings(max_examples=100, deadline=None)
-def test_a_preference_is_a_probability_on_the_side_of_the_advantage(advantage, clip_max, mode):
-    r = preference(torch.tensor([advantage], dtype=torch.float64), clip_max, mode).item()
-    assert 0 <= r <= 1
-    assert (r - 0.5) * advantage >= 0
 
 
 def test_metrics_of_diffusion_nft_by_hand():
@@ -412,21 +402,6 @@ def test_the_loss_of_diffusion_dpo_is_the_formula_pair_by_pair_and_its_gradient_
         )
 
 
-@dtypes
-@pytest.mark.parametrize(("halved", "strength"), [(True, 1000.0), (False, 2000.0)])
-def test_at_the_reference_the_loss_is_log_two_and_winner_and_loser_are_moved_alike(halved, strength, dtype, tolerance):
-    rows = make_pairs(dtype=dtype)
-    rows = replace(rows, ref_velocity=rows.velocity.detach())
-    out = diffusion_dpo(rows, dpo(halved=halved))
-    torch.testing.assert_close(out.loss, torch.full((6,), math.log(2), dtype=dtype), atol=tolerance, rtol=0)
-    deviation = (rows.velocity - (rows.noise - rows.final)).detach()
-    sign = torch.tensor([1.0, -1.0], dtype=dtype).repeat(3)[:, None, None]
-    # both rows carry the loss, so the sum counts it twice: 2 * strength * sigmoid(0) * 2 deviation / D
-    close(per_row_gradient(out, rows), sign * (2 * strength * 0.5 * 2 / 6) * deviation, tolerance)
-    assert out.metrics["margin"].abs().max() == 0
-    assert out.metrics["accuracy"].max() == 0
-
-
 def test_saturated_pairs_stay_finite():
     rows = make_pairs(dtype=torch.float32)
     out = diffusion_dpo(rows, dpo(beta=1e6))
@@ -452,6 +427,8 @@ def test_metrics_of_diffusion_dpo_by_hand():
     for name, value in expected.items():
         close(metrics[name], value)
     assert 0 < metrics["accuracy"].sum() < 6
+    at_the_reference = diffusion_dpo(replace(rows, ref_velocity=rows.velocity.detach()), dpo())
+    assert not at_the_reference.metrics["accuracy"].any() and not at_the_reference.metrics["margin"].any()
 
 
 def missing(name):

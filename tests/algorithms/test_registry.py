@@ -1,16 +1,18 @@
 """Tests objectives by name: what each declares is what its function takes, and other packages may add theirs."""
 
 from dataclasses import replace
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 import msgspec
 import pytest
 
 from omni_async import entry_points as lookup
 from omni_async.algorithms import registry
-from omni_async.algorithms.objectives.transition import flow_grpo
 from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, nft_decay, objectives
+from omni_async.algorithms.validation import problems
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
+from omni_async.preflight.listing import listing
+from tests.config.recipe import MINIMAL, load_text
 
 TRANSITION = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"}
 FORWARD = {"diffusion_nft", "awm", "diffusion_dpo"}
@@ -36,16 +38,10 @@ def test_every_entry_leads_to_its_own_function(objective):
     assert objective.summary and "\n" not in objective.summary
 
 
-def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage():
-    """Checks the declarations alone; the tests of the losses check that they scale."""
-    for name in TRANSITION:
-        assert find_objective(name).homogeneous(Algorithm())
-        assert not find_objective(name).homogeneous(WITH_KL)
-    penalty = Algorithm(mix=Mix(log_ratio_coef=0.1))
-    assert not find_objective("mix_grpo").homogeneous(penalty)
-    assert find_objective("flow_grpo").homogeneous(penalty), "another objective's setting"
-    for name in FORWARD:
-        assert not find_objective(name).homogeneous(Algorithm())
+def test_losses_on_final_latents_do_not_scale_with_the_advantage_and_anothers_penalty_changes_nothing():
+    """Leaves it to the tests of the losses on steps that these are declared as they are."""
+    assert not any(find_objective(name).homogeneous(Algorithm()) for name in FORWARD)
+    assert find_objective("flow_grpo").homogeneous(Algorithm(mix=Mix(log_ratio_coef=0.1)))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +98,9 @@ def installed(monkeypatch):
 
     def install(**points):
         found = EntryPoints(EntryPoint(name, f"{__name__}:{at}", registry.OBJECTIVES) for name, at in points.items())
-        for module in (lookup, registry):
-            monkeypatch.setattr(module, "entry_points", lambda group: found)
+        monkeypatch.setattr(
+            lookup, "entry_points", lambda group: found if group == registry.OBJECTIVES else entry_points(group=group)
+        )
 
     return install
 
@@ -112,12 +109,27 @@ def test_an_unknown_objective_is_refused_with_the_known_ones(installed):
     installed(theirs="THEIRS")
     with pytest.raises(ValueError, match=r"^algorithm\.name: expected one of \['awm', .*'theirs'\], got 'ppo'$"):
         find_objective("ppo")
+    for settings in ("{}", "{a: 1}"):
+        config = load_text(MINIMAL, "algorithm.name=flow_grp", f"algorithm.settings={settings}")
+        with pytest.raises(
+            ValueError, match=r"^algorithm\.name: expected one of .*, got 'flow_grp'; did you mean 'flow_grpo'\?$"
+        ):
+            next(problems(config))
 
 
 def test_another_packages_objective_is_found_and_a_built_in_name_cannot_be_taken(installed):
-    installed(theirs="THEIRS", flow_grpo="THEIRS")
+    installed(theirs="THEIRS")
     assert objectives()["theirs"] is find_objective("theirs") is THEIRS
-    assert find_objective("flow_grpo").load() is objectives()["flow_grpo"].load() is flow_grpo
+    installed(flow_grpo="THEIRS")
+    with pytest.raises(
+        ValueError, match=rf"^algorithm\.name: 'flow_grpo' is built in, and registered as .'{__name__}:THEIRS'.;"
+    ):
+        find_objective("flow_grpo")
+
+
+def test_the_list_marks_an_objective_that_cannot_be_used(installed):
+    installed(theirs="NO_OBJECTIVE")
+    assert [line.split(maxsplit=1)[1] for line in listing() if line.startswith("  theirs ")] == ["(cannot be used)"]
 
 
 @pytest.mark.parametrize("find", [lambda: find_objective("theirs"), objectives])

@@ -1,12 +1,17 @@
-"""Tests the loss of every objective on transitions against its formula, row by row in Python numbers, and the parts
-that are shared. That gradients are those of the losses is tested for all of them in `test_transition_objectives`."""
+"""Tests the loss of every objective on transitions against its formula, row by row in Python numbers, the shared parts,
+and what all have in common: gradients, dtypes, weights, and independence of the batch."""
 
 import math
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from transition_steps import clipped, close, gaussian_steps, inputs, mean_square, ratio_of
+from hypothesis import given as over
+from hypothesis import settings as searched
+from hypothesis import strategies as st
+from msgspec.structs import replace as changed
 
+from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.objectives.transition import (
     clipped_surrogate,
     dance_grpo,
@@ -18,14 +23,123 @@ from omni_async.algorithms.objectives.transition import (
     log_ratios_nats,
     mix_grpo,
     objective_output,
-    reference_kl,
 )
+from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.config.algorithm import Algorithm, Dppo, Guard, Mix
-from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
+from omni_async.sde.transitions import log_prob, nats_per_log_prob, take_step, transition
 
+SHAPE = (3, 4)
+D = 12
 ROWS = 24
 kinds = pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 kl_coefs = pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+
+
+def inputs(ratios, advantages, dtype=torch.float64, **changes):
+    """Makes rows of 6 elements with these ratios to an old log-prob of 0; std 0.5, scale 0.2."""
+    count = len(ratios)
+    given = TransitionInputs(
+        log_prob=torch.tensor(ratios, dtype=dtype).log().requires_grad_(),
+        old_log_prob=torch.zeros(count, dtype=dtype),
+        advantage=torch.tensor(advantages, dtype=dtype),
+        mean=torch.zeros(count, 2, 3, dtype=dtype),
+        old_mean=None,
+        std=torch.full((count,), 0.5, dtype=dtype),
+        scale=torch.full((count,), 0.2, dtype=dtype),
+        nats_per_log_prob=torch.full((count,), 6.0, dtype=torch.float64),
+        ref_mean=None,
+        num_elements=6,
+        kind="flow",
+    )
+    return replace(given, **changes)
+
+
+@dataclass
+class Steps:
+    """Steps x -> x_next that an old velocity took, seen by another `velocity` (R, 3, 4), a leaf that wants a
+    gradient."""
+
+    kind: str
+    velocity: torch.Tensor
+    old_velocity: torch.Tensor
+    ref_velocity: torch.Tensor
+    x: torch.Tensor
+    x_next: torch.Tensor
+    advantage: torch.Tensor
+    sigma: torch.Tensor
+    sigma_next: torch.Tensor
+    noise_level: torch.Tensor
+
+    def at(self, velocity):
+        largest = torch.full_like(self.sigma, 0.97)
+        return transition(self.kind, self.x, velocity, self.sigma, self.sigma_next, largest, self.noise_level)
+
+    def inputs(self, **changes):
+        current, old, ref = self.at(self.velocity), self.at(self.old_velocity), self.at(self.ref_velocity)
+        given = TransitionInputs(
+            log_prob=log_prob(self.kind, self.x_next, current.mean, current.scale),
+            old_log_prob=log_prob(self.kind, self.x_next, old.mean, old.scale),
+            advantage=self.advantage,
+            mean=current.mean,
+            old_mean=old.mean,
+            std=current.std,
+            scale=current.scale,
+            nats_per_log_prob=D / (2 * current.scale**2) if self.kind == "cps" else torch.full_like(current.scale, D),
+            ref_mean=ref.mean,
+            num_elements=D,
+            kind=self.kind,
+        )
+        return replace(given, **changes)
+
+
+def gaussian_steps(kind="flow", rows=24, seed=0, drift=0.3, steps_per_sample=1):
+    """Makes random float64 steps; `drift` is how far the velocity has moved per element. Rows of a sample share its
+    advantage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def uniform(low, high):
+        return low + (high - low) * torch.rand(rows, generator=generator, dtype=torch.float64)
+
+    x, old_velocity, noise = normal(rows, *SHAPE), normal(rows, *SHAPE), normal(rows, *SHAPE)
+    sigma, noise_level = uniform(0.4, 0.95), uniform(0.4, 0.9)
+    sigma_next = sigma * uniform(0.7, 0.9)
+    x_next, _, _ = take_step(kind, x, old_velocity, sigma, sigma_next, torch.full_like(sigma, 0.97), noise_level, noise)
+    return Steps(
+        kind=kind,
+        velocity=(old_velocity + drift * normal(rows, *SHAPE)).requires_grad_(),
+        old_velocity=old_velocity,
+        ref_velocity=old_velocity + drift * normal(rows, *SHAPE),
+        x=x,
+        x_next=x_next,
+        advantage=normal(rows // steps_per_sample).repeat_interleave(steps_per_sample),
+        sigma=sigma,
+        sigma_next=sigma_next,
+        noise_level=noise_level,
+    )
+
+
+def ratio_of(given, *rows):
+    """Returns exp of the mean log-ratio of some rows, a Python number."""
+    return math.exp(math.fsum((given.log_prob[row] - given.old_log_prob[row]).item() for row in rows) / len(rows))
+
+
+def clipped(advantage, ratio, clip):
+    """Returns PPO's loss of one row and its derivative with respect to log ratio, as Python numbers."""
+    inside = -advantage * ratio
+    outside = -advantage * min(max(ratio, 1 - clip), 1 + clip)
+    return max(inside, outside), (inside if inside >= outside else 0.0)
+
+
+def mean_square(a, b):
+    """Computes <(a - b)^2> of one row, element by element."""
+    return math.fsum((p - q) ** 2 for p, q in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)) / a.numel()
+
+
+def close(got, expected, tolerance=1e-12):
+    torch.testing.assert_close(got, torch.as_tensor(expected, dtype=got.dtype), atol=tolerance, rtol=tolerance)
 
 
 def example(kind="flow", seed=0, rows=ROWS, **changes):
@@ -67,11 +181,6 @@ def test_flow_grpo_and_mix_grpo_and_dance_grpo(kind, kl_coef, exact):
     close(dance_grpo(given, Algorithm(**settings)).loss, losses, 1e-10)
 
 
-def test_dance_grpo_refuses_a_kl_even_with_a_reference():
-    with pytest.raises(ValueError, match=r"algorithm\.kl_coef: dance_grpo has no KL term, got 0\.04"):
-        dance_grpo(gaussian_steps().inputs(), Algorithm(kl_coef=0.04))
-
-
 def test_the_default_clip_range_is_flow_grpos():
     given = gaussian_steps(drift=1e-3).inputs()
     assert torch.equal(flow_grpo(given, Algorithm()).loss, flow_grpo(given, Algorithm(clip_range=1e-4)).loss)
@@ -97,18 +206,6 @@ def test_grpo_guard(scale, divide, kl_coef):
     close(out.metrics["guard_bias"], biases, 1e-10)
     close(out.metrics["ratio_deviation"], [abs(ratio - 1) for ratio in ratios], 1e-10)
     close(out.metrics["approx_kl"], (given.log_prob - given.old_log_prob).detach().square() / 2)
-
-
-@pytest.mark.parametrize("kind", ["cps", "dance"])
-def test_grpo_guard_refuses_other_kinds(kind):
-    with pytest.raises(ValueError, match=f"'flow' alone; got '{kind}'"):
-        grpo_guard(gaussian_steps(kind).inputs(), Algorithm())
-
-
-@pytest.mark.parametrize("objective", [grpo_guard, flow_dppo])
-def test_missing_old_means_are_refused(objective):
-    with pytest.raises(ValueError, match=f"{objective.__name__} needs old_mean"):
-        objective(gaussian_steps().inputs(old_mean=None), Algorithm())
 
 
 @kinds
@@ -149,11 +246,9 @@ def test_flow_dppo_drops_rows_beyond_the_limit_only_where_they_move_away(dppo, d
     out = flow_dppo(given, Algorithm(dppo=dppo, clip_range=1e-4))
     close(out.loss, [0.0 if drops else -26.0, -1.4, 2.6, 0.0 if drops else 1.4, -2.0, 0.0])
     assert out.metrics["dropped"].tolist() == ([1, 0, 0, 1, 0, 0] if drops else [0] * 6)
-
-
-def test_flow_dppo_drops_at_the_limit():
-    given = inputs([1.3], [1.0], old_mean=torch.full((1, 2, 3), 0.5, dtype=torch.float64))  # 0.5^2 / 2, exactly
-    assert flow_dppo(given, Algorithm(dppo=Dppo(kappa_max=0.125, width="unit"))).metrics["dropped"].item() == 1
+    at_the_limit = inputs([1.3], [1.0], old_mean=torch.full((1, 2, 3), 0.5, dtype=torch.float64))  # 0.5^2 / 2, exactly
+    dppo = Dppo(kappa_max=0.125, width="unit")
+    assert flow_dppo(at_the_limit, Algorithm(dppo=dppo)).metrics["dropped"].item() == 1
 
 
 @kl_coefs
@@ -264,6 +359,21 @@ def test_one_nat_binds_at_one_nat_for_every_transition_and_step(kind, sigma_next
     assert moves.tolist() == [True, False, True, True, True, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("objective", "kind", "changes", "algorithm", "message"),
+    [
+        (dance_grpo, "dance", {}, Algorithm(kl_coef=0.04), r"algorithm\.kl_coef: dance_grpo has no KL term, got 0\.04"),
+        (grpo_guard, "cps", {}, Algorithm(), "'flow' alone; got 'cps'"),
+        (grpo_guard, "dance", {}, Algorithm(), "'flow' alone; got 'dance'"),
+        (grpo_guard, "flow", {"old_mean": None}, Algorithm(), "grpo_guard needs old_mean"),
+        (flow_dppo, "flow", {"old_mean": None}, Algorithm(), "flow_dppo needs old_mean"),
+    ],
+)
+def test_what_an_objective_cannot_use_is_refused(objective, kind, changes, algorithm, message):
+    with pytest.raises(ValueError, match=message):
+        objective(gaussian_steps(kind).inputs(**changes), algorithm)
+
+
 def test_a_clip_range_is_given_once_and_in_nats_only_where_the_log_ratio_is_one_of_densities():
     given = inputs([1.0], [1.0])
     with pytest.raises(ValueError, match=r"not both \(got 0.0001 and 0.5\)"):
@@ -285,19 +395,151 @@ def test_each_kl_form_by_hand_and_its_pull_to_the_reference(form, divisor):
     assert ref.grad is None
 
 
-def test_the_exact_kl_is_torchs_gaussian_divergence_per_element():
-    given = gaussian_steps("dance").inputs()
-    current, reference = (
-        torch.distributions.Normal(mean, given.scale[:, None, None]) for mean in (given.mean, given.ref_mean)
-    )
-    expected = torch.distributions.kl_divergence(current, reference).mean(dim=(1, 2))
-    close(reference_kl(given, given.ref_mean, Algorithm(kl_form="exact")), expected, 1e-10)
+# What all have in common
+
+CASES = {
+    "flow_grpo": Algorithm(name="flow_grpo", clip_range=0.02),
+    "flow_grpo/nats": Algorithm(name="flow_grpo", clip_range_nats=0.3),
+    "dance_grpo": Algorithm(name="dance_grpo", clip_range=0.02),
+    "mix_grpo": Algorithm(name="mix_grpo", clip_range=0.02),
+    "grpo_guard/batch": Algorithm(name="grpo_guard", clip_range=0.01),
+    "grpo_guard/sample": Algorithm(name="grpo_guard", clip_range=0.01, guard=Guard(scale="sample", divide=False)),
+    "flow_dppo": Algorithm(name="flow_dppo", dppo=Dppo(kappa_max=0.01)),
+    "gspo": Algorithm(name="gspo", clip_range=0.01),
+    "gspo/nats": Algorithm(name="gspo", clip_range_nats=0.12),
+}
+WITH_KL = sorted(CASES.keys() - {"dance_grpo"})
 
 
-@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
-def test_the_published_kl_is_the_exact_one_times_the_step_size_for_flow_alone(kind):
-    steps = gaussian_steps(kind)
-    given = steps.inputs()
-    published, exact = (reference_kl(given, given.ref_mean, Algorithm(kl_form=form)) for form in ("published", "exact"))
-    factor = steps.sigma - steps.sigma_next if kind == "flow" else 1.0
-    close(published, exact * factor, 1e-10)
+def of_two_steps(rows=24, **changes):
+    """Makes samples of two steps."""
+    steps = gaussian_steps(rows=rows, seed=11, steps_per_sample=2)
+    return steps, steps.inputs(steps_per_sample=2, **changes)
+
+
+def compute(algorithm):
+    return find_objective(algorithm.name).load()
+
+
+def loss_and_gradient(steps, algorithm, **changes):
+    """Returns the losses, and the gradient of their sum with respect to the velocity."""
+    loss = compute(algorithm)(steps.inputs(steps_per_sample=2, **changes), algorithm).loss
+    return loss, torch.autograd.grad(loss.sum(), steps.velocity)[0]
+
+
+def with_kl(case):
+    return changed(CASES[case], kl_coef=0.1 if case in WITH_KL else 0.0)
+
+
+def tensors(given, dtype=torch.float64):
+    """Returns every tensor of the inputs by name, cut off from the graph."""
+    values = {field.name: getattr(given, field.name) for field in fields(given)}
+    return {name: value.detach().to(dtype) for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def test_every_transition_objective_is_covered_here():
+    assert {o.name for o in BUILT_IN if o.kind == "transition"} == {algorithm.name for algorithm in CASES.values()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cases_reach_both_sides_of_their_trust_region(case):
+    metrics = compute(CASES[case])(of_two_steps()[1], CASES[case]).metrics
+    beyond = metrics["dropped"] if "dropped" in metrics else metrics["clipped_low"] + metrics["clipped_high"]
+    assert 0 < beyond.sum() < len(beyond)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_with_respect_to_log_prob_and_mean_is_the_numerical_one(case):
+    algorithm = changed(with_kl(case), mix=Mix(log_ratio_coef=0.3))
+    _, given = of_two_steps(rows=6)
+
+    def loss(log_prob, mean):
+        return compute(algorithm)(replace(given, log_prob=log_prob, mean=mean), algorithm).loss
+
+    assert torch.autograd.gradcheck(loss, tuple(t.detach().requires_grad_() for t in (given.log_prob, given.mean)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_but_log_prob_and_mean_is_data(case):
+    _, given = of_two_steps(weight=torch.ones(24, dtype=torch.float64))
+    leaves = {name: value.requires_grad_() for name, value in tensors(given).items()}
+    compute(CASES[case])(replace(given, **leaves), with_kl(case)).loss.sum().backward()
+    reached = {name for name, leaf in leaves.items() if leaf.grad is not None and leaf.grad.any()}
+    assert reached == ({"log_prob", "mean"} if case in WITH_KL else {"log_prob"})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_agrees_with_float64_in_value_and_gradient_and_metrics_are_detached_rows_of_that_dtype(case):
+    algorithm = with_kl(case)
+    _, given = of_two_steps()
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        rows = tensors(given, dtype)
+        leaves = rows["log_prob"].requires_grad_(), rows["mean"].requires_grad_()
+        out = compute(algorithm)(replace(given, **rows), algorithm)
+        assert (out.loss.shape, out.loss.dtype, out.loss.requires_grad) == ((24,), dtype, True)
+        assert {"ratio_deviation", "approx_kl", "kl_ref"} <= out.metrics.keys()
+        assert all((m.shape, m.dtype, m.requires_grad) == ((24,), dtype, False) for m in out.metrics.values())
+        results.append((out.loss, *torch.autograd.grad(out.loss.sum(), leaves, materialize_grads=True)))
+    for exact, single in zip(*results, strict=True):
+        close(single.double(), exact, 1e-5)
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"grpo_guard/batch"}))
+def test_a_sample_does_not_depend_on_its_batch(case):
+    algorithm = with_kl(case)
+    _, given = of_two_steps()
+    rows = tensors(given, torch.float32)
+    whole = compute(algorithm)(replace(given, **rows), algorithm)
+    for start in range(0, 24, 2):
+        own = slice(start, start + 2)
+        alone = compute(algorithm)(replace(given, **{name: value[own] for name, value in rows.items()}), algorithm)
+        assert torch.equal(whole.loss[own], alone.loss)
+        for name, value in alone.metrics.items():
+            assert torch.equal(whole.metrics[name][own], value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_weight_per_sample_multiplies_its_loss_and_gradient(case):
+    weight = torch.linspace(0, 2, 12, dtype=torch.float64).repeat_interleave(2)
+    steps, _ = of_two_steps()
+    loss, gradient = loss_and_gradient(steps, CASES[case])
+    weighted, weighted_gradient = loss_and_gradient(steps, CASES[case], weight=weight)
+    close(weighted, weight * loss.detach())
+    close(weighted_gradient, weight[:, None, None] * gradient)
+
+
+@pytest.mark.parametrize("case", WITH_KL)
+def test_the_kl_is_added_unweighted(case):
+    algorithm = changed(CASES[case], kl_coef=0.7)
+    _, given = of_two_steps(weight=torch.zeros(24, dtype=torch.float64))
+    out = compute(algorithm)(given, algorithm)
+    close(out.loss, 0.7 * out.metrics["kl_ref"])
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.7 but there is no ref_mean"):
+        compute(algorithm)(of_two_steps(ref_mean=None)[1], algorithm)
+    assert "kl_ref" not in compute(algorithm)(of_two_steps(ref_mean=None)[1], CASES[case]).metrics
+
+
+@pytest.mark.parametrize("case", CASES)
+@over(factor=st.floats(1e-3, 1e3))
+@searched(max_examples=15, deadline=None)
+def test_where_the_catalogue_says_homogeneous_loss_and_gradient_scale_with_the_advantage(case, factor):
+    algorithm = CASES[case]
+    assert find_objective(algorithm.name).homogeneous(algorithm)
+    steps, _ = of_two_steps()
+    loss, gradient = loss_and_gradient(steps, algorithm)
+    scaled, scaled_gradient = loss_and_gradient(steps, algorithm, advantage=factor * steps.advantage)
+    torch.testing.assert_close(scaled, factor * loss, atol=0, rtol=1e-12)
+    torch.testing.assert_close(scaled_gradient, factor * gradient, atol=1e-14 * factor, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [*((case, {"kl_coef": 0.1}) for case in WITH_KL), ("mix_grpo", {"mix": Mix(log_ratio_coef=0.1)})],
+)
+def test_terms_that_do_not_scale_with_the_advantage_are_known_to_the_catalogue(case, changes):
+    algorithm = changed(CASES[case], **changes)
+    assert not find_objective(algorithm.name).homogeneous(algorithm)
+    steps, _ = of_two_steps()
+    plain, doubled = (loss_and_gradient(steps, algorithm, advantage=k * steps.advantage)[0] for k in (1, 2))
+    assert (doubled - 2 * plain).abs().max() > 1e-5

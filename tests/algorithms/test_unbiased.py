@@ -115,16 +115,6 @@ def test_exact_step_weights_are_unbiased_given_the_latent_the_step_started_from(
             assert deviation(values, expected) > 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_ratios_are_those_of_the_whole_samples_densities(kind):
-    got = sample(kind, torch.full((5, STEPS), 0.4, dtype=torch.float64), 0.8)
-    for step in range(STEPS):
-        (c_b, scale), (c_p, _) = closed_form(kind, 0.4, step), closed_form(kind, 0.8, step)
-        before, after = got.latents[step], got.latents[step + 1]
-        density = [torch.distributions.Normal(c * before, scale).log_prob(after).sum(dim=1) for c in (c_p, c_b)]
-        torch.testing.assert_close(got.drift.log_ratio[:, step], density[0] - density[1], atol=1e-12, rtol=1e-10)
-
-
 @pytest.mark.parametrize("nats", [0.05, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_ratios_from_one_latent_are_normal_with_the_exact_kl(kind, nats):

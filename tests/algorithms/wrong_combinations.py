@@ -22,23 +22,11 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*DPPO, "algorithm.clip_range_nats=1"), "set algorithm.dppo.kappa_max"),
     ((*DPPO, "algorithm.dppo={kappa_max_nats: 1, width: unit}"), "dppo.kappa_max_nats: with width unit ... variance 1"),
     ((*GUARD, "rollout.sde.kind=flow", "algorithm.clip_range_nats=1"), "clip_range_nats: grpo_guard ... has rescaled"),
-    (
-        ("algorithm.name=mix_grpo",),
-        "rollout.sde.window.schedule: mix_grpo slides one window ... set random, progressive",
-    ),
-    (
-        ("algorithm.name=dance_grpo",),
-        "rollout.sde.kind: dance_grpo is defined for 'dance', got 'flow' ... the same loss",
-    ),
-    (
-        (*DANCE, "algorithm.kl_coef=0.04"),
-        "algorithm.kl_coef: dance_grpo has no KL term, got 0.04 ... the same loss with one",
-    ),
+    (("algorithm.name=mix_grpo",), "window.schedule: mix_grpo slides one window ... set random, progressive"),
+    (("algorithm.name=dance_grpo",), "rollout.sde.kind: dance_grpo is ... 'dance', got 'flow' ... the same loss"),
+    ((*DANCE, "algorithm.kl_coef=0.04"), "algorithm.kl_coef: dance_grpo has no KL term, got 0.04 ... loss with one"),
     (("trainer.workers=6", "trainer.sequence_parallel=4"), "sequence_parallel: 4 ranks ... trainer.workers = 6; use"),
-    (
-        ("trainer.workers=6", "trainer.shard=4"),
-        "trainer.shard: 4 ranks share a copy ... trainer.workers = 6; use a divisor",
-    ),
+    (("trainer.workers=6", "trainer.shard=4"), "trainer.shard: 4 ranks share ... trainer.workers = 6; use a divisor"),
     # corrections of them: one stands for those that test_correction_problems lists
     (("algorithm.correction={mode: bypass, kappa_nats: 0.5}",), "correction.kappa_nats: it measures ... behaviour"),
     # final latents
@@ -50,15 +38,9 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*AWM, "algorithm.correction.k1=[0.5, 2.0]"), "algorithm.correction: awm has no ratio to the policy that made a"),
     ((*NFT, "algorithm.clip_range=1e-4"), "algorithm.clip_range: diffusion_nft does not clip a ratio ... remove it"),
     ((*NFT, "algorithm.clip_range_nats=1"), "algorithm.clip_range: diffusion_nft does not clip a ratio ... remove it"),
-    (
-        (*AWM, "algorithm.clip_range=1e-4"),
-        "does not clip a ratio ... steps; algorithm.awm.clip_range is its own; remove it",
-    ),
+    ((*AWM, "algorithm.clip_range=1e-4"), "does not clip a ratio ... algorithm.awm.clip_range is its own; remove it"),
     ((*AWM, "algorithm.awm.ema_coef=1"), "algorithm.awm.ema_coef: a pull to the moving average ... set trainer.ema"),
-    (
-        (*AWM, "algorithm.awm.ema_coef_end=0.3"),
-        "algorithm.awm.ema_coef: a pull to the moving average ... set trainer.ema",
-    ),
+    ((*AWM, "algorithm.awm.ema_coef_end=0.3"), "awm.ema_coef: a pull to the moving average ... set trainer.ema"),
     ((*NFT, "trainer.sequence_parallel=2"), "trainer.sequence_parallel: 2 ranks share a sequence, and do not divide"),
     # preferences
     ((*DPO, "rollout.group_size=1"), "rollout.group_size: diffusion_dpo compares the best ... and 1 sample makes"),
@@ -68,10 +50,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*OFFLINE, "validation={prompts: prompts.txt}"), "validation: with data.preferences ... can be validated"),
     ((*OFFLINE, "data.prompts=prompts.txt"), "data.prompts: with data.preferences ... from the pairs; remove it"),
     ((*OFFLINE, "rollout.group_size=4"), "rollout.group_size: a preference pair is a group of 2, got 4"),
-    (
-        ("data={preferences: pairs.parquet}", "reward={}", "rollout.group_size=2"),
-        "data.preferences: ... for diffusion_dpo",
-    ),
+    (("data={preferences: pairs.parquet}", "reward={}", "rollout.group_size=2"), "preferences: ... for diffusion_dpo"),
 )
 
 RIGHT: tuple[tuple[str, ...], ...] = (

@@ -15,6 +15,7 @@ from msgspec import Meta
 from recipe import MINIMAL, complaint, complaint_about, load_text, with_key
 
 from omni_async.config import Config, ConfigError, load
+from omni_async.config.algorithm import Awm
 from omni_async.config.describe import annotation_at, describe, description, fields_of, struct_of, walk
 
 NAME = "letters, digits, '.', '_' and '-', at most 80 and beginning with a letter, a digit or '_'"
@@ -116,34 +117,22 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         ("reward.scorers.0={weight: 1}", "~.name: required, expected str"),
         # wrong types and values of every kind
         ("trainer.updates=ten", "~: expected int >= 1, got 'ten'"),
-        ("trainer.updates=1.5", "~: expected int >= 1, got 1.5"),
         ("trainer.updates=", "~: expected int >= 1, got None"),
-        ("trainer.updates=0", "~: expected int >= 1, got 0"),
-        ("rollout.timeout_s='60'", "~: expected float > 0, got '60'"),
         ("data.shuffle=yes", "~: expected bool, got 'yes'"),
         ("model.path=[a]", "~: expected str, got ['a']"),
-        ("data.preferences=3", "~: expected str or null, got 3"),
         ("rollout=", "~: expected mapping, got None"),
-        ("rollout.sde=[]", "~: expected mapping or null, got []"),
         ("reward.scorers=ocr", "~: expected list of mapping, got 'ocr'"),
-        ("reward.scorers.0=ocr", "~: expected mapping, got 'ocr'"),
         ("reward.scorers.0.params=7", "~: expected mapping, got 7"),
-        ("rollout.sampling=512", "~: expected mapping, got 512"),
         ("rollout.buckets=[{sampling: 512}]", "~.0.sampling: expected mapping, got 512"),
-        ("rollout.buckets={height: 64}", "~: expected list of mapping, got {'height': 64}"),
         ("rollout.sde.window.range=[0, five]", "~.1: expected int, got 'five'"),
         ("rollout.sde.window.range=[0]", "~: expected list of 2 int, got [0]"),
         ("model.lora.target_modules=[to_q, 3]", "~.1: expected str, got 3"),
-        ("run.seed=2147483648", "~: expected int >= 0, < 2147483648, got 2147483648"),
         ("rollout.sampling.height=100", "~: expected int >= 16, multiple of 16, got 100"),
         ("rollout.buckets=[{sampling: {height: 100}}]", "~.0.sampling.height: expected int >= 16, multiple of 16"),
-        ("rollout.buckets=[{sampling: {}, weight: 0}]", "~.0.weight: expected float > 0, got 0"),
-        ("rollout.sde.noise_level=0", "~: expected float > 0, <= 10, got 0"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "~.1: expected float >= 0, < 1, got 1.0"),
         ("algorithm.correction.band=0.5", "~: expected list of 2 float > 0 or null, got 0.5"),
-        ("algorithm.correction.k1=[0, 2]", "~.0: expected float > 0, got 0"),
-        ("algorithm.advantage.ddof=2", "~: expected one of 0, 1, got 2"),
         ("weights.payload=half", "~: expected one of 'full', 'lora', got 'half'"),
+        ("schedule=asnyc", "one_step_off', 'async' or null, got 'asnyc'; did you mean 'async'?"),
         ("buffer.max_bytes=0", "~: expected int >= 1 or str of a number"),
         ("buffer.max_bytes=9GB", "str of a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB' or null, got '9GB'"),
         # values above a bound are told the bound and its reason
@@ -151,11 +140,9 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         ("rollout.num_inference_steps=5000", "<= 1000 (the schedulers of diffusion models know 1000 timesteps), got"),
         ("rollout.workers=20000", "~: expected int >= 1, <= 10000 (each is a process), got 20000"),
         ("rollout.timeout_s=1e9", "~: expected float > 0, <= 1000000, got 1000000000.0"),
-        ("algorithm.kl_coef=1e13", "~: expected float >= 0, <= 1e12, got 10000000000000.0"),
         ("reward.scorers.0.weight=1e30", "~: expected float >= -1000000, <= 1000000, got 1e+30"),
         ("placement.trainer.gpus=1.5", "placement.trainer.gpus: Ray divides one accelerator, but no more than one: "),
         ("placement.reward.gpus=0.00001", "~: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05"),
-        ("placement.rollout.cpus=0.00001", "~: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05"),
         # names and paths
         *((f"run.name={name}", f"~: expected str of {NAME}, got ") for name in ("'a b'", '"a\\n"', ".a", "a/b", "''")),
         ("run.name=" + "x" * 5000, f"~: expected str of {NAME}, got 'xxx"),
@@ -167,9 +154,7 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         ('model.path="a\\0b"', "~: expected a path, got 'a\\x00b': embedded null byte"),
         ('data.prompts="\\ud800"', "~: expected a path, got '\\ud800'"),
         # numbers that are none
-        ("rollout.timeout_s=.inf", "~: expected a finite float > 0, got inf"),
         ("rollout.timeout_s=.nan", "~: expected a finite float > 0, got nan"),
-        ("reward.scorers.0.weight=-.inf", "~: expected a finite float >= -1000000, got -inf"),
         ("trainer.optimizer.betas=[.nan, 0.9]", "~.0: expected a finite float >= 0, < 1, got nan"),
         ("reward.scorers.0.params={deep: [1, {x: .NaN}]}", "~.deep.1.x: expected a finite number, got nan"),
         ("algorithm.kl_coef=1.0e999", "~: expected a finite float >= 0, got inf"),
@@ -295,6 +280,7 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
 
 EXACT = "staleness={max_updates: 3, exact: true}"
 OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
+EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
 
 
 @pytest.mark.parametrize(
@@ -304,26 +290,16 @@ OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
         (["rollout.sde.window.range=[-1, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [-1, 3]"),
         (["rollout.sde.window.size=6"], "rollout.sde.window.size: 6 steps do not fit into range [0, 5]"),
         (["rollout.num_inference_steps=5"], "hi may be at most num_inference_steps - 1 = 4, got 5"),
-        (
-            ["staleness.max_updates=999", "trainer.groups_per_update=200"],
-            "staleness.max_updates: (S + 1) x trainer.groups_per_update = 200000 groups may be alive at once, at most"
-            " 100000",
-        ),
+        (["staleness.max_updates=999", "trainer.groups_per_update=200"], "= 200000 groups may be ... at most 100000"),
         (["weights.publish_every=3", "staleness.max_updates=1"], "1 is smaller than weights.publish_every - 1 = 2"),
         (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
         (["trainer.steps_per_update=3"], "trainer.steps_per_update: 3 does not divide groups_per_update = 4"),
         (["trainer.backend=plain", "trainer.workers=2"], "'plain' is one rank, got trainer.workers = 2"),
-        (["trainer.backend=fsdp"], "trainer.backend: expected one of ['auto', 'fsdp2', 'plain'], got 'fsdp'"),
-        (
-            ["trainer.offload=true", "trainer.backend=plain"],
-            "trainer.offload: the backend 'plain' leaves weights where they are used; use trainer.backend: fsdp2",
-        ),
+        (["trainer.backend=fsdp"], "expected one of ['fsdp2', 'plain'] or 'auto', got 'fsdp'; did you mean 'fsdp2'?"),
+        (["trainer.offload=true", "trainer.backend=plain"], "'plain' leaves weights where ... trainer.backend: fsdp2"),
         (["trainer.offload=true", "run.runtime=ray"], "the backend 'plain', which 'auto' is on one CPU rank, leaves"),
         (["trainer.streaming=off", "buffer.groups=3"], "3 is less than one update's groups_per_update = 4"),
-        (
-            ["algorithm.clip_range=1e-4", "algorithm.clip_range_nats=0.2"],
-            "give either clip_range or clip_range_nats, not both",
-        ),
+        (["algorithm={clip_range: 1e-4, clip_range_nats: 0.2}"], "give either clip_range or clip_range_nats, not both"),
         (["reward.hedge_s=60"], "a call is given up after reward.timeout_s = 60, so expected less, got 60"),
         (["reward.backoff_max_s=0.5"], "reward.backoff_max_s: pauses begin with reward.backoff_s = 1, got 0.5"),
         (["reward.scorers.0.weight=0"], "reward.scorers: every weight is 0, so there is no reward"),
@@ -331,39 +307,24 @@ OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
         (["reward={}"], "reward.scorers: required, at least one; `omni-async list` shows them"),
         (["data.prompts=null"], "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences"),
         (["data={}"], "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for off"),
-        (
-            [EXACT, "buffer.groups=15"],
-            "buffer.groups: staleness.exact waits for all 16 admitted groups, so they must fit; got 15",
-        ),
+        ([EXACT, "buffer.groups=15"], "buffer.groups: staleness.exact waits for all 16 ... so they must fit; got 15"),
         ([EXACT, "buffer.max_bytes=8GiB"], "buffer.max_bytes: staleness.exact waits for a whole number of updates'"),
-        (
-            ["buffer.max_bytes=24MiB", "rollout.group_size=8", "trainer.groups_per_update=4"],
-            "buffer.max_bytes: an update's 32 samples are held together, with 768 KiB of media each and their"
-            " trajectories: expected more than 24 MiB, got 24MiB",
-        ),
+        (["buffer.max_bytes=24MiB"], "an update's 32 samples ... 768 KiB of media ... more than 24 MiB, got 24MiB"),
         (
             ["staleness.exact=true", "weights.publish_every=2"],
-            "weights.publish_every: staleness.exact trains on nothing older than S updates",
+            "weights.publish_every: ... nothing older than S updates",
         ),
-        (
-            ["rollout.batching=request"],
-            "weights.swap: 'step' swaps between two denoising steps, and rollout.batching: request takes all steps of a"
-            " batch at once; use swap: request or drain, or batching: step",
-        ),
+        (["rollout.batching=request"], "weights.swap: 'step' swaps ... use swap: request or drain, or batching: step"),
         (["rollout.batching=request", "schedule=async"], "weights.swap: 'step' (set by schedule: async) swaps between"),
-        (
-            ["rollout={batching: request, engine: emulated}", "weights.swap=request"],
-            "rollout.batching: 'request' is for the engines vllm_omni and diffusers",
-        ),
+        (["rollout={batching: request, engine: emulated}", "weights.swap=drain"], "engines vllm_omni and diffusers"),
         (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
-        (
-            ["run.runtime=inprocess", "rollout.engine=emulated", "trainer.workers=2"],
-            "run.runtime: 'inprocess' has one trainer rank",
-        ),
+        ([*EMULATED, "trainer.workers=2"], "run.runtime: 'inprocess' has one trainer rank, got trainer.workers = 2"),
+        ([*EMULATED, "weights.transport=collective"], "weights.transport: 'collective' needs run.runtime: ray"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: list[str], said: str) -> None:
-    assert said in complaint(MINIMAL, *overrides)
+    message = complaint(MINIMAL, *overrides)
+    assert all(part in message for part in said.split(" ... "))
 
 
 @pytest.mark.parametrize(
@@ -405,25 +366,16 @@ def test_every_field_is_described_and_says_what_it_allows() -> None:
         assert describe(annotation_at(Config, path.replace("[]", ".0").split("."))) == text
 
 
-def test_the_walk_reaches_every_field_of_every_section() -> None:
+def test_the_walk_reaches_every_field_of_every_section_each_of_which_refuses_unknown_keys_and_never_changes() -> None:
     def count(section: type[msgspec.Struct]) -> int:
+        assert section.__struct_config__.forbid_unknown_fields and section.__struct_config__.frozen, section
         nested = [struct_of(annotation) for annotation in fields_of(section).values()]
         return len(nested) + sum(count(s) for s in nested if s is not None)
 
     assert len(FIELDS) == count(Config)
-    assert {"model.lora.rank", "reward.scorers[].name", "rollout.sde.window.range", "trainer.ema.decay"} <= set(FIELDS)
-
-
-def test_required_fields_are_those_without_a_sensible_default() -> None:
     required = {path for path, (_, default) in FIELDS.items() if default is msgspec.NODEFAULT}
     named = {"model.path", "reward.scorers[].name", "validation.prompts", "emulation.profile", "roles[].name"}
     assert required == {"model", "data", *named}
-
-
-def test_every_section_refuses_unknown_keys_and_never_changes() -> None:
-    sections = {Config} | {s for annotation, _ in FIELDS.values() if (s := struct_of(annotation)) is not None}
-    for section in sections:
-        assert section.__struct_config__.forbid_unknown_fields and section.__struct_config__.frozen, section
 
 
 @pytest.mark.parametrize(
@@ -446,13 +398,21 @@ def test_bounds_are_put_in_words(annotation: Any, text: str) -> None:
     assert describe(annotation) == text
 
 
-def test_items_of_a_list_have_the_annotation_of_an_item_also_where_there_may_be_none() -> None:
+def test_paths_lead_to_items_also_where_there_may_be_none_and_have_no_annotation_outside_of_the_schema() -> None:
     for path in ("algorithm.correction.k1.0", "algorithm.correction.k1.1", "algorithm.correction.band.1"):
         assert describe(annotation_at(Config, path.split("."))) == "float > 0"
     assert describe(annotation_at(Config, ["trainer", "optimizer", "betas", "1"])) == "float >= 0, < 1"
-
-
-def test_paths_that_leave_the_schema_have_no_annotation() -> None:
-    inside_values = ("run.seed.x", "reward.scorers.0.params.x", "model.lora.rank.0", "algorithm.correction.cap.0")
-    for path in ("nothing", "0", *inside_values):
+    for path in ("nothing", "0", "run.seed.x", "reward.scorers.0.params.x", "model.lora.rank.0"):
         assert annotation_at(Config, path.split(".")) is None
+
+
+class Inheriting(Awm, kw_only=True, frozen=True):
+    power: float = 0.5
+    own: int = 1
+    """Its own text."""
+
+
+def test_inherited_fields_keep_their_texts() -> None:
+    texts = {path: description(annotation) for path, annotation, _ in walk(Inheriting)}
+    inherited = {path: description(annotation) for path, annotation, _ in walk(Awm)}
+    assert texts == inherited | {"own": "Its own text."}

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image, ImageDraw, ImageFont
-from recipe import MINIMAL, complaint, load_text
+from recipe import MINIMAL, load_text
 
-from omni_async.algorithms.registry import BUILT_IN, objectives
+from omni_async.algorithms.registry import objectives
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
-from omni_async.config.load import BUILT_IN_OBJECTIVES
 from omni_async.families import MediaShape, find_family
 from omni_async.rewards import registry as scorers
 from omni_async.types import Prompt
@@ -114,16 +113,6 @@ def test_the_readmes_list_every_recipe() -> None:
     page = (ROOT / "recipes" / "emulated" / "README.md").read_text(encoding="utf-8")
     assert [path.name for path in EMULATED if f"({path.name})" not in page] == []
     assert "`recipes/quickstart/algorithms/`" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_an_unknown_objective_with_settings_is_told_from_one_that_has_none() -> None:
-    assert set(BUILT_IN_OBJECTIVES) == {objective.name for objective in BUILT_IN}
-    settings = "algorithm.settings={a: 1}"
-    assert "algorithm.settings: these are settings of an objective of another package, and 'awm' has none" in complaint(
-        MINIMAL, "algorithm.name=awm", settings
-    )
-    said = "algorithm.name: unknown objective 'flow_grp'; did you mean 'flow_grpo'"
-    assert said in complaint(MINIMAL, "algorithm.name=flow_grp", settings)
 
 
 def test_every_objective_has_a_quickstart_recipe_and_a_page_to_which_the_index_leads() -> None:

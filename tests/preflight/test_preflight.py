@@ -20,7 +20,6 @@ from omni_async.families import MediaShape, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight import check as module
 from omni_async.preflight.check import preflight
-from omni_async.rewards.registry import names
 from tests.runtime.runtime_world import OFFLINE, write_world
 
 
@@ -45,17 +44,20 @@ def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
     ("sections", "said"),
     [
         (
-            {"algorithm": {"correction": {"mode": "decoupled", "weights": "tempered"}}, "trainer": {"streaming": "on"}},
-            "^trainer.streaming: 'on' cannot be had here: the off-policy correction looks at the whole.*; use 'auto'$",
+            {"trainer": {"streaming": "on", "steps_per_update": 2}},
+            "^trainer.streaming: 'on' cannot be had here: several optimizer steps need the whole.*; use 'auto'$",
         ),
-        ({"model": {"pipeline": "qwen"}}, r"^model.pipeline: expected one of \['qwen_image', .*\], got 'qwen'$"),
-        ({"algorithm": {"name": "ppo"}}, r"^algorithm.name: expected one of \['awm', .*got 'ppo'$"),
         (
-            {"algorithm": {"name": "diffusion_nft"}, "model": {"path": "nowhere"}},
-            "^rollout.sde: diffusion_nft trains on final latents",
+            {"model": {"pipeline": "qwen"}},
+            r"^model.pipeline: expected one of \['qwen_image', .*\], got 'qwen'; did you mean 'qwen_image'.$",
         ),
+        ({"algorithm": {"name": "ppo"}}, r"^algorithm.name: expected one of \['awm', .*got 'ppo'$"),
+        ({"algorithm": {"name": "awm"}, "model": {"path": "nowhere"}}, "^rollout.sde: awm trains on final latents"),
         (OFFLINE, r"^data.preferences: .*pairs\.parquet"),
-        ({"reward": {"scorers": [{"name": "orc"}]}}, f"'orc': registered are {', '.join(names())}"),
+        (
+            {"reward": {"scorers": [{"name": "orc"}]}},
+            "^reward.scorers.0: scorer 'orc': expected one of .*; did you mean 'ocr'.$",
+        ),
         ({"reward": {"scorers": [{"name": "jpeg_size", "params": {"colour": 1}}]}}, "takes no parameter 'colour'"),
         ({"data": {"prompts": "nowhere.txt"}}, "^data.prompts: no such file: "),
         ({"validation": {"prompts": "nowhere.txt"}}, "^validation.prompts: no such file: "),
@@ -125,13 +127,12 @@ def test_an_emulated_job_needs_a_profile_and_nothing_else(tmp_path):
     assert len({prompt.text for prompt in inputs.prompts}) == 1000
     assert inputs.config.validation is None and inputs.validation_prompts == ()
     assert inputs.config.rollout.timeout_s > 1e5 and inputs.config.weights.timeout_s > 1e5, "at any time scale"
-    assert inputs.notes == (
-        (
-            "emulated: every device replays profile small at 0.5 times its seconds; model, prompts, scorers and"
-            " validation are ignored"
-        ),
-        "profile small has no time for step, export, publish, swap: counted as 0 s",
+    ignored, unmeasured = inputs.notes
+    assert ignored.startswith(
+        "emulated: every device replays profile small at 0.5 times its seconds; model, prompts, sc"
     )
+    assert ignored.endswith("scorers and validation are ignored")
+    assert unmeasured == "profile small has no time for step, export, publish, swap: counted as 0 s"
 
 
 @pytest.mark.parametrize(
@@ -151,22 +152,18 @@ def test_a_profile_that_cannot_be_had_is_refused(tmp_path, profile, why):
 
 
 def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_path):
-    message = refusal(
-        emulated(tmp_path, "rollout.group_size=1024", "trainer.groups_per_update=4096", "emulation.payload_scale=1000")
-    )
-    assert message.startswith("emulation.payload_scale: the payloads of 12582912 live samples")
-    assert message.endswith("lower it")
+    large = "rollout.group_size=1024", "trainer.groups_per_update=4096", "emulation.payload_scale=1000"
+    said = r"^emulation.payload_scale: the payloads of 12582912 live samples .*lower it$"
+    assert re.search(said, refusal(emulated(tmp_path, *large)))
 
 
 def test_what_cannot_be_trained_cannot_be_emulated_either(tmp_path):
-    degrees = "trainer.shard: 2 ranks share a copy of the weights, and do not divide trainer.workers = 3"
     for overrides, said in (
-        (("trainer.workers=3", "trainer.shard=2"), degrees),
+        (("trainer.workers=3", "trainer.shard=2"), "trainer.shard: 2 ranks share a copy of the weights, and do not"),
         (("rollout.group_size=1",), "needs at least 2"),
         (("trainer.streaming=on", "trainer.steps_per_update=2"), "'on' cannot be had here"),
     ):
         assert said in refusal(emulated(tmp_path, *overrides))
-    assert degrees in refusal(write_world(tmp_path, trainer={"workers": 3, "shard": 2}, run={"runtime": "ray"}))
 
 
 def test_accelerators_are_shared_one_at_a_time(tmp_path):
@@ -195,9 +192,8 @@ def test_in_one_process_the_machine_says_what_auto_is(tmp_path, monkeypatch):
 def test_an_accelerator_where_there_is_none_is_refused(tmp_path, monkeypatch, role, runtime):
     machine(monkeypatch, (0, "/dev has none"))
     message = refusal(write_world(tmp_path, run={"runtime": runtime}, placement={role: {"gpus": 1}}))
-    assert message.startswith(
-        f"placement.{role}.gpus: accelerators are asked for ({role} 1 x 1), but this machine has none (/dev has none); "
-    )
+    asked = f"accelerators are asked for ({role} 1 x 1), but this machine has none (/dev has none); "
+    assert message.startswith(f"placement.{role}.gpus: {asked}")
     assert "(0 is the CPU)" in message and ("run.ray_address" in message) == (runtime == "ray")
 
 
@@ -251,24 +247,11 @@ def test_looking_imports_no_torch(tmp_path):
 
 @pytest.mark.parametrize("section", ["data", "validation"])
 def test_every_scorer_sees_every_prompt(tmp_path, section):
-    (tmp_path / "p.jsonl").write_text(
-        '{"prompt": "x", "target": "7"}\n\n{"prompt": "a cat", "note": {"target": "7"}}\n'
-    )
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "target": "7"}\n\n{"prompt": "a", "note": {"target": "7"}}\n')
     (tmp_path / "fine.txt").write_text('a sign that says "open"\n')
-    sections = {"data": {"prompts": "fine.txt"}, "validation": {"prompts": "fine.txt"}} | {
-        section: {"prompts": "p.jsonl"}
-    }
-    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, {"name": "ocr"}]}, **sections))
-    assert (
-        message.startswith(f"{section}.prompts: ") and "p.jsonl:3: scorer 'ocr': the prompt has no `target`" in message
-    )
-
-
-def test_a_scorer_module_that_exits_is_one_line_under_its_key(tmp_path, monkeypatch):
-    (tmp_path / "exiting_scorer.py").write_text("import sys\nsys.exit()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "exiting_scorer:X"}]}))
-    assert message.startswith("reward.scorers.0: scorer 'exiting_scorer:X': cannot import 'exiting_scorer': SystemExit")
+    files = {"data": {"prompts": "fine.txt"}, "validation": {"prompts": "fine.txt"}} | {section: {"prompts": "p.jsonl"}}
+    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, {"name": "ocr"}]}, **files))
+    assert re.search(rf"^{section}.prompts: .*p.jsonl:3: scorer 'ocr': the prompt has no `target`", message)
 
 
 def test_a_folder_for_runs_that_cannot_be_made_is_refused_by_looking(tmp_path, monkeypatch):

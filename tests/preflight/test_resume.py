@@ -105,9 +105,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_run_without_another_is_refuse
     assert note.endswith("from update 1")
     (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
     message = refusal(recipe(tmp_path, str(run)))
-    assert "no checkpoint to go on from (not resumed from update-000002" in message and message.endswith(
-        "checkpoint.resume=null starts a new run"
-    )
+    assert "no checkpoint to go on from (not resumed from update-000002" in message
+    assert message.endswith("checkpoint.resume=null starts a new run")
 
 
 def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over(tmp_path: Path) -> None:
@@ -131,11 +130,9 @@ def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over
     assert runs == "passed over test-20260106-000000: it is running"
     assert nothing == "passed over test-20260104-000000: it has no checkpoint"
     assert broken.startswith(
-        "warning: passed over test-20260103-000000: has no checkpoint to go on from (not resumed from update-000003: "
+        "warning: passed over test-20260103-000000: has no checkpoint to go on from (not resumed f"
     )
-    assert done.startswith(
-        "passed over, because done: test-20260107-000000, test-20260105-000000 (checkpoint.resume=<its folder>"
-    )
+    assert done.startswith("passed over, because done: test-20260107-000000, test-20260105-000000 (checkpoint.resume=<")
 
 
 def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path: Path) -> None:
@@ -149,10 +146,7 @@ def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path:
     assert (inputs.run, inputs.config.checkpoint.resume, inputs.start) == (None, None, ControlState())
     damaged, done = inputs.notes
     assert damaged.startswith("warning: passed over test-20260101-000000: ")
-    assert (
-        done.startswith("passed over, because done: test-20250101-000006, ")
-        and "test-20250101-000002 and 2 others" in done
-    )
+    assert done.startswith("passed over, because done: test-20250101-000006, ") and "-000002 and 2 others" in done
 
 
 def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
@@ -163,16 +157,11 @@ def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path:
         assert beyond in refusal(recipe(tmp_path, resume))
     said = refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000012")))
     assert "update-000012 is at update 12 already, trainer.updates is 4; trainer.updates=N with N above 12" in said
-    assert find_resume_point(recipe(tmp_path, trainer={"updates": 12})) is not None, (
-        "its last checkpoint is written before its end"
-    )
-
-
-def test_a_run_that_starts_again_by_itself_goes_back_to_no_checkpoint_beyond_its_last_update(tmp_path: Path) -> None:
-    """Covers a run that began before that checkpoint, which could not be read then, and is read now."""
-    config = recipe(tmp_path)
+    last = find_resume_point(recipe(tmp_path, trainer={"updates": 12}))
+    assert last is not None, "its last checkpoint is written before its end"
+    # One that began before that checkpoint and starts again by itself does not go on with it.
     refused: list[str] = []
-    point = newest_of_run(config, run_of(config, "20260101-000000", 2, 12), refused)
+    point = newest_of_run(config, run, refused)
     assert point is not None and point.state.version == 2
     assert refused == ["warning: not resumed from update-000012: it is beyond trainer.updates = 4"]
 
@@ -190,16 +179,16 @@ def test_a_run_that_is_running_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
     gone, file = tmp_path / "gone", tmp_path / "recipe.yaml"
-    assert refusal(recipe(tmp_path, str(gone))) == f"checkpoint.resume: no such folder: {gone}"
-    assert refusal(recipe(tmp_path, str(file))) == f"checkpoint.resume: {file} is not a folder"
+    expected = "; expected 'auto', the folder of a run or that of a checkpoint"
+    assert refusal(recipe(tmp_path, str(gone))) == f"checkpoint.resume: no such folder: {gone}{expected}"
+    assert refusal(recipe(tmp_path, str(file))) == f"checkpoint.resume: {file} is not a folder{expected}"
     run = tmp_path / "world-20260101-000000"
     run.mkdir()
     (run / "latest").symlink_to(tmp_path)
-    assert "is not a whole checkpoint: it has no manifest.json" in refusal(recipe(tmp_path, str(run)))
+    assert f"is not a whole checkpoint: it has no manifest.json{expected}" in refusal(recipe(tmp_path, str(run)))
     (run / "config.yaml").touch()
-    assert f"{run} has no checkpoint to go on from (it has none)" in refusal(recipe(tmp_path, str(run))), (
-        "its checkpoints were removed"
-    )
+    removed = f"{run} has no checkpoint to go on from (it has none)"
+    assert removed in refusal(recipe(tmp_path, str(run)))
 
 
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
@@ -232,31 +221,23 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     double_line(run / "ledger.jsonl", 3)
     point = found(config)
     assert point.state.version == 1
-    assert (
-        "the first 4 lines of the ledger are not those that the checkpoint counts: line 4 is of group 2, and so is"
-        " line 3" in point.notes[0]
-    )
+    assert "are not those that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
     double_line(run / "ledger.jsonl", 1)
     said = refusal(recipe(tmp_path, str(run)))
     assert "line 2 is of group 0, and so is line 1; and 1 older cannot be used either)" in said
-    assert said.endswith(
-        f"{run / 'checkpoints' / 'update-000002'} starts a new run from its weights; checkpoint.resume=null starts a"
-        " new run"
-    )
+    newest = run / "checkpoints" / "update-000002"
+    assert f"{newest} starts a new run from its weights; checkpoint.resume=null starts a new run" in said
     passed: list[str] = []
     assert find_resume_point(config, passed) is None and "line 2 is of group 0" in passed[0]
-    assert find_resume_point(recipe(tmp_path, str(run / "checkpoints" / "update-000002"))) is not None, (
-        "a new run has a ledger of its own"
-    )
+    assert find_resume_point(recipe(tmp_path, str(newest))) is not None, "a new run has a ledger of its own"
 
 
 def test_another_number_of_optimizer_steps_per_update_is_another_job(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000")
     checkpoint_of(run, State(ControlState(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4}))
-    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(
-        recipe(tmp_path, str(run))
-    )
+    said = refusal(recipe(tmp_path, str(run)))
+    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in said
     assert find_resume_point(recipe(tmp_path, trainer={"steps_per_update": 2, "groups_per_update": 2})) is not None
 
 

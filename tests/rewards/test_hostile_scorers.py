@@ -22,7 +22,7 @@ from omni_async.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.composition import WeightedScorer
-from omni_async.rewards.guard import Failure, Panel
+from omni_async.rewards.guard import Failure, Panel, _failed
 from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
@@ -293,3 +293,12 @@ def test_no_piece_of_a_long_credential_is_left_where_a_text_is_cut(length, copie
     page = failure(config("Talker", page=True))
     assert "<html>" * 300 in page and len(page) < 2300 and Outage.__name__ in page
     assert re.search(r"\.\.\. \(600000 characters\) \(.*\.py:\d+\)$", page)
+
+
+@pytest.mark.parametrize(("length", "shown"), [(100, True), (200, False)])
+def test_a_place_longer_than_half_of_a_reason_is_left_out(length, shown):
+    try:
+        eval(compile("1 / 0", "x" * length, "eval"))
+    except ZeroDivisionError as error:
+        said = str(_failed("own", error))
+    assert said == "scorer 'own': ZeroDivisionError: division by zero" + shown * f" ({'x' * length}:1)"

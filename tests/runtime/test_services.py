@@ -18,6 +18,7 @@ import pytest
 import yaml
 from runtime_world import write_world
 
+from omni_async import entry_points as lookup
 from omni_async import services
 from omni_async.cli import main
 from omni_async.config import ConfigError, load
@@ -257,7 +258,7 @@ async def test_a_service_that_does_not_start_is_closed_and_has_no_address(addres
 def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_order_of_the_path(tmp_path, monkeypatch):
     path = recipe(tmp_path, COUNTER)
     with monkeypatch.context() as patched:
-        patched.setattr(services, "entry_points", lambda **_: EntryPoints())
+        patched.setattr(lookup, "entry_points", lambda **_: EntryPoints())
         with pytest.raises(ConfigError, match=r"no installed package brings a role; install the one that brings .coun"):
             load(path)
     register(tmp_path / "other", "other", counter="NONE")

@@ -104,18 +104,6 @@ def test_no_gradient_flows_through_the_sampled_latents():
     assert through.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vanishing_noise_approaches_the_euler_step(kind):
-    x, v, s, s_next, s_max, n, noise = example(7, 4)
-    euler = ode_step(x, v, s, s_next)
-    errors = []
-    for level in (1e-2, 1e-4, 1e-6):
-        x_next, _, _ = take_step(kind, x, v, s, s_next, s_max, torch.full_like(n, level), noise)
-        errors.append((x_next - euler).abs().max().item())
-    assert errors[0] > errors[1] > errors[2]
-    assert errors[2] < 3e-5
-
-
 def test_the_first_step_takes_sigma_max_only_where_sigma_is_exactly_one():
     x, v, _, _, _, n, _ = example(8, 2)
     sigma, sigma_next = rows(1.0, 1 - 2**-20), rows(0.9, 0.9)

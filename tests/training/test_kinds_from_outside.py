@@ -91,6 +91,7 @@ def test_what_it_needs_of_a_run_is_read_off_it():
         ({"correction": {"mode": "bypass"}}, "algorithm.correction: weighted_energy has no ratio"),
         ({"clip_range": 0.1}, "algorithm.clip_range: weighted_energy does not clip a ratio"),
         ({"group_size": 1}, "rollout.group_size: weighted_energy compares the samples"),
+        ({"name": "awm"}, "algorithm.settings: these are settings of an objective of another package, and 'awm' has"),
     ],
 )
 def test_what_its_kind_cannot_use_is_refused(changes, said):
@@ -128,7 +129,6 @@ def test_its_settings_are_a_section_of_the_recipe(tmp_path, capsys):
         ("algorithm.settings.power=9", "algorithm.settings.power: expected int >= 1, <= 4, got 9"),
         ("algorithm.settings={}", "algorithm.settings.scale: required, expected float > 0"),
         ("algorithm.settings=3", "algorithm.settings: expected mapping, got 3"),
-        ("algorithm.name=awm", "algorithm.settings: these are settings of an objective of another package, and 'awm'"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_key(tmp_path, override, said):
