@@ -121,9 +121,9 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     if settings.k1 is not None:
         keep["k1"] = k1_mask(log_ratio, settings.k1, level)
     if settings.k2 is not None:
-        keep["k2"] = k2_mask(log_ratio, settings.k2, level)
+        keep["k2"] = statistic_mask(log_ratio.square() / 2, settings.k2, level)
     if settings.k3 is not None:
-        keep["k3"] = k3_mask(log_ratio, settings.k3, level)
+        keep["k3"] = statistic_mask(log_ratio.expm1() - log_ratio, settings.k3, level)
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for own in keep.values():
         kept = kept & own
@@ -269,24 +269,14 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tenso
     return ((value >= low) & (value <= high)).expand_as(log_ratio)
 
 
-def k2_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
-    """Keep rows, True in (N, W) bool, where L^2 / 2 <= bound.
+def statistic_mask(statistic: Tensor, bound: float, level: Level) -> Tensor:
+    """Keep rows, True in (N, W) bool, where the statistic is at most the bound.
 
     Args:
-        log_ratio: L (N, W).
+        statistic: (N, W), of each step: L^2 / 2 for k2, exp(L) - 1 - L for k3.
         bound: >= 0.
-        level: how L^2 / 2 is aggregated over a sample's steps; `step`: not at all."""
-    return (_over_steps(log_ratio.square() / 2, level) <= bound).expand_as(log_ratio)
-
-
-def k3_mask(log_ratio: Tensor, bound: float, level: Level) -> Tensor:
-    """Keep rows, True in (N, W) bool, where exp(L) - 1 - L <= bound.
-
-    Args:
-        log_ratio: L (N, W).
-        bound: >= 0.
-        level: how exp(L) - 1 - L is aggregated over a sample's steps; `step`: not at all."""
-    return (_over_steps(log_ratio.expm1() - log_ratio, level) <= bound).expand_as(log_ratio)
+        level: how it is aggregated over a sample's steps; `step`: not at all."""
+    return (_over_steps(statistic, level) <= bound).expand_as(statistic)
 
 
 def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:

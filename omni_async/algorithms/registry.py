@@ -241,11 +241,6 @@ def objective_names() -> tuple[str, ...]:
     return registered_names(OBJECTIVES, (objective.name for objective in BUILT_IN))
 
 
-def objectives() -> dict[str, Objective]:
-    """Return every objective by name. ValueError for an entry point of another package that leads to none."""
-    return {name: find_objective(name) for name in objective_names()}
-
-
 def find_objective(name: str) -> Objective:
     """Return the objective called `name`; ValueError, as from `find_registered`, names `algorithm.name`."""
     own = {objective.name: objective for objective in BUILT_IN}

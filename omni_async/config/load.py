@@ -3,7 +3,7 @@
 Every mistake is one `ConfigError` that names the key and what it allows. A value passes four steps, once each:
 
     read     tree.py      the file, the files it extends, overrides, absolute paths      -> plain data
-    decode   decode.py    the schema: keys, types, bounds                                -> `Config`
+    decode   load.py      the schema: keys, types, bounds                                -> `Config`
     resolve  load.py      sections whose keys other packages define, and the schedule    -> `Config`
     check    checks.py    combinations                                                   -> the same `Config`
 """
@@ -11,28 +11,35 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from omni_async.config.checks import check
-from omni_async.config.decode import decode
+from omni_async.config.describe import annotation_at, describe, fields_of, names_in, reason, struct_of
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import redact, shown
 from omni_async.config.schedule import SCHEDULES, apply_schedule
-from omni_async.config.schema import Config, Role
+from omni_async.config.schema import Config
 from omni_async.config.section import Section
 from omni_async.config.tree import errors_of, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
-from omni_async.entry_points import find_registered, registered_names
+from omni_async.entry_points import did_you_mean, find_registered, registered_names
 from omni_async.families import family_names, find_family
 from omni_async.services import find_service
 
+T = TypeVar("T", bound=msgspec.Struct)
+
 OBJECTIVES = "omni_async.objectives"
-_LARGEST_INDEX = 10_000_000
+_MOVED = {
+    f"rollout.{key}": f"rollout.sampling.{key}" for key in ("height", "width", "true_cfg_scale", "negative_prompt")
+}
+INDEX = "model_index.json"
+LARGEST_JSON = 10_000_000
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -59,6 +66,40 @@ def _require_no_contradiction(config: Config, overrides: Sequence[str]) -> None:
                 f"{key}: schedule {config.schedule!r} sets it to {shown(decided[key])}, got {shown(given)};"
                 " leave one of them out"
             )
+
+
+def decode(tree: Any, section: type[T], *prefix: str) -> T:
+    """Return `tree` as the section whose key is `prefix`; ConfigError names a wrong value's key and what it allows."""
+    try:
+        return msgspec.convert(tree, section)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error, tree, section, prefix)) from None
+
+
+def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struct], prefix: Sequence[str]) -> str:
+    """Turn msgspec's message into `path: expected ..., got ...`."""
+    text, _, location = str(error).partition(" - at `$")
+    path = re.findall(r"[^.\[\]`]+", location)
+    where = ".".join([*prefix, *path])
+    if isinstance(error.__cause__, ValueError):  # of a section's own check
+        return f"{where}: {error.__cause__}"
+    if unknown := re.match(r"Object contains unknown field `(.*)`", text):
+        key = ".".join([*prefix, *path, unknown[1]])
+        if key in _MOVED:
+            return f"{key}: is called {_MOVED[key]} now"
+        section = struct_of(annotation_at(root, path)) if path else root
+        allowed = sorted(fields_of(section)) if section else []
+        return f"{key}: unknown key{did_you_mean(unknown[1], allowed) or ';'} allowed: {', '.join(allowed)}"
+    if missing := re.match(r"Object missing required field `(.*)`", text):
+        absent = [*path, missing[1]]
+        return f"{'.'.join([*prefix, *absent])}: required, expected {describe(annotation_at(root, absent))}"
+    annotation, found = annotation_at(root, path), tree
+    for key in path:
+        found = found[int(key)] if isinstance(found, list) else found[key]
+    expected = describe(annotation, found) if annotation is not None else text.lower()
+    why = reason(annotation, found)
+    hint = did_you_mean(found, names_in(annotation)) if isinstance(found, str) else ""
+    return f"{where or 'the file'}: expected {expected}{f' ({why})' if why else ''}, got {shown(found)}{hint}"
 
 
 def with_spec(config: Config) -> Config:
@@ -91,15 +132,9 @@ def family_of(folder: Path) -> str:
     """Return the one installed family that takes the checkpoint in `folder`, by the class that its index names.
 
     ValueError, one line naming the key, if there is none, or several."""
-    index = folder / "model_index.json"
-    if not index.is_file():
-        raise ValueError(f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no {index.name}")
-    try:
-        found = json.loads(read_file(index, _LARGEST_INDEX).decode("utf-8"))["_class_name"]
-    except (TooLargeError, OSError) as error:
-        raise ValueError(f"model.path: {index} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError, LookupError, TypeError):
-        raise ValueError(f"model.path: {index} names no pipeline class; copy it again") from None
+    found = read_model_index(folder).get("_class_name")
+    if found is None:
+        raise ValueError(f"model.path: {folder / INDEX} names no pipeline class; copy it again")
     names = [name for name in family_names() if _takes(name, found)]
     if not names:
         raise ValueError(
@@ -109,6 +144,28 @@ def family_of(folder: Path) -> str:
     if len(names) > 1:
         raise ValueError(f"model.pipeline: {folder} is a {found} checkpoint, and {names} all take it: name one")
     return names[0]
+
+
+def read_model_index(folder: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's model_index.json; ConfigError if there is none."""
+    if not (folder / INDEX).is_file():
+        raise ConfigError(f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no {INDEX}")
+    return read_model_json(folder / INDEX)
+
+
+def read_model_json(path: Path) -> dict[str, Any]:
+    """Return the content of a small JSON file of a checkpoint; ConfigError if it is no mapping."""
+    try:
+        content = json.loads(read_file(path, LARGEST_JSON).decode("utf-8"))
+    except TooLargeError as error:
+        raise ConfigError(f"model.path: {path} is {error.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"model.path: {path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: {path} is cut off or no JSON ({error}); copy it again") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"model.path: {path}: expected a JSON object, got a {type(content).__name__}")
+    return content
 
 
 def _takes(name: str, model_index_class: object) -> bool:
@@ -135,16 +192,15 @@ def with_settings(config: Config) -> Config:
 
 def _with_roles(config: Config) -> Config:
     """Return the configuration with the `settings` of every role of another package as that package's section."""
-    return replace(config, roles=tuple(_with_own_settings(number, role) for number, role in enumerate(config.roles)))
-
-
-def _with_own_settings(number: int, role: Role) -> Role:
-    section = _found(find_service, role.name).settings
-    if section is not None:
-        return replace(role, settings=decode(role.settings, section, "roles", str(number), "settings"))
-    if role.settings:
-        raise ConfigError(f"roles.{number}.settings: the role {role.name!r} has none; remove them")
-    return role
+    roles = []
+    for number, role in enumerate(config.roles):
+        section = _found(find_service, role.name).settings
+        if section is not None:
+            role = replace(role, settings=decode(role.settings, section, "roles", str(number), "settings"))
+        elif role.settings:
+            raise ConfigError(f"roles.{number}.settings: the role {role.name!r} has none; remove them")
+        roles.append(role)
+    return replace(config, roles=tuple(roles))
 
 
 def _found(find: Any, *arguments: Any) -> Any:

@@ -7,6 +7,7 @@ algorithms. What another package registered and is broken is marked. Imports no 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.backends import backend_names, load_backend
@@ -18,6 +19,9 @@ from omni_async.rewards.registry import names
 from omni_async.services import find_service, service_names
 from omni_async.tracking.console import columns
 
+T = TypeVar("T")
+
+_BROKEN = "(cannot be used)"
 _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
 
@@ -30,27 +34,25 @@ def listing() -> Iterator[str]:
     yield f"{'scorers':<16}{', '.join(names())}"
     yield f"{'roles':<16}{', '.join(_marked(service_names(), find_service)) or 'none is installed'}"
     yield "algorithms"
-    known = objective_names()
-    width = max(map(len, known)) + 1
-    for name in known:
-        try:
-            objective = find_objective(name)
-        except ValueError:
-            yield f"  {name:<{width}}(cannot be used)"
-            continue
-        yield f"  {name:<{width}}{objective.summary}"
-        for path, field, _ in walk(objective.settings, "algorithm.settings.") if objective.settings else ():
+    width = max(map(len, objective_names())) + 1
+    for name in objective_names():
+        objective = _usable(find_objective, name)
+        yield f"  {name:<{width}}{objective.summary if objective else _BROKEN}"
+        settings = objective.settings if objective else None
+        for path, field, _ in walk(settings, "algorithm.settings.") if settings else ():
             yield f"{'':16}{path}: {describe(field)}. {description(field)}"
+
+
+def _usable(find: Callable[[str], T], name: str) -> T | None:
+    try:
+        return find(name)
+    except ValueError:
+        return None
 
 
 def _marked(names: Iterable[str], find: Callable[[str], object]) -> Iterator[str]:
     """Yield the names, those that `find` refuses with a mark."""
-    for name in names:
-        try:
-            find(name)
-            yield name
-        except ValueError:
-            yield f"{name} (cannot be used)"
+    return (name if _usable(find, name) else f"{name} {_BROKEN}" for name in names)
 
 
 def _family(name: str) -> tuple[str, ...]:
@@ -58,10 +60,9 @@ def _family(name: str) -> tuple[str, ...]:
 
     It has the parts of its default sample's media, its trained components, the engines that run it and how these may
     batch its samples."""
-    try:
-        family = find_family(name)
-    except ValueError:
-        return f"  {name} (cannot be used)", "", "", "", ""
+    family = _usable(find_family, name)
+    if family is None:
+        return f"  {name} {_BROKEN}", "", "", "", ""
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
     engines = ["vllm_omni"] if family.vllm_pipeline else []
     return (

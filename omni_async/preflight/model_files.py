@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
-from omni_async.config.reading import TooLargeError, read_file
+from omni_async.config.load import INDEX, LARGEST_JSON, read_model_index, read_model_json
 from omni_async.families import PipelineFamily, SamplingSpec
 
 _DEGREE = "trainer.sequence_parallel"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LARGEST_JSON = 10_000_000
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -34,12 +33,7 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
 
     Raises:
         ConfigError: it does not; one line, naming the file or the key."""
-    index = folder / "model_index.json"
-    if not index.is_file():
-        raise ConfigError(
-            f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no model_index.json"
-        )
-    listed = _read_json(index)
+    index, listed = folder / INDEX, read_model_index(folder)
     found = listed.get("_class_name")
     if found != family.model_index_class:
         raise ConfigError(
@@ -113,7 +107,7 @@ def _check_part(folder: Path, name: str, cls: str) -> None:
         needed = "config.json" if weights else "*config.json"  # what is no model has a name of its kind before it
         raise ConfigError(f"model.path: {part} has no {needed}, but {folder}/model_index.json lists {cls} there")
     for file in settings.values():
-        _read_json(file)
+        read_model_json(file)
     if "config.json" in settings and not any(word in cls for word in ("Tokenizer", "Processor", "Extractor")):
         _check_weights(part)
 
@@ -122,7 +116,7 @@ def _check_weights(part: Path) -> None:
     files = [file for file in sorted(part.glob("*.safetensors")) if file.is_file()]
     wanted: set[str] = set()
     for index in sorted(part.glob("*.safetensors.index.json")):
-        shards = _read_json(index).get("weight_map")
+        shards = read_model_json(index).get("weight_map")
         wanted |= {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
     if missing := sorted(wanted - {file.name for file in files}):
         raise ConfigError(f"model.path: {part} lacks {len(missing)} of {len(wanted)} files of weights: {missing[0]}")
@@ -147,7 +141,7 @@ def _wrong_with(file: Path) -> str | None:
                 return "is a Git LFS pointer and not the file; fetch it with `git lfs pull`"
             opened.seek(0)
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            header = opened.read(length) if length <= _LARGEST_JSON else b""
+            header = opened.read(length) if length <= LARGEST_JSON else b""
         tensors = json.loads(header)
         ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
         expected = _LENGTH_BYTES + length + max(ends, default=0)
@@ -156,17 +150,3 @@ def _wrong_with(file: Path) -> str | None:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"({size} bytes) is cut off or no safetensors file; copy it again"
     return None if size == expected else f"has {size} bytes, its header says {expected}; copy it again"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_file(path, _LARGEST_JSON).decode("utf-8"))
-    except TooLargeError as error:
-        raise ConfigError(f"model.path: {path} is {error.strerror}") from None
-    except OSError as error:
-        raise ConfigError(f"model.path: {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"model.path: {path} is cut off or no JSON ({error}); copy it again") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"model.path: {path}: expected a JSON object, got a {type(content).__name__}")
-    return content

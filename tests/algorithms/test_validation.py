@@ -8,7 +8,7 @@ import pytest
 from wrong_combinations import DPO, OFFLINE, RIGHT, WRONG
 
 from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
-from omni_async.algorithms.registry import find_objective, objectives
+from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.algorithms.validation import problems
 from tests.config.recipe import MINIMAL, load_text
 
@@ -29,7 +29,7 @@ def test_what_can_work_is_not_objected_to(overrides):
 
 
 def test_every_objective_is_among_what_can_work():
-    assert {load_text(MINIMAL, *overrides).algorithm.name for overrides in RIGHT} == objectives().keys()
+    assert {load_text(MINIMAL, *overrides).algorithm.name for overrides in RIGHT} == {*objective_names()}
 
 
 def test_everything_that_is_wrong_is_found():
@@ -112,7 +112,7 @@ def test_objectives_on_final_latents_need_nothing_of_the_steps():
 
 PROGRAM = """
 import sys, msgspec
-from omni_async.algorithms.registry import objectives
+from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config
@@ -120,7 +120,8 @@ from omni_async.families import family_names, find_family
 for name in ("qwen_image", "stable_diffusion_3", "wan2_2"):
     assert name in family_names() and find_family(name).name == name
 raw = {"model": {"path": "m"}, "data": {"prompts": "p"}, "reward": {"scorers": [{"name": "ocr"}]}}
-for name, objective in objectives().items():
+for name in objective_names():
+    objective = find_objective(name)
     config = msgspec.convert({**raw, "algorithm": {"name": name}}, Config)
     list(problems(config)), trajectory_fields(objective, config)
 sys.exit("torch" in sys.modules)

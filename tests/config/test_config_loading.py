@@ -275,7 +275,11 @@ def test_the_family_is_the_one_that_takes_the_checkpoint(tmp_path: Path, family:
     ("text", "said"),
     [
         ('{"_class_name": "UnheardPipeline"}', "model.path: .* is a UnheardPipeline checkpoint, and none of"),
-        *((text, "names no pipeline class") for text in ('{"_class_name"', "[]", "{}")),
+        *zip(
+            ('{"_class_name"', "[]", "{}"),
+            ("is cut off or no JSON", "expected a JSON obj", "names no pip"),
+            strict=True,
+        ),
         ('{"_class_name": "TwicePipeline"}', "is a TwicePipeline checkpoint, and .* all take it: name one"),
     ],
 )

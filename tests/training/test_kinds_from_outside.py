@@ -14,7 +14,7 @@ import yaml
 
 from omni_async.actors.plan import plan_updates
 from omni_async.algorithms.kinds import find_kind, trajectory_fields
-from omni_async.algorithms.registry import find_objective, objectives
+from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.algorithms.validation import problems
 from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
@@ -76,7 +76,7 @@ def test_a_kind_of_another_package_is_trained():
 def test_what_it_needs_of_a_run_is_read_off_it():
     config = ours()
     assert find_kind("ends") is KIND and find_objective("weighted_energy") is OBJECTIVE
-    assert "weighted_energy" in objectives()
+    assert "weighted_energy" in objective_names()
     assert trajectory_fields(OBJECTIVE, config) == ("final", "conditioning")
     plan = plan_updates(config)
     assert (plan.rows_per_sample, plan.samples_per_group, plan.mode, plan.proximal) == (1, 4, "unscaled", False)
