@@ -27,7 +27,6 @@ from omni_async.families import PipelineFamily, SamplingSpec, family_names, find
     ("override", "value"),
     [
         ("trainer.optimizer.lr=1e-4", 1e-4),
-        ("trainer.optimizer.lr=5E-05", 5e-5),
         ("trainer.optimizer.lr=1", 1.0),
         ("trainer.streaming=on", "on"),
         ("trainer.streaming=off", "off"),
@@ -40,13 +39,8 @@ from omni_async.families import PipelineFamily, SamplingSpec, family_names, find
         ("rollout.sampling.negative_prompt=a = b", "a = b"),
         ("rollout.sde.window.range=[1, 4]", (1, 4)),
         ("reward.scorers.0.weight=2.5", 2.5),
-        ("rollout.sde=null", None),
         ("algorithm.correction.k1=[0.5, 2]", (0.5, 2.0)),
-        ("algorithm.correction.normalise=false", False),
-        ("algorithm.correction.cap=null", None),
-        ("algorithm.forward.draws=6", 6),
         ("trainer.ema.every=4", 4),
-        ("staleness.exact=true", True),
         (" trainer.updates =7", 7),
     ],
 )
@@ -132,12 +126,9 @@ def test_a_correction_says_what_it_does_to_the_mean(settings: str, normalises: b
     [
         [],
         ["model.lora.rank=4", "weights.payload=lora", "validation={prompts: v.txt, share: 0.25}"],
-        ["run.name='1e5'", "trainer.optimizer.lr=1e-05", "run.dir='~'"],
         ["rollout.sampling.negative_prompt='null'", "run.name='on'"],
         ['rollout.sampling.negative_prompt="  \\n two: lines # no comment \\u2028\\x85 "', "run.name='2024-01-31'"],
-        ["rollout.sampling.negative_prompt=文字 🎨"],
         ["reward.scorers.0.params={url: 'http://x', '<<': 1, '=': 2, '1': [null, true, 1.5, {a: ''}]}"],
-        ["trainer.streaming=on"],
         [
             "rollout.sde=null",
             "algorithm={name: awm, awm: {ema_coef: 1, advantage_max: null}}",
@@ -208,17 +199,12 @@ def test_no_text_as_an_override_does_anything_but_load_or_complain(overrides: li
 
 
 def test_loading_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
-    recipe = tmp_path / "run.yaml"
-    recipe.write_text(MINIMAL)
-    script = (
-        "import sys; from omni_async.config import load, ConfigError; load(sys.argv[1])\nimport"
-        " omni_async.control.coordinator\nheavy = {'torch', 'ray', 'diffusers', 'transformers', 'vllm', 'mlflow',"
-        " 'tensordict', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(recipe)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "run.yaml").write_text(MINIMAL)
+    heavy = "torch ray diffusers transformers vllm mlflow tensordict numpy"
+    script = f"""import sys, omni_async.config as config, omni_async.control.coordinator
+config.load(sys.argv[1])
+sys.exit(str({{*{heavy.split()}}} & {{*sys.modules}} or 0))"""
+    subprocess.run([sys.executable, "-c", script, tmp_path / "run.yaml"], timeout=60, check=True)
 
 
 def test_buckets_are_the_shared_sampling_and_what_differs() -> None:
