@@ -23,14 +23,8 @@ def check(config: Config) -> str | None:
 
 
 def _problems(c: Config) -> Iterator[str]:
-    yield from _data(c)
-    yield from _window(c)
-    yield from _placement(c)
-    yield from _staleness(c)
-    yield from _batching(c)
-    yield from _training(c)
-    yield from _reward(c)
-    yield from _runtime(c)
+    for part in (_data, _window, _placement, _staleness, _batching, _training, _reward, _runtime):
+        yield from part(c)
     names = [role.name for role in c.roles]
     for number, name in enumerate(names):
         if name in names[:number]:

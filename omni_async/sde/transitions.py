@@ -154,7 +154,6 @@ def take_step(
     Args:
         kind, x, v, sigma, sigma_next, sigma_max, noise_level: as `transition` takes them, with its errors.
         noise: (B, ...), standard normal."""
-    _check_kind(kind)
     _check_shapes(x, noise=noise)
     step = transition(kind, x, v, sigma, sigma_next, sigma_max, noise_level)
     x_next = step.mean + noise.to(x.dtype) * _column(step.scale, x)

@@ -1,5 +1,5 @@
-"""Tests off-policy correction against its formulas: drift, masks, weights, tempering, and what `correct` makes of them.
-`test_unbiased` has the statistics."""
+"""Tests off-policy correction against its formulas: drift, masks, weights, tempering, and what `correct` makes of
+them."""
 
 import math
 from itertools import combinations, pairwise

@@ -268,7 +268,8 @@ def sample_rows(**changes):
 def test_the_loss_of_awm_is_the_formula_row_by_row(weighting, ratio, dtype, tolerance):
     pulls = {"kl_coef": 0.2, "ema_coef": 1.0, "ema_coef_end": 0.3, "kl_form": "elbo"}
     algorithm = awm_of(weighting=weighting, power=0.3, ratio=ratio, clip_range=0.4, **pulls)
-    rows = sample_rows(dtype=dtype, progress=0.25)
+    sigma = torch.tensor([1.0, 0.99, 0.7, 0.5, 0.3, 0.1], dtype=dtype)  # `elbo` takes 1 - sigma to be at least 0.01
+    rows = sample_rows(dtype=dtype, progress=0.25, sigma=sigma)
     close(awm(rows, algorithm).loss, naive_losses(rows, algorithm), tolerance)
 
 
@@ -298,25 +299,16 @@ def test_the_gradient_of_awm_is_that_of_the_loss(kl_form, weighting, ratio):
 @dtypes
 @ratios
 @weightings
-def test_on_policy_the_gradient_of_awm_is_that_of_the_weighted_error(weighting, ratio, dtype, tolerance):
-    """Checks that the gradient of -A p(m) is -A p'(m) 2 (v - target) / D, whichever ratio is taken."""
+def test_on_policy_awm_is_that_with_the_current_policy_as_the_old_one(weighting, ratio, dtype, tolerance):
+    """Leaves the gradient itself to the test above, for any old policy."""
     algorithm = awm_of(weighting=weighting, power=0.3, ratio=ratio)
     rows = sample_rows(dtype=dtype, without=["old_velocity"])
     out = awm(rows, algorithm)
     torch.testing.assert_close(out.loss, -rows.advantage.clamp(-5, 5) / 5, atol=tolerance, rtol=0)
-    deviation = (rows.velocity - (rows.noise - rows.final)).detach()
-    error, sigma = deviation.square().mean(dim=(1, 2)), rows.sigma
-    slope = {
-        "uniform": torch.ones_like(sigma),
-        "sigma": sigma,
-        "sigma_squared": sigma**2,
-        "huber": 0.5 * sigma / (error + 1e-10).sqrt(),
-        "ghuber": sigma * (error + 1e-10) ** (0.3 - 1),
-    }[weighting]
-    expected = (rows.advantage.clamp(-5, 5) / 5 * slope * 2 / 6)[:, None, None] * deviation
-    close(per_row_gradient(out, rows), expected, tolerance)
-    explicit = awm(sample_rows(dtype=dtype, old_velocity=rows.velocity.detach()), algorithm)
+    same = sample_rows(dtype=dtype, old_velocity=rows.velocity.detach())
+    explicit = awm(same, algorithm)
     assert torch.equal(out.loss, explicit.loss)
+    assert torch.equal(per_row_gradient(out, rows), per_row_gradient(explicit, same))
 
 
 @pytest.mark.parametrize(
@@ -347,15 +339,6 @@ def test_the_likelihood_is_greatest_and_finite_where_there_is_no_error(weighting
     assert value.item() == pytest.approx(0.0, abs=1e-18)
     value.backward()
     assert error.grad.isfinite().all() and error.grad < 0
-
-
-def test_the_elbo_form_weights_by_the_reference_variance():
-    """Expects std^2 = .49 sigma / (1 - sigma), where 1 - sigma is at least .01."""
-    rows = make_rows(3, sigma=torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64))
-    plain, elbo = (awm(rows, awm_of(kl_form=form)).metrics for form in ("velocity", "elbo"))
-    factor = torch.tensor([1 / 0.98, 0.01 / (0.98 * 0.99), 0.01 / 0.98], dtype=torch.float64)
-    for name in ("kl_ref", "kl_ema"):
-        close(elbo[name], factor * plain[name])
 
 
 def test_metrics_of_awm_are_absent_without_their_velocities():

@@ -71,24 +71,19 @@ def test_paths_start_at_the_recipe_and_those_of_overrides_at_the_working_directo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipes, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
-    recipes.mkdir()
+    recipe = write(recipes, own=MINIMAL.replace("checkpoints/tiny", "../m") + "validation: {prompts: /abs/v.txt}\n")
     elsewhere.mkdir()
-    recipe = recipes / "run.yaml"
-    recipe.write_text(
-        "model: {path: ../m}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\nvalidation: {prompts:"
-        " /abs/v.txt}\n"
-    )
     monkeypatch.chdir(elsewhere)
-    config = load(Path("../recipes/run.yaml"))
+    config = load(Path("../recipes/own.yaml"))
     assert config.model.path == str(tmp_path / "m")
-    assert config.data.prompts == str(recipes / "p.txt")
+    assert config.data.prompts == str(recipes / "prompts.txt")
     assert config.validation is not None and config.validation.prompts == "/abs/v.txt"
     assert config.checkpoint.resume is None
     assert config.run.dir == "runs", "where runs go is relative to the working directory, and says so"
     config = load(recipe, ["model.path=mine", "checkpoint.resume=runs/1/checkpoints/3"])
     assert config.model.path == str(elsewhere / "mine")
     assert config.checkpoint.resume == str(elsewhere / "runs/1/checkpoints/3")
-    assert config.data.prompts == str(recipes / "p.txt")
+    assert config.data.prompts == str(recipes / "prompts.txt")
     offline = ["data={preferences: pairs.parquet}", "reward={}"]
     assert load(recipe, offline).data.preferences == str(elsewhere / "pairs.parquet")
     config = load(recipe, ["model={path: mine}", "validation={prompts: v.txt}"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -38,18 +40,13 @@ class TransitionInputs:
         rows = self.log_prob.shape
         if len(rows) != 1:
             raise ValueError(f"log_prob must have shape (R,), got {tuple(rows)}")
-        for name in ("old_log_prob", "advantage", "std", "scale", "nats_per_log_prob", "weight"):
-            value = getattr(self, name)
-            if value is not None and value.shape != rows:
-                raise ValueError(f"{name} must have shape {tuple(rows)} like log_prob, got {tuple(value.shape)}")
+        per_row = ("old_log_prob", "advantage", "std", "scale", "nats_per_log_prob", "weight")
+        _require_shape(self, per_row, rows, " like log_prob")
         if self.mean.ndim < 2 or self.mean.shape[0] != rows[0] or self.mean[0].numel() != self.num_elements:
             raise ValueError(
                 f"mean must be {rows[0]} rows of {self.num_elements} elements, got shape {tuple(self.mean.shape)}"
             )
-        for name in ("old_mean", "ref_mean"):
-            other = getattr(self, name)
-            if other is not None and other.shape != self.mean.shape:
-                raise ValueError(f"{name} must have shape {tuple(self.mean.shape)} like mean, got {tuple(other.shape)}")
+        _require_shape(self, ("old_mean", "ref_mean"), self.mean.shape, " like mean")
         if self.steps_per_sample < 1 or rows[0] % self.steps_per_sample:
             raise ValueError(f"{rows[0]} rows are not whole samples of {self.steps_per_sample} steps")
 
@@ -79,16 +76,18 @@ class ForwardInputs:
         whole = self.velocity.shape
         if self.velocity.ndim < 2:
             raise ValueError(f"velocity must have shape (R, ...), got {tuple(whole)}")
-        for name in ("final", "noise", "old_velocity", "ref_velocity", "ema_velocity"):
-            other = getattr(self, name)
-            if other is not None and other.shape != whole:
-                raise ValueError(f"{name} must have shape {tuple(whole)} like velocity, got {tuple(other.shape)}")
-        for name in ("sigma", "advantage"):
-            row = getattr(self, name)
-            if row.shape != whole[:1]:
-                raise ValueError(f"{name} must have shape {tuple(whole[:1])}, a number per row, got {tuple(row.shape)}")
+        others = ("final", "noise", "old_velocity", "ref_velocity", "ema_velocity")
+        _require_shape(self, others, whole, " like velocity")
+        _require_shape(self, ("sigma", "advantage"), whole[:1], ", a number per row")
         if self.draws < 1 or whole[0] % self.draws:
             raise ValueError(f"{whole[0]} rows are not whole samples of {self.draws} draws")
+
+
+def _require_shape(inputs: object, names: Iterable[str], shape: torch.Size, like: str) -> None:
+    for name in names:
+        value = getattr(inputs, name)
+        if value is not None and value.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}{like}, got {tuple(value.shape)}")
 
 
 @dataclass(frozen=True)
