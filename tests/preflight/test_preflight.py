@@ -47,8 +47,8 @@ def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
             "^trainer.streaming: 'on' cannot be had here: several optimizer steps need the whole.*; use 'auto'$",
         ),
         (
-            {"model": {"pipeline": "qwen"}},
-            r"^model.pipeline: expected one of \['qwen_image', .*\], got 'qwen'; did you mean 'qwen_image'.$",
+            {"model": {"pipeline": "qwenimage"}},
+            r"^model.pipeline: expected one of \['qwen_image', .*\], got 'qwenimage'; did you mean 'qwen_image'.$",
         ),
         ({"algorithm": {"name": "ppo"}}, r"^algorithm.name: expected one of \['awm', .*got 'ppo'$"),
         ({"algorithm": {"name": "awm"}, "model": {"path": "nowhere"}}, "^rollout.sde: awm trains on final latents"),
