@@ -33,64 +33,57 @@ from tests.configs import build
 
 STRANDED_AFTER_S = 20.0
 SAMPLE_BYTES = 100
+Reward = Callable[[ScoreJob], float | str]
+
+
+# The settings that tests change, by a short name: where one stands, and what it is unless a test says otherwise.
+SETTINGS: dict[str, tuple[str, Any]] = {
+    "S": ("staleness.max_updates", 1),
+    "P": ("trainer.groups_per_update", 2),
+    "updates": ("trainer.updates", 4),
+    "group_size": ("rollout.group_size", 2),
+    "engines": ("rollout.workers", 1),
+    "max_inflight": ("rollout.max_inflight", 4),
+    "retries": ("rollout.retries", 1),
+    "score_retries": ("reward.retries", 1),
+    "backoff_s": ("reward.backoff_s", 0.0),
+    "score_at_once": ("reward.streaming", True),
+    "trajectories": ("buffer.trajectories", 64),
+    "groups": ("buffer.groups", 16),
+    "window": ("buffer.window", 1),
+    "max_bytes": ("buffer.max_bytes", None),
+    "publish_every": ("weights.publish_every", 1),
+    "drop_zero_variance": ("algorithm.advantage.drop_zero_variance", True),
+    "aggregate": ("algorithm.advantage.aggregate", "rewards"),
+    "exact": ("staleness.exact", False),
+    "seed": ("run.seed", 0),
+}
 
 
 def make_config(
     *,
-    S: int = 1,
-    P: int = 2,
-    group_size: int = 2,
-    updates: int = 4,
-    window: int = 1,
-    publish_every: int = 1,
-    trajectories: int = 64,
-    groups: int = 16,
-    max_bytes: int | str | None = None,
     buckets: Sequence[float] = (),
-    engines: int = 1,
-    max_inflight: int = 4,
-    retries: int = 1,
-    score_retries: int = 1,
-    backoff_s: float = 0.0,
     validation: dict[str, Any] | None = None,
-    seed: int = 0,
-    drop_zero_variance: bool = True,
-    aggregate: str = "rewards",
-    exact: bool = False,
     steps: int | None = None,
-    score_at_once: bool = True,
+    **settings: Any,
 ) -> Config:
-    """Makes a configuration. `steps`: samples are made without noise in as many steps, and their final latents are
-    trained on. `score_at_once` is reward.streaming; without it less room for samples is allowed than a real
-    configuration must have. `buckets` are their weights; bucket i is sampled by `{"size": i}`, and its samples have
-    `SAMPLE_BYTES` / (i + 1) bytes."""
-    noisy = {"sde": {"window": {"size": 2, "range": [0, 5]}}}
-    config = build(
-        {
-            "run": {"seed": seed},
-            "model": {"pipeline": "qwen_image"},
-            "rollout": {
-                "workers": engines,
-                "group_size": group_size,
-                "max_inflight": max_inflight,
-                "retries": retries,
-                "buckets": [{"sampling": {"size": size}, "weight": weight} for size, weight in enumerate(buckets)],
-                **(noisy if steps is None else {"sde": None, "num_inference_steps": steps}),
-            },
-            "reward": {"retries": score_retries, "backoff_s": backoff_s, "streaming": score_at_once},
-            "staleness": {"max_updates": S, "exact": exact},
-            "buffer": {"trajectories": trajectories, "groups": groups, "window": window, "max_bytes": max_bytes},
-            "weights": {"publish_every": publish_every},
-            "algorithm": {
-                "name": "flow_grpo" if steps is None else "diffusion_nft",
-                "advantage": {"drop_zero_variance": drop_zero_variance, "aggregate": aggregate},
-            },
-            "trainer": {"updates": updates, "groups_per_update": P},
-            "validation": None if validation is None else {"prompts": "validation.txt", **validation},
-        }
-    )
+    """Makes a configuration with these `SETTINGS`. `steps`: samples are made without noise in as many steps, and their
+    final latents are trained on. Without `score_at_once` less room for samples is allowed than a real configuration
+    must have. `buckets` are their weights; bucket i is sampled by `{"size": i}`, and its samples have `SAMPLE_BYTES` /
+    (i + 1) bytes."""
+    assert settings.keys() <= SETTINGS.keys(), settings
+    noise = {"window": {"size": 2, "range": [0, 5]}} if steps is None else None
+    weights = [{"sampling": {"size": size}, "weight": weight} for size, weight in enumerate(buckets)]
+    sections: dict[str, Any] = {
+        "model": {"pipeline": "qwen_image"},
+        "rollout": {"sde": noise, "buckets": weights, **({"num_inference_steps": steps} if steps else {})},
+        "algorithm": {"name": "diffusion_nft" if steps else "flow_grpo"},
+        "validation": None if validation is None else {"prompts": "validation.txt", **validation},
+    }
+    config = build(sections, {path: settings.get(name, usual) for name, (path, usual) in SETTINGS.items()})
     problem = check(config)
-    assert problem is None or (not score_at_once and problem.startswith("buffer.trajectories")), problem
+    may_be_small = not config.reward.streaming and problem is not None and problem.startswith("buffer.trajectories")
+    assert problem is None or may_be_small, problem
     return config
 
 
@@ -145,59 +138,26 @@ def bytes_of(request: SampleRequest) -> int:
     return SAMPLE_BYTES // (1 + request.spec.get("size", 0)) if isinstance(request.spec, dict) else SAMPLE_BYTES
 
 
-def now(work: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a coroutine that does not wait (everything of the coordinator but its four waits)."""
+def now_or(otherwise: Any, work: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of a coroutine, or something else if it would have to wait."""
     try:
         work.send(None)
     except StopIteration as finished:
         return finished.value
     work.close()
-    raise AssertionError(f"{work} waits")
+    return otherwise
 
 
-async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
-    """Publishes `version` and lets engines hold it."""
-    published = coordinator.versions.published
-    if published is None or published < version:
-        await coordinator.announce(version, digest_of(version))
-    for engine in engines or ("rollout-0",):
-        await coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
+def now(work: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of a coroutine that does not wait (everything of the coordinator but its waits)."""
+    result = now_or(now, work)
+    assert result is not now, f"{work} waits"
+    return result
 
 
-async def started(**config: Any) -> tuple[Coordinator, list[LedgerEntry]]:
-    """Makes a coordinator whose engines all hold version 0, and the list its ledger writes to."""
-    coordinator, entries = make_coordinator(make_config(**config))
-    await hold(coordinator, 0, *(f"rollout-{i}" for i in range(config.get("engines", 1))))
-    return coordinator, entries
-
-
-async def drawn(coordinator: Coordinator, count: int, limit: int | None = None) -> list[ScoreJob]:
-    """Has `count` samples drawn, with version 0, and returns those that a reward worker takes, `limit` at most."""
-    await finish(coordinator, "rollout-0", await coordinator.next_samples("rollout-0", count, count), 0)
-    return await coordinator.next_to_score("reward-0", count if limit is None else limit)
-
-
-async def finish(
-    coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int, *, stored: bool = False
-) -> None:
-    """Reports samples that the engine made all with one version; or they were `stored`, and no version made them."""
-    versions = [(version,) * (0 if stored else len(trained_steps(r))) for r in requests]
-    results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
-    await coordinator.samples_done(engine, results)
-
-
-async def score(
-    coordinator: Coordinator, jobs: list[ScoreJob], values: Callable[[ScoreJob], float | str], worker: str = "reward-0"
-) -> None:
-    """Scores jobs; a text is an error."""
-    results = []
-    for job in jobs:
-        value = values(job)
-        if isinstance(value, str):
-            results.append(ScoreResult(job.sample_id, job.attempt, error=value))
-        else:
-            results.append(ScoreResult(job.sample_id, job.attempt, score=Score(value)))
-    await coordinator.scored(worker, results)
+def number_of(sample: str) -> int:
+    """Returns the number of a sample's group or round."""
+    return int(sample[1:].split(".")[0])
 
 
 def distinct(job: ScoreJob) -> float:
@@ -205,7 +165,17 @@ def distinct(job: ScoreJob) -> float:
     return float(job.sample_id.rsplit(".s", 1)[1])
 
 
-def report(version: int, groups: list[ReadyGroup]) -> UpdateReport:
+def scores(jobs: Sequence[ScoreJob], reward: Reward) -> list[ScoreResult]:
+    """Scores jobs; a text is an error."""
+    results = []
+    for job in jobs:
+        value = reward(job)
+        error, score = (value, None) if isinstance(value, str) else (None, Score(value))
+        results.append(ScoreResult(job.sample_id, job.attempt, score, error))
+    return results
+
+
+def report(version: int, groups: Sequence[ReadyGroup]) -> UpdateReport:
     """Returns the report of the update that made `version`."""
     return UpdateReport(version, tuple(g.group for g in groups), {}, 0.0, 1.0)
 
@@ -218,7 +188,7 @@ class Run:
         self,
         config: Config,
         *,
-        reward: Callable[[ScoreJob], float | str] = distinct,
+        reward: Reward = distinct,
         generate: Callable[[str, SampleRequest], str | None] = lambda engine, request: None,
         reward_workers: int = 2,
         seed: int = 0,
@@ -282,7 +252,10 @@ class Run:
     async def rewarder(self, worker: str) -> None:
         while jobs := await self.coordinator.next_to_score(worker, self.config.reward.batch):
             await self.turns("score")
-            await score(self.coordinator, jobs, self._reward, worker)
+            await self.score(worker, jobs)
+
+    async def score(self, worker: str, jobs: list[ScoreJob]) -> None:
+        await self.coordinator.scored(worker, scores(jobs, self._reward))
 
     async def trainer(self) -> None:
         per_update, last = self.config.trainer.groups_per_update, self.config.trainer.updates
@@ -335,39 +308,100 @@ class Run:
 
 
 class Bench:
-    """One engine with room for everything, where each group is finished by name. `stored`: its samples are a
-    dataset's."""
+    """A coordinator that is driven call by call, none of which waits.
 
-    def __init__(self, *, stored: bool = False, **config: Any) -> None:
-        self.c, self.entries = make_coordinator(make_config(trajectories=1000, groups=100, **config))
+    Its engines hold the version it starts from, unless they are not `holding`. `stored`: samples are a dataset's."""
+
+    def __init__(
+        self,
+        *,
+        start: ControlState | None = None,
+        validation_prompts: int = 2,
+        holding: bool = True,
+        stored: bool = False,
+        **config: Any,
+    ) -> None:
+        self.config = make_config(**config)
+        self.c, self.entries = make_coordinator(self.config, start=start, validation_prompts=validation_prompts)
+        self.version = start.version if start else 0
         self.stored = stored
-        self.waiting: dict[int, list[SampleRequest]] = {}
-        self.version = 0
-        now(hold(self.c, 0))
+        self.leased: dict[int, list[SampleRequest]] = {}  # training samples that no method has finished yet, by group
+        self._told: list[RunEvent] = []
+        if holding:
+            self.hold(self.version)
 
-    async def generate(self, group: int, version: int, reward: Callable[[ScoreJob], float | str] = distinct) -> None:
-        while group not in self.waiting:
-            for request in now(self.c.next_samples("rollout-0", 1000, 1000)):
-                self.waiting.setdefault(request.group, []).append(request)
-        await finish(self.c, "rollout-0", self.waiting.pop(group), version, stored=self.stored)
-        await score(self.c, now(self.c.next_to_score("reward-0", 100)), reward)
+    def hold(self, version: int, *engines: str) -> None:
+        """Publishes `version` and lets engines hold it: all, unless some are named."""
+        published = self.c.versions.published
+        if published is None or published < version:
+            now(self.c.announce(version, digest_of(version)))
+        for engine in engines or [*self.c.versions.engines]:
+            now(self.c.engine_holds(WeightReport(engine, version, digest_of(version))))
 
-    def take(self, needed: int = 1) -> ReadyGroup | None:
-        """Takes one group; returns None if nothing may be taken now."""
-        try:
-            (taken,) = now(self.c.next_groups(self.version, needed))
-        except AssertionError:
-            return None
-        return taken
+    def lease(self, free: int = 100, engine: str = "rollout-0", capacity: int = 100) -> list[SampleRequest]:
+        requests: list[SampleRequest] = now(self.c.next_samples(engine, free, capacity))
+        for request in requests:
+            if request.kind == "train":
+                self.leased.setdefault(request.group, []).append(request)
+        return requests
 
-    async def train(self, *groups: ReadyGroup) -> None:
+    def make(self, requests: Sequence[SampleRequest], version: int | None = None, engine: str = "rollout-0") -> None:
+        """Reports samples that the engine made all with one version, or that are a dataset's."""
+        version = self.version if version is None else version
+        versions = [(version,) * (0 if self.stored else len(trained_steps(r))) for r in requests]
+        results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
+        now(self.c.samples_done(engine, results))
+
+    def jobs(self, limit: int = 100, worker: str = "reward-0") -> list[ScoreJob]:
+        """Returns the jobs that a reward worker gets now; none if it would have to wait."""
+        return now_or([], self.c.next_to_score(worker, limit))  # type: ignore[no-any-return]
+
+    def score(self, jobs: Sequence[ScoreJob] | None = None, values: Reward = distinct, who: str = "reward-0") -> None:
+        """Scores jobs; all there are, unless some are given."""
+        now(self.c.scored(who, scores(self.jobs(worker=who) if jobs is None else jobs, values)))
+
+    def fail(self, job: ScoreJob, error: str = "x", worker: str = "reward-0", **how: Any) -> None:
+        now(self.c.scored(worker, [ScoreResult(job.sample_id, job.attempt, error=error, **how)]))
+
+    def complete(self, requests: Sequence[SampleRequest], values: Reward = distinct) -> None:
+        """Makes samples and scores all there are."""
+        self.make(requests)
+        self.score(values=values)
+
+    def generate(self, *groups: int, values: Reward = distinct) -> None:
+        """Makes and scores groups, once they are admitted."""
+        for group in groups:
+            while group not in self.leased:
+                self.lease()
+            self.complete(self.leased.pop(group), values)
+
+    def take(self, needed: int = 1) -> list[ReadyGroup]:
+        """Takes groups for the next update; returns none if none may be taken now."""
+        return now_or([], self.c.next_groups(self.version, needed))  # type: ignore[no-any-return]
+
+    def train(self, groups: Sequence[ReadyGroup]) -> None:
         self.version += 1
-        await self.c.update_done(report(self.version, list(groups)))
+        now(self.c.update_done(report(self.version, groups)))
 
-    async def update(self, *groups: ReadyGroup) -> None:
+    def update(self, groups: Sequence[ReadyGroup]) -> None:
         """Trains and publishes."""
-        await self.train(*groups)
-        await hold(self.c, self.version)
+        self.train(groups)
+        self.hold(self.version)
+
+    def events(self, *kinds: str) -> list[RunEvent]:
+        """Returns all that was told so far; only these kinds, if some are named."""
+        self._told += now_or([], self.c.events())
+        return [event for event in self._told if not kinds or event.kind in kinds]
+
+    def data(self, kind: str) -> list[dict[str, Any]]:
+        return [event.data for event in self.events(kind)]
+
+    def buffers(self) -> dict[str, Any]:
+        return now(self.c.statistics())["buffers"]  # type: ignore[no-any-return]
+
+    def lines(self) -> list[tuple[int, str, str | None]]:
+        """Returns what the ledger says became of groups."""
+        return [(entry.group, entry.event, entry.reason) for entry in self.entries]
 
 
 def play(config: Config, **kwargs: Any) -> Run:

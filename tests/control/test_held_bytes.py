@@ -5,66 +5,53 @@ from __future__ import annotations
 import random
 
 import pytest
-from control_world import SAMPLE_BYTES, Bench, finish, hold, make_config, make_coordinator, now, play
+from control_world import SAMPLE_BYTES, Bench, make_config, now, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.control.held_bytes import HeldBytes
 
 
-async def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
+def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
     """Two samples a group, two groups an update, and room for three groups."""
     bench = Bench(S=3, P=1, updates=6, max_bytes=6 * SAMPLE_BYTES)
 
     def statistics() -> tuple[int, int, int]:
-        buffers = now(bench.c.statistics())["buffers"]
+        buffers = bench.buffers()
         return buffers["bytes"]["ready"], buffers["bytes"]["reserved"], buffers["slots"]["live"]
 
     assert statistics() == (0, 6 * SAMPLE_BYTES, 1), "nothing is known, so one update has all the room"
-    await bench.generate(0, 0)
-    assert statistics() == (2 * SAMPLE_BYTES, 6 * SAMPLE_BYTES, 3), "what is known admits as many as fit"
+    bench.lease()
+    bench.make(bench.leased[0])
+    assert statistics() == (2 * SAMPLE_BYTES, 6 * SAMPLE_BYTES, 3), "what is known admits as many as fit, at once"
+    bench.score()
     taken = bench.take()
-    assert taken is not None
     assert statistics()[0] == 2 * SAMPLE_BYTES, "the trainer has it, and holds it"
-    await bench.train(taken)
+    bench.train(taken)
     assert statistics() == (0, 6 * SAMPLE_BYTES, 3), "the next one was admitted in its place"
 
 
-async def test_samples_that_are_smaller_than_was_reserved_for_them_admit_groups_before_they_are_scored() -> None:
-    coordinator, _ = make_coordinator(make_config(S=3, P=1, updates=6, max_bytes=6 * SAMPLE_BYTES))
-    await hold(coordinator, 0)
-    requests = now(coordinator.next_samples("rollout-0", 4, 4))
-    assert {request.group for request in requests} == {0}
-    await finish(coordinator, "rollout-0", requests, 0)
-    assert {request.group for request in now(coordinator.next_samples("rollout-0", 4, 4))} == {1, 2}
-
-
-async def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> None:
-    coordinator, _ = make_coordinator(make_config(P=2, max_bytes=4 * SAMPLE_BYTES - 1))
-
-    await hold(coordinator, 0)
-    requests = now(coordinator.next_samples("rollout-0", 4, 4))
-    await finish(coordinator, "rollout-0", requests[:1], 0)
-    (ended,) = [event.data for event in await coordinator.events() if event.kind == "ended"]
+def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> None:
+    bench = Bench(P=2, max_bytes=4 * SAMPLE_BYTES - 1)
+    bench.make(bench.lease(1))
+    (ended,) = bench.data("ended")
     assert ended["status"] == "failed"
     assert ended["reason"] == (
         "buffer.max_bytes: sample g0.s0 has 100 bytes, and the 4 samples of an update are held together: expected"
         " at least 400, got 399"
     )
-    assert now(coordinator.next_samples("rollout-0", 4, 4)) == []
+    assert bench.lease() == []
 
 
-async def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_ready() -> None:
+def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_ready() -> None:
     before = Bench(S=3, P=1, updates=6)
-    for group in range(3):
-        await before.generate(group, 0)
-    kept = await before.c.continuation()
+    before.generate(0, 1, 2)
+    kept = now(before.c.continuation())
     assert [ready.group for ready in kept.ready] == [0, 1, 2]
-    after, _ = make_coordinator(make_config(S=3, P=1, updates=6, max_bytes=2 * SAMPLE_BYTES - 1), start=kept)
-    await hold(after, 0)
-    (ended,) = [event.data for event in await after.events() if event.kind == "ended"]
+    after = Bench(S=3, P=1, updates=6, max_bytes=2 * SAMPLE_BYTES - 1, start=kept)
+    (ended,) = after.data("ended")
     assert ended["status"] == "failed" and "expected at least 200, got 199" in ended["reason"]
-    still = await after.continuation()
+    still = now(after.c.continuation())
     assert sorted(still.ready, key=lambda ready: ready.group) == sorted(kept.ready, key=lambda ready: ready.group)
 
 
@@ -81,24 +68,19 @@ def test_runs_that_fit_one_update_end(S: int, P: int, window: int, room: float) 
 @pytest.mark.parametrize("how", ["answered", "failed", "lost"])
 async def test_a_sample_of_an_ended_group_holds_its_bytes_until_its_engine_has_answered_or_is_lost(how: str) -> None:
     """There is room for one group only, so its replacement waits for those bytes, and nothing else would admit it."""
-    coordinator, entries = make_coordinator(
-        make_config(S=1, P=1, retries=0, engines=2, max_bytes=2 * SAMPLE_BYTES, updates=3)
-    )
-
-    await hold(coordinator, 0, "rollout-0", "rollout-1")
-    (failing,) = now(coordinator.next_samples("rollout-0", 1, 4))
-    (late,) = now(coordinator.next_samples("rollout-1", 1, 4))
-    await coordinator.sample_failed("rollout-0", failing.sample_id, "out of memory")
-    assert [(entry.group, entry.event) for entry in entries] == [(0, "dropped")]
-    counted = now(coordinator.statistics())["buffers"]
+    bench = Bench(S=1, P=1, retries=0, engines=2, max_bytes=2 * SAMPLE_BYTES, updates=3)
+    (failing,), (late,) = bench.lease(1), bench.lease(1, "rollout-1")
+    await bench.c.sample_failed("rollout-0", failing.sample_id, "out of memory")
+    assert [(entry.group, entry.event) for entry in bench.entries] == [(0, "dropped")]
+    counted = bench.buffers()
     assert (counted["bytes"]["reserved"], counted["slots"]["live"]) == (SAMPLE_BYTES, 0)
     if how == "answered":
-        await finish(coordinator, "rollout-1", [late], 0)
+        bench.make([late], engine="rollout-1")
     elif how == "failed":
-        await coordinator.sample_failed("rollout-1", late.sample_id, "out of memory")
+        await bench.c.sample_failed("rollout-1", late.sample_id, "out of memory")
     else:
-        await coordinator.engine_lost("rollout-1", "killed")
-    assert {request.group for request in now(coordinator.next_samples("rollout-0", 4, 4))} == {1}
+        await bench.c.engine_lost("rollout-1", "killed")
+    assert {request.group for request in bench.lease()} == {1}
 
 
 @given(
@@ -110,8 +92,8 @@ async def test_a_sample_of_an_ended_group_holds_its_bytes_until_its_engine_has_a
 )
 @settings(max_examples=60, deadline=None)
 def test_an_update_always_has_room(groups: int, size: int, more: int, largest: list[int], dice: random.Random) -> None:
-    """Samples of several buckets, none beyond its share but each of another size, are made, lost and made again while
-    groups come and go: the next group of an update finds room, and the bound is exceeded by growth alone."""
+    """Makes, loses and remakes samples of several buckets, none beyond its share but each of another size, while groups
+    come and go: the next group of an update finds room, and the bound is exceeded by growth alone."""
     bound = 100 * groups * size + more
     held = HeldBytes(bound, groups * size)
     live: list[tuple[int, list[int | None]]] = []  # the bucket of a group, and the sizes of its samples that are made

@@ -1,0 +1,206 @@
+"""Tests that a failed score is tried again after pauses that hold nobody else up and end with the run, that scorers
+that are wrong end the run before anything was scored, and not later, and `reward.streaming: false`: training samples
+are scored when none is being generated and none could be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from control_world import Bench, Run, distinct, make_config
+
+from omni_async.types import ScoreJob
+
+
+def made(count: int = 100, **config: Any) -> Bench:
+    """Begins a run that has made as many samples as are admitted, `count` at most."""
+    bench = Bench(**config)
+    bench.make(bench.lease(count))
+    return bench
+
+
+def samples(jobs: list[ScoreJob]) -> list[str]:
+    return [job.sample_id for job in jobs]
+
+
+# ---- tries and pauses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_failed_score_is_tried_again_after_ever_longer_pauses_while_others_are_scored(at_once: bool) -> None:
+    tries: dict[str, list[float]] = defaultdict(list)
+
+    def reward(job: ScoreJob) -> float | str:
+        tries[job.sample_id].append(asyncio.get_running_loop().time())
+        return "HTTP 503" if job.sample_id in ("g1.s0", "g3.s1") else distinct(job)
+
+    config = make_config(S=1, score_retries=3, backoff_s=0.5, score_at_once=at_once, window=2, updates=4)
+    played = await Run(config, reward=reward).play()
+    assert played.outcome == ("done", None)
+    assert {(e.group, e.reason) for e in played.entries if e.event == "rejected"} == {
+        (group, "reward failed 4 times: HTTP 503") for group in (1, 3)
+    }
+    assert all(e.reason is None for e in played.entries if e.event == "trained")
+    for sample, times in tries.items():
+        after = [0.0, 0.5, 1.5, 3.5] if sample in ("g1.s0", "g3.s1") else [0.0]
+        assert [time - times[0] for time in times] == after
+    assert tries["g2.s0"][0] < tries["g1.s0"][1]
+
+
+@pytest.mark.virtual_time
+async def test_a_run_ends_without_waiting_for_retries() -> None:
+    bench = made(S=0, P=1, backoff_s=30.0)
+    for job in bench.jobs():
+        bench.fail(job)
+    asking = asyncio.create_task(bench.c.next_to_score("reward-0", 2))
+    closing = asyncio.create_task(bench.c.closing())
+    await asyncio.sleep(1)
+    assert not asking.done() and not closing.done()
+    await bench.c.stop("enough")
+    assert await asking == []
+    await closing
+    await bench.c.closing()
+    assert [entry.event for entry in bench.entries] == ["dropped"]
+    await asyncio.sleep(100)  # nothing comes back
+    assert asyncio.get_running_loop().time() == 101
+
+
+@pytest.mark.virtual_time
+async def test_a_retry_of_a_group_that_ended_meanwhile_does_not_come_back() -> None:
+    bench = made(S=0, P=1, score_retries=1, backoff_s=30.0)
+    first, second = bench.jobs()
+    for job, pause_s in ((first, 20), (second, 15)):
+        bench.fail(job)
+        await asyncio.sleep(pause_s)
+    # At 35: the first one's pause ended at 30, the second's ends at 50.
+    assert samples(bench.jobs()) == [first.sample_id]
+    bench.fail(first)
+    assert bench.lines() == [(0, "rejected", "reward failed 2 times: x")]
+    await asyncio.sleep(60)
+    bench.make(requests := bench.lease(2))
+    assert samples(bench.jobs()) == [request.sample_id for request in requests]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("taken", [False, True])
+async def test_a_retry_of_an_image_that_is_lost_meanwhile_does_not_come_back(taken: bool) -> None:
+    """Ends the retry's pause when the sample made anew waits for its score, or is being scored."""
+    bench = made(S=0, P=1, backoff_s=10.0)
+    first, second = bench.jobs()
+    bench.fail(first)
+    bench.score([second])
+    await bench.c.objects_lost("rollout-0")
+    bench.make(bench.lease())
+    jobs = bench.jobs() if taken else []
+    await asyncio.sleep(60)
+    jobs = jobs or bench.jobs()
+    assert [job.attempt for job in jobs] == [2, 2]
+    bench.score(jobs)
+    assert [group.group for group in bench.take()] == [0] and not bench.entries
+
+
+def test_a_postponed_score_costs_no_try() -> None:
+    bench = made(S=0, P=1, score_retries=0)
+    for number in range(6):
+        (job,) = bench.jobs(1)
+        assert job.sample_id == f"g0.s{number % 2}", "the others are tried first"
+        bench.fail(job, fault="outage")
+    assert bench.entries == []
+    bench.fail(bench.jobs(1)[0], "unreadable")
+    assert [entry.reason for entry in bench.entries] == ["reward failed 1 times: unreadable"]
+
+
+# ---- scorers that are wrong ------------------------------------------------------------------------------------------
+
+
+def closing(bench: Bench) -> list[tuple[str, str]]:
+    """Returns how the run ended, if it did."""
+    return [(end["status"], end["reason"]) for end in bench.data("closing")]
+
+
+@pytest.mark.parametrize("scored", [False, True])
+async def test_a_scorer_that_fails_its_trial_ends_the_run_with_its_words_unless_a_sample_was_scored(
+    scored: bool,
+) -> None:
+    bench = made(1)
+    if scored:
+        bench.score()
+    assert await bench.c.scorer_wrong("scorer 'x': AttributeError: y") != scored
+    assert closing(bench) == ([] if scored else [("failed", "scorer 'x': AttributeError: y")])
+
+
+@pytest.mark.parametrize(
+    ("how", "scored", "ends"),
+    [
+        ({"wrong": True}, False, True),
+        ({"wrong": True, "fault": "outage"}, False, True),
+        ({"fault": "reject"}, False, True),
+        pytest.param({}, False, False, id="that may not repeat"),
+        pytest.param({"wrong": True}, True, False, id="one score is enough to blame the samples"),
+    ],
+)
+async def test_samples_of_four_groups_that_all_fail_end_the_run_and_those_of_fewer_do_not(
+    how: dict[str, Any], scored: bool, ends: bool
+) -> None:
+    bench = made(S=1, P=2, score_retries=0)
+    jobs = bench.jobs(8)
+    if scored:
+        bench.score(jobs[1:2])
+    for job in jobs[:6:2]:
+        bench.fail(job, "misspelt", **how)
+        assert closing(bench) == []
+    bench.fail(jobs[6], "misspelt", **how)
+    reason = "nothing could be scored so far, and the error stays the same: misspelt"
+    assert closing(bench) == ([("failed", reason)] if ends else [])
+    assert ends or [entry.event for entry in bench.entries] == ["rejected"] * 4
+
+
+async def test_a_final_failure_is_not_tried_again_and_ends_its_group_but_not_its_validation_round() -> None:
+    bench = made(P=1, S=0, score_retries=5, validation={"every": 1})
+    bad, good, train, _ = bench.jobs()
+    bench.score([good], lambda job: 2.0)
+    for job in (bad, train):
+        bench.fail(job, "misspelt", fault="reject")
+    assert bench.lines() == [(0, "rejected", "misspelt")], "the bare reason"
+    assert [(round_["parts"]["reward"], round_["failed"]) for round_ in bench.data("validation")] == [(2.0, 1)]
+
+
+# ---- in step ---------------------------------------------------------------------------------------------------------
+
+
+async def test_in_step_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_is_a_failure() -> None:
+    bench = Bench(score_at_once=False, S=0, P=2, retries=0, updates=1)
+    *requests, last = bench.lease()
+    for request in requests:
+        bench.make([request])
+        assert bench.jobs() == []
+    worker = asyncio.create_task(bench.c.next_to_score("reward-0", 8))
+    await asyncio.sleep(0)
+    await bench.c.sample_failed("rollout-0", last.sample_id, "boom")
+    assert bench.lines() == [(1, "dropped", "generation failed 1 times: boom")]
+    await asyncio.sleep(0)
+    assert not worker.done(), "group 2 replaces group 1"
+    bench.make(bench.lease())
+    assert samples(await asyncio.wait_for(worker, 1)) == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
+
+
+async def test_in_step_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:
+    bench = made(score_at_once=False, S=0, P=2, trajectories=3)
+    first = bench.jobs(1)
+    assert len(first) == 1
+    bench.score(first)
+    assert bench.jobs() == [], "there is a slot again, and a sample for it"
+    bench.make(bench.lease())
+    assert len(bench.jobs()) == 3
+
+
+async def test_in_step_validation_samples_are_scored_at_once_and_before_the_others() -> None:
+    bench = Bench(score_at_once=False, S=0, P=1, validation={"every": 1})
+    first, second, *training = bench.lease()
+    bench.make([first, training[0]])
+    assert samples(bench.jobs()) == [first.sample_id]
+    bench.make([second, training[1]])
+    assert [job.kind for job in bench.jobs(2)] == ["validation", "train"]
