@@ -7,11 +7,11 @@ import random
 from collections import Counter
 from typing import Any
 
-import msgspec
 import pytest
-from control_world import SAMPLE_BYTES, Bench, hold, make_config, make_coordinator, make_prompts, now, play
+from control_world import SAMPLE_BYTES, Bench, make_config, make_prompts, now, play
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from omni_async.config import Config
 from omni_async.config.schema import Sde, WindowConfig
@@ -81,21 +81,15 @@ def test_a_window_lies_within_its_range(seed: int, group: int, lo: int, room: in
     assert lo <= window.steps[0] and window.steps[-1] < lo + size + room and len(window.steps) == size
 
 
-def test_every_epoch_is_a_permutation_and_a_new_one() -> None:
-    stream = PromptStream(make_prompts(12), seed=3, shuffle=True)
-    epochs = [[stream[12 * epoch + i].index for i in range(12)] for epoch in range(5)]
-    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 5
-
-
-def test_the_nth_prompt_does_not_depend_on_what_was_asked_before() -> None:
-    forward, anyhow = (PromptStream(make_prompts(7), seed=1, shuffle=True) for _ in range(2))
-    numbers = list(range(50))
-    expected = {n: forward[n].index for n in numbers}
+def test_every_epoch_is_a_new_permutation_that_does_not_depend_on_what_was_asked_before() -> None:
+    stream, anyhow, other = (PromptStream(make_prompts(12), seed, shuffle=True) for seed in (3, 3, 4))
+    numbers = list(range(60))
+    expected = [stream[n].index for n in numbers]
+    epochs = {tuple(expected[start : start + 12]) for start in range(0, 60, 12)}
+    assert len(epochs) == 5 and all(sorted(epoch) == list(range(12)) for epoch in epochs)
     random.Random(0).shuffle(numbers)
-    assert {n: anyhow[n].index for n in numbers} == expected
-    other = PromptStream(make_prompts(7), seed=2, shuffle=True)
-    assert {n: other[n].index for n in numbers} != expected
+    assert [anyhow[n].index for n in numbers] == [expected[n] for n in numbers]
+    assert [other[n].index for n in range(60)] != expected
 
 
 def test_prompts_keep_their_order_unless_shuffled() -> None:
@@ -109,27 +103,24 @@ def test_a_stream_of_no_prompts_is_an_error() -> None:
 
 
 def test_requests_differ_by_seed_within_a_group_and_share_its_window() -> None:
-    factory = RequestFactory(make_config(group_size=3))
-    factory.fields = ("latents",)
     prompt = make_prompts(5)[4]
-    requests = factory.training(9, prompt, factory.window(9))
+    again, requests = [], []
+    for made in (again, requests):
+        factory = RequestFactory(make_config(group_size=3))
+        factory.fields = ("latents",)
+        made += factory.training(9, prompt, factory.window(9))
+    assert again == requests
     assert [r.sample_id for r in requests] == ["g9.s0", "g9.s1", "g9.s2"]
     assert len({r.seed for r in requests}) == 3
     assert {(r.window, r.group, r.prompt.index, r.fields, r.initial_seed) for r in requests} == {
         (factory.window(9), 9, 4, ("latents",), None)
     }
-    again = RequestFactory(make_config(group_size=3))
-    again.fields = ("latents",)
-    assert again.training(9, prompt, again.window(9)) == requests
-
-
-def test_without_a_validation_section_there_are_no_validation_requests() -> None:
-    assert RequestFactory(make_config()).validation(0, tuple(make_prompts(3))) == []
+    assert factory.validation(0, tuple(make_prompts(3))) == [], "without a validation section"
 
 
 def config_with(sde: Sde | None, P: int = 1, seed: int = 0) -> Config:
     config = make_config(P=P, seed=seed, validation={})
-    return msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, sde=sde))
+    return replace(config, rollout=replace(config.rollout, sde=sde))
 
 
 def config_of(P: int = 1, seed: int = 0, **window: Any) -> Config:
@@ -138,20 +129,15 @@ def config_of(P: int = 1, seed: int = 0, **window: Any) -> Config:
 
 def starts(count: int, P: int = 1, seed: int = 0, **window: Any) -> list[int]:
     config = config_of(P, seed, **window)
-    found = []
-    for group in range(count):
-        found_window = window_of(group, config)
-        assert found_window is not None and found_window.size == config_of(**window).rollout.sde.window.size
-        found.append(found_window.start)
-    return found
+    found = [window_of(group, config) or SdeWindow(-1, -1) for group in range(count)]
+    assert {each.size for each in found} == {window["size"]}
+    return [each.start for each in found]
 
 
 def test_uniform_is_drawn_for_every_group() -> None:
     assert starts(8, P=4, schedule="uniform", size=2, range=(0, 5)) == [3, 0, 0, 0, 2, 0, 3, 3]
-    config = config_of(P=3, seed=7, size=3, range=(1, 9))
-    assert [window_of(group, config) for group in range(50)] == [
-        draw_window(7, group, 3, (1, 9)) for group in range(50)
-    ]
+    expected = [draw_window(7, group, 3, (1, 9)).start for group in range(50)]
+    assert starts(50, P=3, seed=7, size=3, range=(1, 9)) == expected
 
 
 def test_random_is_drawn_for_every_update_and_shared_by_its_groups() -> None:
@@ -162,65 +148,30 @@ def test_random_is_drawn_for_every_update_and_shared_by_its_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "options"),
+    ("options", "stays"),
     [
-        pytest.param("0011223300", {"updates_per_position": 2}, id="rolls back"),
-        pytest.param("22223333", {"size": 1, "range": (2, 4), "P": 4}, id="is shared by an update's groups"),
-        pytest.param("001122333333", {"updates_per_position": 2, "at_end": "stay"}, id="stays at the end"),
-        pytest.param("134134", {"range": (1, 6), "stride": 2}, id="ends at the last place that fits"),
-        pytest.param("14444", {"range": (1, 6), "stride": 9, "at_end": "stay"}, id="and stays there"),
-        # From 3 to max(1, 3 // 4): 3, 2.5, 2, 1.5.
-        pytest.param(
-            "000112230",
-            {"schedule": "decay", "size": 1, "range": (0, 4), "updates_per_position": 3},
-            id="decay stays one update at least",
+        ({"schedule": "progressive", "size": 2, "updates_per_position": 2}, [2, 2, 2, 2]),
+        # From 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6.
+        ({"schedule": "decay", "size": 2, "updates_per_position": 25}, [25, 21, 17, 13]),
+        # As MixGRPO's fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T
+        # iterations, rounded down, at the start t, with min = max // 4 and T = max_timesteps.
+        (
+            {"schedule": "decay", "size": 1, "updates_per_position": 8},
+            [max(2, int(8 * (1 - t / 5) + 2 * (t / 5))) for t in range(5)],
         ),
-        pytest.param(
-            "00120",
-            {"schedule": "exp_decay", "size": 1, "range": (0, 3), "updates_per_position": 2, "decay_rate": 2000.0},
-            id="a steep exp_decay still visits every position",
+        (
+            {"schedule": "exp_decay", "size": 1, "updates_per_position": 10, "decay_rate": 0.5, "decay_from": 1},
+            [10, 10, math.ceil(10 * math.exp(-0.5)), math.ceil(10 * math.exp(-1.0)), math.ceil(10 * math.exp(-1.5))],
         ),
     ],
 )
-def test_a_sliding_window_stays_then_moves(expected: str, options: dict[str, Any]) -> None:
-    defaults = {"schedule": "progressive", "size": 2, "range": (0, 5), "updates_per_position": 1}
-    assert starts(len(expected), **{**defaults, **options}) == [int(digit) for digit in expected]
-
-
-def test_decay_interpolates_as_mixgrpos_public_code() -> None:
-    """Compares with fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T
-    iterations, rounded down, at the start t, with min = max // 4 and T = max_timesteps. For max 8 and T 5 these are 8,
-    6.8, 5.6, 4.4 and 3.2."""
-    stays = [8, 6, 5, 4, 3]
-    assert stays == [max(2, int(8 * (1 - t / 5) + 2 * (t / 5))) for t in range(5)]
+def test_a_sliding_window_stays_then_moves_and_rolls_back_or_stays_at_the_end(
+    options: dict[str, Any], stays: list[int]
+) -> None:
     positions = [start for start, stay in enumerate(stays) for _ in range(stay)]
-    assert starts(28, schedule="decay", size=1, range=(0, 5), updates_per_position=8) == [*positions, 0, 0]
-
-
-def test_decay_stays_ever_shorter() -> None:
-    # 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6 updates at 0 to 3,
-    # rounded down.
-    positions = [0] * 25 + [1] * 21 + [2] * 17 + [3] * 13
-    decay: dict[str, Any] = {"schedule": "decay", "size": 2, "range": (0, 5), "updates_per_position": 25}
-    assert starts(78, **decay) == [*positions, 0, 0]
-    assert starts(78, **decay, at_end="stay") == [*positions, 3, 3]
-    # A stride that overshoots counts by where the window is, 0, 2 and 3, not by how often it moved.
-    assert starts(57, **decay, stride=2) == [0] * 25 + [2] * 17 + [3] * 13 + [0] * 2
-
-
-def test_exp_decay_starts_to_shorten_beyond_decay_from() -> None:
-    stays = [10, 10, math.ceil(10 * math.exp(-0.5)), math.ceil(10 * math.exp(-1.0)), math.ceil(10 * math.exp(-1.5))]
-    assert stays == [10, 10, 7, 4, 3]
-    positions = [start for start, stay in enumerate(stays) for _ in range(stay)]
-    options: dict[str, Any] = {
-        "size": 1,
-        "range": (0, 5),
-        "updates_per_position": 10,
-        "decay_rate": 0.5,
-        "decay_from": 1,
-    }
-    assert starts(36, schedule="exp_decay", **options) == [*positions, 0, 0]
-    assert starts(36, schedule="exp_decay", **options, at_end="stay") == [*positions, 4, 4]
+    for at_end, then in (("roll_back", [0, 0]), ("stay", positions[-1:] * 2)):
+        found = starts(len(positions) + 2, range=(0, 5), at_end=at_end, **options)
+        assert found == positions + then
 
 
 sliding = st.fixed_dictionaries(
@@ -229,7 +180,7 @@ sliding = st.fixed_dictionaries(
         "updates_per_position": st.integers(1, 40),
         "stride": st.integers(1, 4),
         "at_end": st.sampled_from(["roll_back", "stay"]),
-        "decay_rate": st.sampled_from([0.05, 0.4, 3.0]),
+        "decay_rate": st.sampled_from([0.05, 0.4, 3.0, 2000.0]),
         "decay_from": st.integers(0, 3),
     }
 )
@@ -279,21 +230,15 @@ def test_the_millionth_update_is_found_like_the_first(at_end: str, start: int) -
     assert window == SdeWindow(start=start, size=2)
 
 
-def test_requests_carry_the_kernel_and_the_window() -> None:
-    factory = RequestFactory(config_with(Sde(kind="cps", noise_level=0.8, window=WindowConfig(size=3, range=(2, 5)))))
-    [request, *_] = factory.training(0, make_prompts(1)[0], factory.window(0))
-    assert (request.window, request.noise_level, request.sde_kind) == (SdeWindow(start=2, size=3), 0.8, "cps")
-    [held_out, *_] = factory.validation(0, tuple(make_prompts(1)))
-    assert (held_out.window, held_out.noise_level, held_out.sde_kind) == (None, 0.0, "cps")
-
-
-def test_without_an_sde_section_samples_are_noise_free() -> None:
-    config = config_with(None)
-    factory = RequestFactory(config)
-    assert window_of(5, config) is None and factory.window(5) is None
-    requests = factory.training(5, make_prompts(1)[0], None) + factory.validation(0, tuple(make_prompts(1)))
-    assert {r.kind for r in requests} == {"train", "validation"}
-    assert {(r.window, r.noise_level, r.sde_kind) for r in requests} == {(None, 0.0, "flow")}
+@pytest.mark.parametrize("sde", [Sde(kind="cps", noise_level=0.8, window=WindowConfig(size=3, range=(2, 5))), None])
+def test_requests_carry_the_kernel_and_the_window_and_without_an_sde_section_are_noise_free(sde: Sde | None) -> None:
+    factory = RequestFactory(config_with(sde))
+    window = factory.window(5)
+    assert window == (SdeWindow(start=2, size=3) if sde else None)
+    training, held_out = factory.training(5, *make_prompts(1), window), factory.validation(0, tuple(make_prompts(1)))
+    kind = sde.kind if sde else "flow"
+    assert {(r.window, r.noise_level, r.sde_kind) for r in training} == {(window, 0.8 if sde else 0.0, kind)}
+    assert {(r.window, r.noise_level, r.sde_kind) for r in held_out} == {(None, 0.0, kind)}
 
 
 WEIGHTS = (1.0, 2.0, 5.0)
@@ -318,20 +263,16 @@ def test_all_samples_of_a_group_have_its_spec_and_validation_the_shared_one() ->
     assert RequestFactory(make_config()).bucket(5) == 0
 
 
-async def test_a_resumed_run_draws_the_same_buckets() -> None:
-    config = make_config(S=3, P=1, updates=6, buckets=WEIGHTS)
+def test_a_resumed_run_draws_the_same_buckets() -> None:
     before = Bench(S=3, P=1, updates=6, buckets=WEIGHTS)
-    for group in (0, 1):
-        await before.generate(group, 0)
-    taken = before.take()
-    assert taken is not None and taken.bucket == draw_bucket(0, 0, WEIGHTS)
-    await before.train(taken)
-    kept = await before.c.continuation()
-    after, _ = make_coordinator(config, start=kept)
-    await hold(after, 1)
-    (ready,) = await after.next_groups(1, 1)
-    assert ready == kept.ready[0], "ready as it was, in the bucket that it was drawn from"
-    for request in now(after.next_samples("rollout-0", 8, 8)):
+    before.generate(0, 1)
+    (taken,) = before.take()
+    assert taken.bucket == draw_bucket(0, 0, WEIGHTS)
+    before.train([taken])
+    kept = now(before.c.continuation())
+    after = Bench(S=3, P=1, updates=6, buckets=WEIGHTS, start=kept)
+    assert after.take() == [kept.ready[0]], "ready as it was, in the bucket that it was drawn from"
+    for request in after.lease():
         assert request.spec == {"size": draw_bucket(0, request.group, WEIGHTS)}
 
 
