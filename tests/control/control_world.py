@@ -92,21 +92,12 @@ def make_prompts(count: int) -> list[Prompt]:
 
 
 def make_coordinator(
-    config: Config,
-    *,
-    prompts: int = 5,
-    validation_prompts: int = 2,
-    start_version: int = 0,
-    start_group: int = 0,
-    start: ControlState | None = None,
+    config: Config, *, validation_prompts: int = 2, start: ControlState | None = None
 ) -> tuple[Coordinator, list[LedgerEntry]]:
     """Makes a coordinator and the list its ledger writes to."""
     entries: list[LedgerEntry] = []
-    start = start or ControlState(version=start_version, next_group=start_group)
-    coordinator = Coordinator(
-        config, "run-1", make_prompts(prompts), make_prompts(validation_prompts), entries.append, start
-    )
-    return coordinator, entries
+    prompts = make_prompts(5), make_prompts(validation_prompts)
+    return Coordinator(config, "run-1", *prompts, entries.append, start), entries
 
 
 def digest_of(version: int) -> str:
@@ -193,18 +184,15 @@ class Run:
         reward_workers: int = 2,
         seed: int = 0,
         pause: dict[str, int] | None = None,
-        start_version: int = 0,
         **kwargs: Any,
     ) -> None:
         self.config = config
-        self.start_version = start_version
-        self.coordinator, self.entries = make_coordinator(config, start_version=start_version, **kwargs)
-        self.engines = [f"rollout-{i}" for i in range(config.rollout.workers)]
-        self.holds = dict.fromkeys(self.engines, -1)
+        self.coordinator, self.entries = make_coordinator(config, **kwargs)
+        self.start_version = self.coordinator.versions.trained
+        self.holds = dict.fromkeys(config.engine_names, -1)
         self.events: list[RunEvent] = []
         self.requests: list[SampleRequest] = []
         self.taken: list[tuple[int, ReadyGroup]] = []
-        self.leases: list[tuple[str, int]] = []  # engine, how many
         self._reward, self._generate = reward, generate
         self._reward_workers = reward_workers
         self._random = random.Random(seed)
@@ -228,7 +216,6 @@ class Run:
         capacity = self.config.rollout.max_inflight
         running: set[asyncio.Task[None]] = set()
         while leased := await self.coordinator.next_samples(engine, capacity - len(running), capacity):
-            self.leases.append((engine, len(leased)))
             running |= {asyncio.create_task(self.sample(engine, request)) for request in leased}
             while len(running) >= capacity:
                 _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -245,9 +232,8 @@ class Run:
         if (error := self._generate(engine, request)) is not None:
             await self.coordinator.sample_failed(engine, request.sample_id, error)
         else:
-            await self.coordinator.samples_done(
-                engine, [make_result(request, engine, tuple(versions), version=started)]
-            )
+            result = make_result(request, engine, tuple(versions), version=started)
+            await self.coordinator.samples_done(engine, [result])
 
     async def rewarder(self, worker: str) -> None:
         while jobs := await self.coordinator.next_to_score(worker, self.config.reward.batch):
@@ -277,7 +263,7 @@ class Run:
         while True:
             version = await self._to_publish.get()
             await self.coordinator.announce(version, digest_of(version))
-            for engine in self._random.sample(self.engines, len(self.engines)):
+            for engine in self._random.sample([*self.holds], len(self.holds)):
                 await self.turns("publish")
                 self.holds[engine] = version
                 await self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
@@ -294,7 +280,7 @@ class Run:
                 await asyncio.gather(
                     self.driver(),
                     self.trainer(),
-                    *(self.producer(engine) for engine in self.engines),
+                    *(self.producer(engine) for engine in self.holds),
                     *(self.rewarder(f"reward-{i}") for i in range(self._reward_workers)),
                 )
         finally:

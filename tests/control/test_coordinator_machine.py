@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
@@ -37,6 +38,7 @@ from hypothesis.stateful import (
 )
 
 from omni_async.config import Config
+from omni_async.control.control_state import ControlState
 from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
 
 
@@ -109,11 +111,13 @@ def pop(items: list[T], pick: int) -> T:
     return items.pop(pick % len(items))
 
 
+@dataclass
 class Lease:
     """A sample an engine works on; `seen` are the versions the engine held since."""
 
-    def __init__(self, engine: str, request: SampleRequest, version: int) -> None:
-        self.engine, self.request, self.seen = engine, request, [version]
+    engine: str
+    request: SampleRequest
+    seen: list[int]
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
@@ -124,7 +128,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.at_engines: dict[str, str] = {}  # training samples, from the moment they are leased -> their engine
         self.generated: set[str] = set()  # training samples, also of groups that ended since
-        self.buckets: dict[int, int] = {}  # by group
         self.sizes: dict[int, int] = {}  # bytes of a sample, by the buckets that are known from one
         self.answered: list[Lease] = []  # leases that were answered: material for second answers
         self.unscored: dict[str, str] = {}  # training and validation samples generated and not finally scored -> kind
@@ -153,7 +156,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.config, self.may_stop, self.stored = config, may_stop, stored and config.rollout.sde is None
         self.start = min(start, config.trainer.updates)
         self.version = self.to_publish = self.start
-        self.coordinator, self.entries = make_coordinator(config, start_version=self.start, start_group=10 * self.start)
+        start_of_run = ControlState(version=self.start, next_group=10 * self.start)
+        self.coordinator, self.entries = make_coordinator(config, start=start_of_run)
         self.engines = [f"rollout-{i}" for i in range(config.rollout.workers)]
         self.workers = ["reward-0", "reward-1"]
         self.lost: list[str] = []
@@ -193,14 +197,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 await asyncio.sleep(0)
 
         self.loop.run_until_complete(turns())
-        for who, task in [*self.waiting.items()]:
-            if not task.done():
-                continue
-            del self.waiting[who]
-            if task.cancelled():
-                continue
-            kind, _, name = who.partition(":")
-            getattr(self, f"got_{kind}")(name, task.result())
+        for who in [who for who, task in self.waiting.items() if task.done()]:
+            task = self.waiting.pop(who)
+            if not task.cancelled():
+                kind, _, name = who.partition(":")
+                getattr(self, f"got_{kind}")(name, task.result())
 
     def got_samples(self, engine: str, requests: list[SampleRequest]) -> None:
         if engine in self.lost:
@@ -208,7 +209,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert requests or self.over, f"{engine} was evicted in the middle of the run"
         for request in requests:
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
-            self.leases.append(Lease(engine, request, self.holds[engine]))
+            self.leases.append(Lease(engine, request, [self.holds[engine]]))
             if request.kind == "validation" and not self.over:
                 round_ = self.coordinator._validation.rounds[request.group]
                 assert request.sample_id not in round_.failed, "its round goes on without it"
@@ -313,11 +314,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         again |= {who.removeprefix("samples:") for who, task in self.waiting.items() if task.done()}
         everybody = [*self.engines, *self.lost]
         engine = everybody[pick % len(everybody)]
-        if engine in again:
-            return
-        if failed:
+        if engine not in again and failed:
             now(self.coordinator.sample_failed(engine, lease.request.sample_id, "late"))
-        else:
+        elif engine not in again:
             self.tell_done(lease, engine=engine)
 
     # ---- rules: reward workers ---------------------------------------------------------------------------------------
@@ -333,27 +332,25 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.next_value += 1
         drawn = Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
         value = None if how in ("error", "down") else drawn
-        before = self.rounds_failed(job)
         self.tell_score(worker, job, value, "timeout", "outage" if how == "down" else "retry")
         self.scored.append(held)
-        if value is not None or self.rounds_failed(job) > before:
+        if value is not None:
             self.unscored.pop(job.sample_id, None)
+        self.forget_failed()
 
-    def rounds_failed(self, job: ScoreJob) -> int:
-        """Counts the failed samples that validation reported or carries, to know when a failed score was final."""
-        if job.kind == "train":
-            return 0
-        round_ = self.coordinator._validation.rounds.get(number_of(job.sample_id))
-        return 10**6 if round_ is None else len(round_.failed)
+    def forget_failed(self) -> None:
+        """Forgets validation samples whose round goes on without them, or is over."""
+        for sample in [sample for sample, kind in self.unscored.items() if kind == "validation"]:
+            round_ = self.coordinator._validation.rounds.get(number_of(sample))
+            if round_ is None or sample in round_.failed:
+                del self.unscored[sample]
 
     @move(lambda self: self.scored)
     def second_score(self, back: int, failed: bool) -> None:
         worker, job = self.scored[-1 - back % len(self.scored)]
-        if any(job.sample_id == other.sample_id for _, other in self.jobs):
-            return  # it is being scored again, then this is the first answer
-        if any(who.startswith("jobs:") and task.done() for who, task in self.waiting.items()):
-            return
-        self.tell_score(worker, job, None if failed else Score(-1.0))
+        again = any(job.sample_id == other.sample_id for _, other in self.jobs)
+        if not again and not any(who.startswith("jobs:") and task.done() for who, task in self.waiting.items()):
+            self.tell_score(worker, job, None if failed else Score(-1.0))
 
     # ---- rules: trainer and weights ----------------------------------------------------------------------------------
 
@@ -381,10 +378,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @move(lambda self: self.sending)
     def swap(self, pick: int) -> None:
         engine = sorted(self.sending)[pick % len(self.sending)]
-        self.arrives(engine, self.sending.pop(engine))
-
-    def arrives(self, engine: str, version: int) -> None:
-        self.holds[engine] = version
+        self.holds[engine] = version = self.sending.pop(engine)
         for lease in self.leases:
             if lease.engine == engine:
                 lease.seen.append(version)
@@ -422,8 +416,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Returns whether the sample's group waits for samples or for the trainer, or its round for scores."""
         if sample in self.unscored or sample.startswith("v"):
             return sample in self.unscored
-        group = number_of(sample)
-        return group in self.untaken() and group not in {g.group for g in self.taken_unseen()}
+        on_its_way = {group.group for group in self.taken_unseen()}
+        return number_of(sample) in {*self.untaken()} - on_its_way
 
     def is_made_again(self, samples: list[str]) -> None:
         self.made_again |= bool(samples)
@@ -471,12 +465,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.scored += [held for held in self.jobs if held[0] == name]
         self.jobs = [held for held in self.jobs if held[0] != name]
         now(self.coordinator.scorer_lost(name))
-        # A sample that was with too many workers that were lost counts as the cause: its group is rejected, or its
-        # round goes on without it.
-        for sample in [sample for sample, kind in self.unscored.items() if kind == "validation"]:
-            round_ = self.coordinator._validation.rounds.get(number_of(sample))
-            if round_ is None or sample in round_.failed:
-                del self.unscored[sample]
+        self.forget_failed()  # a sample that was with too many workers that were lost counts as the cause
 
     # ---- rules: everybody --------------------------------------------------------------------------------------------
 
@@ -588,10 +577,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert counted["reserved"] == sum(map(self.size_of, reserved)), "no reservation leaks"
 
     def bucket_of(self, sample: str) -> int:
-        group = number_of(sample)
-        if group not in self.buckets:
-            self.buckets[group] = self.coordinator._factory.bucket(group)
-        return self.buckets[group]
+        return self.coordinator._factory.bucket(number_of(sample))
 
     def size_of(self, sample: str) -> int:
         """Returns the bytes that a training sample has or is expected to have: those of its bucket, once one of that is
@@ -612,9 +598,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def everybody_works(self) -> None:
         """Runs one round of well-behaved roles."""
         self.ask("events:", self.coordinator.events())
-        for engine in self.engines:
-            self.ask(f"samples:{engine}", self.next_samples(engine, 4))
-        self.ask(f"jobs:{self.workers[0]}", self.next_to_score(self.workers[0], 2))
+        for number in range(len(self.engines)):
+            self.ask_for_samples(number, free=4)
+        self.ask_for_jobs(worker=0, limit=2)
         self.ask_for_group()
         self.settle()
         while self.leases:
@@ -626,9 +612,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.finish_update()
         if self.announced < self.to_publish:
             self.announce()
-        for engine, version in [*self.sending.items()]:
-            del self.sending[engine]
-            self.arrives(engine, version)
+        while self.sending:
+            self.swap(pick=0)
         self.all_is_well()
 
     def teardown(self) -> None:
@@ -663,14 +648,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.loop.close()
 
     def nobody_is_left_waiting(self) -> None:
-        for engine in self.engines:
-            self.ask(f"samples:{engine}", self.next_samples(engine, 4))
-        self.ask(f"jobs:{self.workers[1]}", self.next_to_score(self.workers[1], 2))
+        for number in range(len(self.engines)):
+            self.ask_for_samples(number, free=4)
+        self.ask_for_jobs(worker=1, limit=2)
         for _ in range(len(self.waiting)):  # in a queue each wakes the next
             self.settle()
         left = [who for who in self.waiting if who != "events:"]
         assert not left, f"{left} still wait although the run is over"
-        self.waiting.get("events:", self.loop.create_task(asyncio.sleep(0))).cancel()
+        for task in self.waiting.values():
+            task.cancel()
         self.settle()
 
     def late_messages_are_harmless(self) -> None:

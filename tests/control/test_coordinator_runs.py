@@ -25,11 +25,12 @@ from control_world import (
 from msgspec.structs import replace
 
 from omni_async.config.schema import Role
+from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.versions import WeightMismatch
 from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
 
-CONTINUED = {"start_version": 3, "start_group": 11}
+CONTINUED = {"start": ControlState(version=3, next_group=11)}
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -77,18 +78,16 @@ def test_exact_staleness_is_the_budget_after_as_many_updates(S: int, P: int, win
     assert run.staleness == [min(version, S) for version in range(S + 5) for _ in range(P)]
     if S == 3:
         assert play(make_config(**config), pause=slow).staleness != run.staleness, "without it ages are mixed"
-        again = play(make_config(**config | {"P": 1}, exact=True), start_version=2, start_group=12)
+        again = play(make_config(**config | {"P": 1}, exact=True), start=ControlState(version=2, next_group=12))
         assert again.staleness == [0, 1, 2, 3, 3, 3], "a resumed run climbs again"
 
 
 def test_all_groups_rejected_ends_the_run_and_says_why() -> None:
-    for max_updates, per_update in ((0, 1), (2, 3)):
-        run = play(make_config(S=max_updates, P=per_update), reward=lambda job: 0.25)
-        status, reason = run.outcome
-        assert status == "failed" and reason is not None
-        assert "zero reward variance" in reason and "in a row" in reason
-        assert {entry.event for entry in run.entries} <= {"rejected", "dropped"}
-        assert run.of_kind("ended")[0]["reasons"]["zero reward variance"] >= 4
+    run = play(make_config(S=2, P=3), reward=lambda job: 0.25)
+    status, reason = run.outcome
+    assert status == "failed" and "zero reward variance" in str(reason) and "in a row" in str(reason)
+    assert {entry.event for entry in run.entries} <= {"rejected", "dropped"}
+    assert run.of_kind("ended")[0]["reasons"]["zero reward variance"] >= 4
 
 
 def test_rejections_count_in_a_row_only_while_no_group_turns_out_well() -> None:
@@ -110,23 +109,6 @@ def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own
     values = zip(bench.jobs(), ((1.0, 0.0), (0.0, 1.0)), strict=True)
     now(bench.c.scored("reward-0", [ScoreResult(job.sample_id, 1, Score(1.0, values=value)) for job, value in values]))
     assert [entry.event for entry in bench.entries] == ([] if event is None else [event])
-
-
-def test_a_failing_reward_is_retried_and_then_rejects_the_group_with_its_reason() -> None:
-    asked: Counter[str] = Counter()
-
-    def reward(job: ScoreJob) -> float | str:
-        asked[job.sample_id] += 1
-        fails = job.sample_id == "g1.s0" or (job.sample_id == "g2.s0" and asked[job.sample_id] <= 2)
-        return "HTTP 503" if fails else distinct(job)
-
-    run = play(make_config(score_retries=2), reward=reward)
-    assert run.outcome == ("done", None)
-    assert [(e.group, e.event, e.reason) for e in run.entries if e.event != "trained"] == [
-        (1, "rejected", "reward failed 3 times: HTTP 503")
-    ]
-    assert asked["g1.s0"] == asked["g2.s0"] == 3
-    assert {e.reward for e in run.entries if e.event == "trained"} == {0.5}, "a failed score never becomes a number"
 
 
 def test_a_failing_sample_is_made_again_from_the_same_seed_and_then_drops_its_group() -> None:

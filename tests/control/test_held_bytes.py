@@ -56,13 +56,15 @@ def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_
 
 
 @pytest.mark.parametrize("room", [1, 1.4, 2])
-@pytest.mark.parametrize(("S", "P", "window"), [(0, 1, 1), (0, 3, 1), (2, 2, 1), (3, 2, 4)])
-def test_runs_that_fit_one_update_end(S: int, P: int, window: int, room: float) -> None:
+@pytest.mark.parametrize("buckets", [(), (1.0, 2.0, 5.0)])
+@pytest.mark.parametrize(("S", "P", "window"), [(0, 1, 1), (2, 3, 1), (3, 2, 4)])
+def test_runs_that_fit_one_update_end(S: int, P: int, window: int, buckets: tuple[float, ...], room: float) -> None:
+    """The largest bucket decides what an update needs; smaller ones let more groups in."""
     bound = int(room * P * 2 * SAMPLE_BYTES)
-    run = play(make_config(S=S, P=P, window=window, updates=6, max_bytes=bound, engines=2))
+    run = play(make_config(S=S, P=P, window=window, updates=6, max_bytes=bound, engines=2, buckets=buckets))
     assert len(run.taken) == 6 * P
-    most = [event.data["buffers"]["bytes"]["most"] for event in run.events if event.kind == "update"]
-    assert max(most) <= bound
+    counted = [event["buffers"]["bytes"] for event in run.of_kind("update")]
+    assert max(max(each["most"], each["reserved"]) for each in counted) <= bound
 
 
 @pytest.mark.parametrize("how", ["answered", "failed", "lost"])

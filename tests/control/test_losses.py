@@ -135,14 +135,6 @@ async def test_a_group_that_is_lost_too_often_is_dropped_with_the_reason_and_ano
     assert bench.lines()[1:] == [(1, "trained", None)]
 
 
-async def test_a_group_that_the_trainer_does_not_have_cannot_be_given_back() -> None:
-    bench = Bench(S=0, P=1, retries=0)
-    bench.generate(0)
-    await bench.c.group_gone(0, "its node died")
-    await bench.c.group_gone(77, "its node died")
-    assert bench.entries == [] and len(bench.take()) == 1
-
-
 # ---- an image that is gone -------------------------------------------------------------------------------------------
 
 

@@ -146,7 +146,7 @@ def play(config: Config, judge: Judge, stop_s: float = math.inf, **kwargs: Any) 
         played = Paced(config, lambda: judge, VirtualClock(), **kwargs)
         publisher, loop = asyncio.create_task(played.publisher()), asyncio.get_running_loop()
         roles: list[Coroutine[Any, Any, None]] = [played.driver(), played.trainer()]
-        roles += [played.producer(engine) for engine in played.engines]
+        roles += [played.producer(engine) for engine in played.holds]
         roles += [played.rewarder(f"reward-{i}") for i in range(played._reward_workers)]
         if stop_s < math.inf:
             loop.call_later(stop_s, lambda: loop.create_task(played.coordinator.stop("enough")))
