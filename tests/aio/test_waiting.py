@@ -283,23 +283,3 @@ async def test_a_cancelled_sender_withdraws_its_item_unless_it_has_left() -> Non
     assert await kept == 6
     assert carrier.deliveries == [[1], [3]]
     assert left.cancelled() and withdrawn.cancelled()
-
-
-@pytest.mark.parametrize("seed", range(5))
-async def test_everything_that_is_sent_is_delivered_once(seed: int) -> None:
-    dice = random.Random(seed)
-    delivered: list[int] = []
-
-    async def deliver(items: list[int]) -> list[int]:
-        delivered.extend(items)
-        await turns(dice.randint(0, 3))
-        return items
-
-    post = Coalescer(deliver)
-
-    async def send(item: int) -> int:
-        await turns(dice.randint(0, 20))
-        return await post.send(item)
-
-    assert await asyncio.gather(*(send(item) for item in range(100))) == list(range(100))
-    assert sorted(delivered) == list(range(100))

@@ -12,6 +12,7 @@ import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
@@ -43,35 +44,29 @@ from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreRe
 
 
 def random_config(dice: random.Random) -> Config:
-    max_updates, per_update = dice.randint(0, 4), dice.randint(1, 4)
+    max_updates, per_update, group_size = dice.randint(0, 4), dice.randint(1, 4), dice.randint(2, 3)
     exact = dice.random() < 0.25
-    group_size = dice.randint(2, 3)
     # From the least that works, one update's groups, to more than there are slots.
     bound = per_update * group_size * SAMPLE_BYTES * dice.choice([100, 130, 200, 700]) // 100
-    rounds = {
-        "every": dice.randint(1, 4),
-        "samples_per_prompt": dice.randint(1, 2),
-        "share": dice.choice([0.1, 0.5, 1.0]),
+    share = dice.choice([0.1, 0.5, 1.0])
+    rounds = {"every": dice.randint(1, 4), "samples_per_prompt": dice.randint(1, 2), "share": share}
+    any_of: dict[str, Sequence[Any]] = {
+        "max_bytes": [None, None if exact else bound],
+        "buckets": [(), (), (1.0, 1.0), (1.0, 5.0, 2.0)],
+        "updates": range(1, 9),
+        "window": range(1, 7),
+        "publish_every": range(1, 2 if exact else max_updates + 2),
+        "trajectories": [1, 2, 3, 8, 64],
+        "groups": [max(number, (max_updates + 1) * per_update if exact else 1) for number in (1, 2, 4, 16)],
+        "engines": range(1, 4),
+        "retries": range(3),
+        "score_retries": range(3),
+        "validation": [None, rounds],
+        "steps": [None, None, 3],
+        "score_at_once": [True, True, True, False, False],
     }
-    return make_config(
-        S=max_updates,
-        P=per_update,
-        group_size=group_size,
-        max_bytes=None if exact else dice.choice([None, bound]),
-        buckets=dice.choice([(), (), (1.0, 1.0), (1.0, 5.0, 2.0)]),
-        updates=dice.randint(1, 8),
-        window=dice.randint(1, 6),
-        publish_every=1 if exact else dice.randint(1, max_updates + 1),
-        trajectories=dice.choice([1, 2, 3, 8, 64]),
-        groups=max(dice.choice([1, 2, 4, 16]), (max_updates + 1) * per_update if exact else 1),
-        engines=dice.randint(1, 3),
-        retries=dice.randint(0, 2),
-        score_retries=dice.randint(0, 2),
-        validation=dice.choice([None, rounds]),
-        exact=exact,
-        steps=dice.choice([None, None, 3]),
-        score_at_once=dice.random() < 0.6,
-    )
+    drawn = {name: dice.choice(values) for name, values in any_of.items()}
+    return make_config(S=max_updates, P=per_update, group_size=group_size, exact=exact, **drawn)
 
 
 # What the arguments of moves are drawn from. `pick` and `back` choose from a list, from its front and from its end.
@@ -158,7 +153,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.version = self.to_publish = self.start
         start_of_run = ControlState(version=self.start, next_group=10 * self.start)
         self.coordinator, self.entries = make_coordinator(config, start=start_of_run)
-        self.engines = [f"rollout-{i}" for i in range(config.rollout.workers)]
+        self.bucket = cache(self.coordinator._factory.bucket)
+        self.engines = [*config.engine_names]
         self.workers = ["reward-0", "reward-1"]
         self.lost: list[str] = []
         self.holds = dict.fromkeys(self.engines, -1)
@@ -577,7 +573,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert counted["reserved"] == sum(map(self.size_of, reserved)), "no reservation leaks"
 
     def bucket_of(self, sample: str) -> int:
-        return self.coordinator._factory.bucket(number_of(sample))
+        return self.bucket(number_of(sample))
 
     def size_of(self, sample: str) -> int:
         """Returns the bytes that a training sample has or is expected to have: those of its bucket, once one of that is

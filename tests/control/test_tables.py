@@ -1,4 +1,5 @@
-"""Tests the table of samples against a plain model of it, under arbitrary events; who gets which sample first."""
+"""Tests the table of samples against a plain model of it, under arbitrary events, and who gets which sample first; the
+table of groups: slots, places and the order in which the trainer takes groups."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from control_world import SAMPLE_BYTES, make_config, make_prompts, make_result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_async.control.group_table import GROUP_TRANSITIONS, Group, GroupEvent, GroupState, GroupTable, has_signal
+from omni_async.control.ledger import Ledger
 from omni_async.control.requests import RequestFactory
 from omni_async.control.sample_table import SAMPLE_TRANSITIONS, Sample, SampleEvent, SampleSet, SampleState, SampleTable
-from omni_async.types import SampleKind, SampleResult, Score, ScoreResult
+from omni_async.types import LedgerEntry, SampleKind, SampleResult, Score, ScoreResult, UpdateReport
 
 WITH_SLOT = {"LEASED", "ABANDONED", "GENERATED", "SCORING", "PAUSED"}
 ENGINES = ("a", "b", "c")
 
 
-class World:
+class SampleWorld:
     """A table with groups and rounds of two samples each."""
 
     def __init__(self, **config: Any) -> None:
@@ -72,17 +75,8 @@ def ids(found: list[Sample]) -> list[str]:
     return [sample.request.sample_id for sample in found]
 
 
-def test_an_event_that_cannot_happen_is_refused() -> None:
-    for state, event in {*product(SampleState, SampleEvent)} - SAMPLE_TRANSITIONS.keys():
-        (sample, _) = (world := World()).add().samples
-        sample.state = state
-        with pytest.raises(ValueError, match=f"sample g0.s0 is {state.name}: {event.name} cannot happen to it"):
-            world.table._move(sample, event)
-        assert sample.state is state
-
-
 def test_validation_goes_first_then_the_oldest_group_and_each_engine_gets_an_even_share() -> None:
-    world = World()
+    world = SampleWorld()
     for _ in range(3):
         world.add()
     world.add("validation")
@@ -95,7 +89,7 @@ def test_validation_goes_first_then_the_oldest_group_and_each_engine_gets_an_eve
 
 
 def test_validation_has_its_share_of_an_engine_while_training_waits() -> None:
-    world = World(validation={"every": 1, "samples_per_prompt": 20, "share": 0.5}, trajectories=12)
+    world = SampleWorld(validation={"every": 1, "samples_per_prompt": 20, "share": 0.5}, trajectories=12)
     world.add("validation")
     world.add()
     for engine in ENGINES:
@@ -106,7 +100,7 @@ def test_validation_has_its_share_of_an_engine_while_training_waits() -> None:
 
 
 def test_validation_is_scored_first_then_what_came_first_and_what_is_tried_again_before_all() -> None:
-    world = World()
+    world = SampleWorld()
     training, round_ = world.add_generated(), world.add_generated("validation")
     last = world.add_generated()
 
@@ -125,7 +119,7 @@ def test_validation_is_scored_first_then_what_came_first_and_what_is_tried_again
 
 
 def test_only_the_first_sample_that_a_scorer_is_down_for_may_have_brought_it_down() -> None:
-    world = World()
+    world = SampleWorld()
     first, second = (world.add_generated().samples for _ in range(2))
     world.table.jobs("w", 4)
     for sample, how in ((first[0], "score"), (first[1], "outage"), (second[0], "outage")):
@@ -134,7 +128,7 @@ def test_only_the_first_sample_that_a_scorer_is_down_for_may_have_brought_it_dow
 
 
 def test_several_reward_workers_may_have_a_sample_and_the_first_score_counts() -> None:
-    world = World()
+    world = SampleWorld()
     (first, second) = world.add_generated().samples
     world.table.jobs("w0", 2)
     for worker in ("w1", "w2"):
@@ -151,7 +145,7 @@ def test_several_reward_workers_may_have_a_sample_and_the_first_score_counts() -
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 3, 64]), st.sampled_from([0.1, 1.0]))
 def test_counts_and_queues_always_agree_with_the_states(dice: random.Random, slots: int, share: float) -> None:
     validation = {"every": 1, "samples_per_prompt": 1, "share": share}
-    world = World(trajectories=slots, validation=validation, retries=2, max_bytes=100 * SAMPLE_BYTES)
+    world = SampleWorld(trajectories=slots, validation=validation, retries=2, max_bytes=100 * SAMPLE_BYTES)
     table, workers, ended = world.table, [0], set[int]()
     for _ in range(dice.randint(1, 80)):
         live = [*table.samples.values()]
@@ -214,7 +208,7 @@ def used(live: list[Sample]) -> int:
     return sum(sample.state.name in WITH_SLOT for sample in live)
 
 
-def agree(world: World) -> None:
+def agree(world: SampleWorld) -> None:
     """Counts everything again from the states alone."""
     table, live = world.table, [*world.table.samples.values()]
     assert SampleState.GONE not in {sample.state for sample in live}
@@ -243,3 +237,148 @@ def agree(world: World) -> None:
     assert (counted["ready"], counted["reserved"]) == (made * SAMPLE_BYTES, made * SAMPLE_BYTES + expected * share)
     queued = any(sample.state is SampleState.QUEUED for sample in live)
     assert table.may_lease == (queued and used(live) < statistics["capacity"])
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+class GroupWorld:
+    def __init__(self, **config: int) -> None:
+        self.config = make_config(updates=50, **config)
+        self.factory = RequestFactory(self.config)
+        self.entries: list[LedgerEntry] = []
+        self.table = GroupTable(self.config, "run-1", Ledger(self.entries.append), 0)
+
+    def admit(self, number: int, version: int = 0) -> Group:
+        prompt, window = make_prompts(1)[0], self.factory.window(number)
+        group = Group(number, prompt, window, version, self.factory.training(number, prompt, window))
+        self.table.admit(group)
+        return group
+
+    def complete(self, *groups: Group) -> None:
+        for group in groups:
+            for sample in group.samples:
+                sample.result = make_result(sample.request, "rollout-0", (group.admitted_version,) * 2)
+                sample.score = Score(1.0)
+            self.table.complete(group)
+
+    def take(self, update: int, needed: int) -> int | None:
+        ready = self.table.take(update, needed)
+        return None if ready is None else ready.group
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Returns slots of live groups and of others, places, and groups that can be taken."""
+        found = self.table.statistics()
+        slots, replay = found["slots"], found["replay"]
+        return slots["live"], slots["awaiting_publication"], replay["reserved"], replay["ready"]
+
+
+def test_a_group_holds_a_slot_until_it_is_published_and_a_place_until_it_is_taken() -> None:
+    world = GroupWorld(S=0, P=2, groups=2)
+    first, second = world.admit(0), world.admit(1)
+    with pytest.raises(ValueError, match="no room for group 2: 2 of 2 slots and 2 of 2 places are held"):
+        world.admit(2)
+    world.complete(first)
+    assert world.counts() == (2, 0, 2, 1) and not world.table.all_ready
+    assert world.take(0, 2) == 0 and world.table.in_training
+    assert world.counts() == (2, 0, 1, 0) and not world.table.may_admit
+    assert world.table.end(second, "rejected", "equal") is None
+    assert world.table.may_admit and world.table.all_ready, "its slot is free at once"
+    ((group, ready),) = world.table.trained(UpdateReport(1, (0,), {}, 0.0, 1.0))
+    assert (group, ready.group) == (first, 0) and first.ready is None
+    assert world.counts() == (0, 1, 0, 0) and not world.table.in_training
+    world.table.publish(0)
+    assert world.counts() == (0, 1, 0, 0), "not every engine holds version 1"
+    world.table.publish(1)
+    assert world.counts() == (0, 0, 0, 0) and not world.table.groups
+    assert [(entry.group, entry.event, entry.staleness) for entry in world.entries] == [
+        (1, "rejected", None),
+        (0, "trained", 0),
+    ]
+
+
+def test_a_group_that_the_trainer_cannot_read_goes_before_all_others() -> None:
+    world = GroupWorld(S=1, P=2, window=3)
+    groups = [world.admit(number) for number in range(3)]
+    world.complete(*groups)
+    world.table.spoil(groups[1])
+    assert world.counts() == (3, 0, 3, 2) and groups[1].ready is None
+    assert world.take(0, 2) == 0
+    assert world.table.give_back(0) is groups[0] and world.table.give_back(0) is None
+    assert world.counts() == (3, 0, 2, 1), "it keeps its slot, and needs no place"
+    assert world.take(0, 2) is None, "group 2 waits for it, however ready"
+    world.complete(groups[0])
+    world.table.spoil(groups[0])
+    assert groups[0].state is GroupState.REMAKING and world.take(0, 2) is None
+    world.complete(groups[0])
+    assert [world.take(0, 2), world.take(0, 1)] == [0, 2]
+    world.complete(groups[1])
+    assert world.table.all_ready
+    world.table.give_back(2)
+    assert not world.table.all_ready, "it is made again"
+
+
+def test_overtaking_stops_where_the_overtaken_would_be_late() -> None:
+    world = GroupWorld(S=2, P=2, window=3)
+    groups = [world.admit(number) for number in range(4)]
+    world.complete(*groups[1:3])
+    assert [world.take(1, 2), world.take(1, 1)] == [1, 2], "0 and 3 still fit into update 2"
+    world.complete(world.admit(4, 1))
+    assert world.take(2, 2) is None, "0 and 3 fill update 2, and are due by then"
+
+
+@settings(max_examples=150, deadline=None)
+@given(window=st.integers(1, 5), S=st.integers(0, 3), P=st.integers(1, 3), dice=st.randoms(use_true_random=False))
+def test_whatever_becomes_ready_when_no_group_is_ever_late(window: int, S: int, P: int, dice: random.Random) -> None:
+    """Admits groups as slots allow; they become ready in any order, and the trainer takes as soon as it may."""
+    world = GroupWorld(window=window, S=S, P=P)
+    taken: set[int] = set()
+    admitted = 0
+    for update in range(6):
+        world.table.publish(update)
+        while world.table.may_admit:
+            world.admit(admitted, update)
+            admitted += 1
+        groups = []
+        for needed in range(P, 0, -1):
+            while (chosen := world.take(update, needed)) is None:
+                waiting = [group for group in world.table.groups.values() if group.state is GroupState.MAKING]
+                assert waiting, "everything is ready and nothing may be taken"
+                world.complete(dice.choice(waiting))
+            assert update - world.table.groups[chosen].admitted_version <= S
+            assert sum(number < chosen for number in set(range(admitted)) - taken) < window
+            taken.add(chosen)
+            groups.append(chosen)
+        world.table.trained(UpdateReport(update + 1, tuple(groups), {}, 0.0, 1.0))
+        assert world.table.live == set(range(admitted)) - taken
+
+
+CANCELLING = [Score(1.0, values=(1.0, 0.0)), Score(1.0, values=(0.0, 1.0))]
+
+
+@pytest.mark.parametrize(
+    ("scores", "each_scorer", "expected"),
+    [
+        *(([Score(value) for value in equal], False, False) for equal in ((0.1, 0.1, 0.1), (0.5,), ())),
+        *(([Score(value) for value in other], False, True) for other in ((0.1, 0.1, 0.10000001), (0.0, 0.0, 1e-12))),
+        pytest.param(CANCELLING, False, False, id="scorers cancel out"),
+        pytest.param(CANCELLING, True, True, id="each scorer counts"),
+    ],
+)
+def test_any_difference_of_rewards_is_signal(scores: list[Score], each_scorer: bool, expected: bool) -> None:
+    assert has_signal(scores, each_scorer=each_scorer) == expected
+
+
+def test_an_event_that_cannot_happen_is_refused() -> None:
+    for state, event in {*product(SampleState, SampleEvent)} - SAMPLE_TRANSITIONS.keys():
+        (sample, _) = (samples := SampleWorld()).add().samples
+        sample.state = state
+        with pytest.raises(ValueError, match=f"sample g0.s0 is {state.name}: {event.name} cannot happen to it"):
+            samples.table._move(sample, event)
+        assert sample.state is state
+    for state, event in {*product(GroupState, GroupEvent)} - GROUP_TRANSITIONS.keys():
+        group = (groups := GroupWorld()).admit(0)
+        group.state = state
+        with pytest.raises(ValueError, match=f"group 0 is {state.name}: {event.name} cannot happen to it"):
+            groups.table._move(group, event)
+        assert group.state is state
