@@ -369,18 +369,13 @@ class Bench:
         self.version += 1
         now(self.c.update_done(report(self.version, groups)))
 
-    def update(self, groups: Sequence[ReadyGroup]) -> None:
-        """Trains and publishes."""
-        self.train(groups)
-        self.hold(self.version)
-
-    def events(self, *kinds: str) -> list[RunEvent]:
-        """Returns all that was told so far; only these kinds, if some are named."""
+    def events(self) -> list[RunEvent]:
+        """Returns all that was told so far."""
         self._told += now_or([], self.c.events())
-        return [event for event in self._told if not kinds or event.kind in kinds]
+        return self._told
 
     def data(self, kind: str) -> list[dict[str, Any]]:
-        return [event.data for event in self.events(kind)]
+        return [event.data for event in self.events() if event.kind == kind]
 
     def buffers(self) -> dict[str, Any]:
         return now(self.c.statistics())["buffers"]  # type: ignore[no-any-return]
@@ -391,7 +386,4 @@ class Bench:
 
 
 def play(config: Config, **kwargs: Any) -> Run:
-    async def main() -> Run:
-        return await Run(config, **kwargs).play()
-
-    return asyncio.run(main())
+    return asyncio.run(Run(config, **kwargs).play())

@@ -83,18 +83,18 @@ VALUES: dict[str, Sequence[Any]] = {
     "store_too": [False, True, True],
     "how": ["value"] * 6 + ["equal", "error", "down"],
 }
-# What may happen: when it may, and the names of its arguments.
-MOVES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {}
+# What may happen: when it may, the names of its arguments, and how often it does in long runs, as one of these weights.
+MOVES: dict[str, tuple[Callable[[Any], Any], list[str], Sequence[float]]] = {}
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
-def move(possible: Callable[[Any], Any] = lambda machine: True) -> Callable[[Method], Method]:
+def move(*often: float, when: Callable[[Any], Any] = lambda machine: True) -> Callable[[Method], Method]:
     """Makes a method a rule of the machine and one of the `MOVES`."""
 
     def made(method: Method) -> Method:
         names = [*inspect.signature(method).parameters][1:]
-        MOVES[method.__name__] = possible, names
-        return precondition(possible)(rule(**{name: st.sampled_from(VALUES[name]) for name in names})(method))
+        MOVES[method.__name__] = when, names, often
+        return precondition(when)(rule(**{name: st.sampled_from(VALUES[name]) for name in names})(method))
 
     return made
 
@@ -129,8 +129,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.jobs: list[tuple[str, ScoreJob]] = []
         self.scored: list[tuple[str, ScoreJob]] = []
         self.groups: list[ReadyGroup] = []  # what the trainer holds
-        self.version = 0
-        self.to_publish = 0
         self.sending: dict[str, int] = {}
         self.taken: list[int] = []
         self.returned: set[int] = set()  # groups that the trainer could not read
@@ -186,7 +184,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         else:
             self.waiting[who] = self.loop.create_task(work, name=who)
 
-    @move()
+    @move(6)
     def settle(self) -> None:
         async def turns() -> None:
             for _ in range(4):
@@ -269,12 +267,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: engines ----------------------------------------------------------------------------------------------
 
-    @move(lambda self: self.engines)
+    @move(4, when=lambda self: self.engines)
     def ask_for_samples(self, pick: int, free: int) -> None:
         engine = self.engines[pick % len(self.engines)]
         self.ask(f"samples:{engine}", self.next_samples(engine, free))
 
-    @move(lambda self: self.leases)
+    @move(5, when=lambda self: self.leases)
     def finish_sample(self, pick: int, seed: int) -> None:
         """Finishes a sample whose steps were taken with any of the versions the engine held meanwhile, in order."""
         lease = pop(self.leases, pick)
@@ -294,14 +292,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if request.kind == "train":
                 self.sizes[self.bucket_of(request.sample_id)] = bytes_of(request)
 
-    @move(lambda self: self.leases)
+    @move(0, 0.3, 1, when=lambda self: self.leases)
     def fail_sample(self, pick: int) -> None:
         lease = pop(self.leases, pick)
         self.at_engines.pop(lease.request.sample_id, None)
         now(self.coordinator.sample_failed(lease.engine, lease.request.sample_id, "out of memory"))
         self.answered.append(lease)
 
-    @move(lambda self: self.answered)
+    @move(0, 0.5, when=lambda self: self.answered)
     def second_answer(self, back: int, failed: bool, pick: int) -> None:
         """Answers for a sample already answered; or, when it was leased again, from an engine that does not have it."""
         lease = self.answered[-1 - back % len(self.answered)]
@@ -317,12 +315,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: reward workers ---------------------------------------------------------------------------------------
 
-    @move()
+    @move(4)
     def ask_for_jobs(self, worker: int, limit: int) -> None:
         name = self.workers[worker]
         self.ask(f"jobs:{name}", self.next_to_score(name, limit))
 
-    @move(lambda self: self.jobs)
+    @move(6, when=lambda self: self.jobs)
     def answer_job(self, pick: int, how: str) -> None:
         worker, job = held = pop(self.jobs, pick)
         self.next_value += 1
@@ -341,7 +339,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if round_ is None or sample in round_.failed:
                 del self.unscored[sample]
 
-    @move(lambda self: self.scored)
+    @move(0, 0.5, when=lambda self: self.scored)
     def second_score(self, back: int, failed: bool) -> None:
         worker, job = self.scored[-1 - back % len(self.scored)]
         again = any(job.sample_id == other.sample_id for _, other in self.jobs)
@@ -350,13 +348,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: trainer and weights ----------------------------------------------------------------------------------
 
-    @move()
+    @move(4)
     def ask_for_group(self) -> None:
         needed = self.config.trainer.groups_per_update - len(self.groups)
         if needed > 0 and self.version < self.config.trainer.updates:
             self.ask("groups:", self.coordinator.next_groups(self.version, needed))
 
-    @move(lambda self: len(self.groups) == self.config.trainer.groups_per_update)
+    @move(0.5, 4, when=lambda self: len(self.groups) == self.config.trainer.groups_per_update)
     def finish_update(self) -> None:
         self.version += 1
         now(self.coordinator.update_done(report(self.version, self.groups)))
@@ -364,14 +362,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if self.version % self.config.weights.publish_every == 0 or self.version == self.config.trainer.updates:
             self.to_publish = self.version
 
-    @move(lambda self: self.announced < self.to_publish)
+    @move(0.5, 4, when=lambda self: self.announced < self.to_publish)
     def announce(self) -> None:
         """Announces a version, also while an older one is still on its way to some engines: they skip it."""
         self.announced = self.to_publish
         now(self.coordinator.announce(self.announced, digest_of(self.announced)))
         self.sending = dict.fromkeys(self.engines, self.announced)
 
-    @move(lambda self: self.sending)
+    @move(0.5, 4, when=lambda self: self.sending)
     def swap(self, pick: int) -> None:
         engine = sorted(self.sending)[pick % len(self.sending)]
         self.holds[engine] = version = self.sending.pop(engine)
@@ -388,7 +386,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: who comes and goes -----------------------------------------------------------------------------------
 
-    @move(lambda self: self.engines)
+    @move(0, 0, 0.3, when=lambda self: self.engines)
     def lose_engine(self, pick: int, replaced: bool, store_too: bool) -> None:
         """Loses an engine at any moment: with samples, while it asks for some, while weights are on their way to it;
         with what it stored, or without."""
@@ -424,7 +422,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.scored += [held for held in self.jobs if held[1].sample_id in samples]
         self.jobs = [held for held in self.jobs if held[1].sample_id not in samples]
 
-    @move(lambda self: self.groups and not self.over)
+    @move(0, 0.2, when=lambda self: self.groups and not self.over)
     def group_is_gone(self, pick: int) -> None:
         """Reports a group that the trainer took, and cannot read."""
         group = pop(self.groups, pick)
@@ -433,7 +431,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         now(self.coordinator.group_gone(group.group, "its node is gone"))
         self.is_made_again([sample.sample_id for sample in group.samples])
 
-    @move(lambda self: self.jobs)
+    @move(0, 0.2, when=lambda self: self.jobs)
     def image_is_gone(self, pick: int) -> None:
         """Reports an image that the reward worker cannot read."""
         worker, job = pop(self.jobs, pick)
@@ -443,7 +441,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if unread and not self.over:
             self.is_made_again([job.sample_id])
 
-    @move(lambda self: len(self.engines) < 4 and len(self.lost) < 20)
+    @move(0, 0.2, when=lambda self: len(self.engines) < 4 and len(self.lost) < 20)
     def join_engine(self) -> None:
         """Adds an engine; the publisher sends it the newest version that was announced."""
         engine = f"rollout-{len(self.lost) + len(self.engines) + 10}"
@@ -453,7 +451,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if self.announced >= 0:
             self.sending[engine] = self.announced
 
-    @move()
+    @move(0, 0, 0.3)
     def lose_scorer(self, worker: int) -> None:
         name = self.workers[worker]
         self.workers[worker] = f"reward-{len(self.lost) + 10}"
@@ -465,20 +463,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- rules: everybody --------------------------------------------------------------------------------------------
 
-    @move(lambda self: self.waiting)
+    @move(0, 1, when=lambda self: self.waiting)
     def cancel_a_waiter(self, pick: int) -> None:
         """Cancels a waiter at any moment, also between being woken and running; what it would have got must go to
         another one."""
         self.waiting[sorted(self.waiting)[pick % len(self.waiting)]].cancel()
 
-    @move()
+    @move(0)
     def work_in_order(self, rounds: int) -> None:
-        """Runs a stretch of undisturbed work, so that the disturbances meet every phase of a run."""
+        """Runs a stretch of undisturbed work, so that the disturbances of short runs meet every phase."""
         for _ in range(rounds):
             if not self.over:
                 self.everybody_works()
 
-    @move(lambda self: self.may_stop)
+    @move(0.1, when=lambda self: self.may_stop)
     def stop(self) -> None:
         self.may_stop = False
         now(self.coordinator.stop("ctrl-c"))
@@ -591,12 +589,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ---- and the run always ends -------------------------------------------------------------------------------------
 
+    def everybody_asks(self, worker: int) -> None:
+        for number in range(len(self.engines)):
+            self.ask_for_samples(number, free=4)
+        self.ask_for_jobs(worker, limit=2)
+
     def everybody_works(self) -> None:
         """Runs one round of well-behaved roles."""
         self.ask("events:", self.coordinator.events())
-        for number in range(len(self.engines)):
-            self.ask_for_samples(number, free=4)
-        self.ask_for_jobs(worker=0, limit=2)
+        self.everybody_asks(worker=0)
         self.ask_for_group()
         self.settle()
         while self.leases:
@@ -644,9 +645,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.loop.close()
 
     def nobody_is_left_waiting(self) -> None:
-        for number in range(len(self.engines)):
-            self.ask_for_samples(number, free=4)
-        self.ask_for_jobs(worker=1, limit=2)
+        self.everybody_asks(worker=1)
         for _ in range(len(self.waiting)):  # in a queue each wakes the next
             self.settle()
         left = [who for who in self.waiting if who != "events:"]
@@ -693,31 +692,9 @@ def play_at_random(config: Config, dice: random.Random) -> None:
         config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3, stored=dice.random() < 0.5
     )
     values = {**VALUES, "how": ["value"] * 20 + ["equal", "error", "down"] * dice.choice([0, 1, 8])}
-    often = {
-        "settle": 6,
-        "ask_for_samples": 4,
-        "finish_sample": 5,
-        "fail_sample": dice.choice([0, 0.3, 1]),
-        "second_answer": dice.choice([0, 0.5]),
-        "ask_for_jobs": 4,
-        "answer_job": 6,
-        "second_score": dice.choice([0, 0.5]),
-        "ask_for_group": 4,
-        "finish_update": dice.choice([0.5, 4]),
-        "announce": dice.choice([0.5, 4]),
-        "swap": dice.choice([0.5, 4]),
-        "cancel_a_waiter": dice.choice([0, 1]),
-        "lose_engine": dice.choice([0, 0, 0.3]),
-        "group_is_gone": dice.choice([0, 0.2]),
-        "image_is_gone": dice.choice([0, 0.2]),
-        "join_engine": dice.choice([0, 0.2]),
-        "lose_scorer": dice.choice([0, 0, 0.3]),
-        "work_in_order": 0,  # the proportions see to it
-        "stop": 0.1,
-    }
-    assert often.keys() == MOVES.keys()
-    for name in dice.choices([*often], weights=[*often.values()], k=dice.randint(1, 2500)):
-        possible, arguments = MOVES[name]
+    weights = {name: dice.choice(often) for name, (_, _, often) in MOVES.items()}
+    for name in dice.choices([*weights], weights=[*weights.values()], k=dice.randint(1, 2500)):
+        possible, arguments, _ = MOVES[name]
         if possible(machine):
             getattr(machine, name)(**{argument: dice.choice(values[argument]) for argument in arguments})
             machine.all_is_well()

@@ -269,7 +269,8 @@ def test_a_group_of_a_dataset_is_as_old_as_its_admission_and_has_no_age_if_it_is
     for _ in range(5):
         bench.lease()
         bench.generate(*bench.leased)
-        bench.update(bench.take())
+        bench.train(bench.take())
+        bench.hold(bench.version)
     ages = [(e.admitted_version, e.trained_version, e.staleness) for e in bench.entries]
     assert ages == [(0, 1, 0), (0, 2, 1), (0, 3, 2), (1, 4, 2), (2, 5, 2)]
     made_with = [None] * 5 if stored else [(version, version) for version, _, _ in ages]
@@ -293,55 +294,15 @@ async def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained()
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
-    bench = Bench(S=3, P=1, updates=10)
-    bench.generate(1)
-    trainer = asyncio.create_task(bench.c.next_groups(0, 1))
-    await asyncio.sleep(0)
-    assert not trainer.done()
-    bench.generate(0, values=lambda job: 0.5)
-    (group,) = await asyncio.wait_for(trainer, 1)
-    assert group.group == 1
-
-
 def test_engines_share_a_short_queue_evenly_and_one_that_has_its_share_gets_one_more_at_a_time() -> None:
     for group_size, engines, asking, leased in ((3, 4, (0, 1, 2, 3), [3, 3, 3, 3]), (2, 2, (0, 0, 0, 0), [4, 1, 1, 1])):
         bench = Bench(S=0, P=4, group_size=group_size, engines=engines)
         assert [len(bench.lease(16, f"rollout-{i}")) for i in asking] == leased
 
 
-@pytest.mark.parametrize("engines", [1, 30])
-async def test_producers_that_asked_before_there_were_weights_all_get_work(engines: int) -> None:
-    """Checks that an engine without weights takes nothing and keeps no other from it."""
-    bench = Bench(S=0, P=engines, group_size=1, engines=engines, groups=engines, holding=False)
-    producers = {name: asyncio.create_task(bench.c.next_samples(name, 4, 4)) for name in bench.config.engine_names}
-    await asyncio.sleep(0)
-    for name in producers:
-        assert not any(task.done() for task in producers.values())
-        bench.hold(0, name)
-        await asyncio.sleep(0)
-    leased = await asyncio.wait_for(asyncio.gather(*producers.values()), 1)
-    assert [len(requests) for requests in leased] == [1] * engines
-
-
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 INTERRUPTED = ("dropped", "run interrupted: ctrl-c")
-
-
-async def test_stopping_sends_every_waiter_home_at_once() -> None:
-    c = (bench := Bench(engines=2, holding=False)).c
-    works = [c.next_samples(engine, 1, 1) for engine in bench.config.engine_names]
-    works += [c.next_to_score("reward-0", 1), c.next_groups(0, 1), c.events()]
-    waiters = [asyncio.create_task(work) for work in works]
-    await asyncio.sleep(0)
-    assert not any(waiter.done() for waiter in waiters)
-    await c.stop("ctrl-c")
-    *answers, events = await asyncio.wait_for(asyncio.gather(*waiters), 1)
-    assert answers == [[], [], [], []]
-    over = [(e.kind, e.data["status"], e.data["reason"]) for e in events]
-    assert over == [("closing", "interrupted", "ctrl-c"), ("ended", "interrupted", "ctrl-c")]
-    assert bench.lease() == bench.take() == []
 
 
 async def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from control_world import Bench, digest_of, distinct, now
+from control_world import Bench, distinct, now
 
-from omni_async.types import ReadyGroup, SampleRequest, WeightReport
+from omni_async.types import ReadyGroup, SampleRequest
 
 
 def leased(**config: Any) -> Bench:
@@ -244,32 +244,6 @@ async def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_
 
 
 # ---- engines and reward workers that come and go ---------------------------------------------------------------------
-
-
-async def test_the_samples_of_a_lost_engine_are_made_again_from_the_same_seeds() -> None:
-    bench = Bench(engines=2, S=1, P=2)
-    lost = bench.lease(4)
-    await bench.c.engine_lost("rollout-0", "killed")
-    again = attempts(bench.lease(8, "rollout-1"))
-    assert made_again(lost).items() <= again.items()
-    bench.make(lost)  # still on their way when it died
-    assert not bench.c._samples.statistics()["ready"], "its late answers count for nothing"
-
-
-async def test_a_lost_engine_that_had_asked_gets_nothing() -> None:
-    bench = Bench(engines=2, S=0, P=1)
-    first = bench.lease(8, "rollout-1") + bench.lease(8, "rollout-1")
-    asking = asyncio.create_task(bench.c.next_samples("rollout-0", 8, 8))
-    await asyncio.sleep(0)
-    await bench.c.engine_lost("rollout-0", "killed")
-    await bench.c.engine_lost("rollout-1", "killed")
-    assert await asking == [], "its call is answered, by nobody's loss"
-    await bench.c.engine_joins("rollout-2")
-    joining = asyncio.create_task(bench.c.next_samples("rollout-2", 8, 8))
-    await asyncio.sleep(0)
-    assert not joining.done(), "without weights it gets no work"
-    await bench.c.engine_holds(WeightReport("rollout-2", 0, digest_of(0)))
-    assert {request.sample_id for request in await joining} == {request.sample_id for request in first}
 
 
 async def test_the_late_answer_for_a_group_that_ended_frees_a_slot_for_an_engine_that_waits() -> None:
