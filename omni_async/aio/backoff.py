@@ -30,14 +30,14 @@ class Backoff(Struct, frozen=True):
 class Later:
     """Delayed calls, by name.
 
-    They wait for timers of the running loop; `cancel` and `close` end the wait without the call."""
+    They wait for timers of the running loop; `cancel` and `cancel_all` end the wait without the call."""
 
     def __init__(self) -> None:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
 
     def call(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back after a while, or never once closed.
+        """Call back after a while, or never once all were cancelled.
 
         Args:
             name: by which `cancel` finds it; takes the place of a call of that name that waits.
@@ -60,7 +60,8 @@ class Later:
             if (timer := self._timers.pop(name, None)) is not None:
                 timer.cancel()
 
-    def close(self) -> None:
+    def cancel_all(self) -> None:
+        """Cancel all calls that wait, and make none from now on."""
         self._closed = True
         self.cancel(list(self._timers))
 

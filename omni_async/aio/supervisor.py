@@ -26,7 +26,7 @@ class TaskFailed(RuntimeError):
 class Supervisor:
     """The owner of a run's tasks.
 
-    `async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await supervisor.wait()`"""
+    `async with Supervisor() as tasks: tasks.start_task("producer-0", producer.run()); await tasks.wait()`"""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], str] = {}
@@ -35,7 +35,7 @@ class Supervisor:
     async def __aenter__(self) -> Supervisor:
         return self
 
-    def start(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def start_task(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name=name)
         self._tasks[task] = name
         task.add_done_callback(lambda _: self._changed.notify())

@@ -419,7 +419,7 @@ class Coordinator(Bulletin):
         self._ending.decide(status, reason)
         for round_ in self._validation.cancel():
             self._samples.end_samples(round_)
-        self._pauses.close()
+        self._pauses.cancel_all()
         for each in (self._producers, self._rewarders, self._weights, self._ready, self._changed):
             each.notify()
         if not self._groups.in_training:

@@ -69,12 +69,12 @@ class Session:
     async def run(self, interrupted: asyncio.Event) -> Ending:
         ending, cluster, observer = Ending(), self._cluster, self._observer
         async with self._services as services, self._roles as roles:
-            watching = services.start("driver", observer.watch(cluster.coordinator, cluster.store))
-            services.start("interrupts", _stop_when(interrupted, cluster))
+            watching = services.start_task("driver", observer.watch(cluster.coordinator, cluster.store))
+            services.start_task("interrupts", _stop_when(interrupted, cluster))
             for name, work in cluster.services().items():
-                services.start(name, work)
+                services.start_task(name, work)
             for name, work in cluster.work().items():
-                roles.start(name, work)
+                roles.start_task(name, work)
             for name, work in cluster.workers().items():
                 self._keeper.employ(name, work)
             failure: TaskFailed | None = None

@@ -93,7 +93,7 @@ class Keeper:
         slot = Worker.parse(name).slot
         self._workers[slot] = name
         self._started[slot] = max(1, self._started[slot])
-        self.supervisor.start(slot, self._keep(name, work))
+        self.supervisor.start_task(slot, self._keep(name, work))
 
     def give_up(self, name: str, reason: str) -> None:
         """Mark a worker that was found not to do its part: it is replaced."""

@@ -30,7 +30,7 @@ async def test_what_is_put_off_happens_in_its_time_unless_it_is_cancelled() -> N
         later.call(name, seconds, lambda name=name: happened.append((name, asyncio.get_running_loop().time())))
     later.cancel(["gone", "unknown"])
     await asyncio.sleep(5)
-    later.close()
+    later.cancel_all()
     later.call("too late", 0.0, lambda: happened.append(("too late", 0.0)))
     await asyncio.sleep(50)
     assert happened == [("now", 0.0), ("a", 1.0), ("b", 2.0)]

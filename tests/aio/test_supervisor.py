@@ -27,8 +27,8 @@ async def test_the_first_failure_ends_all_and_names_its_task() -> None:
 
     with pytest.raises(TaskFailed, match="reward-1: RuntimeError: out of paper") as caught:
         async with Supervisor() as supervisor:
-            tasks = [supervisor.start(name, forever(name)) for name in ("producer-0", "trainer")]
-            supervisor.start("reward-1", fail_after(3, RuntimeError("out of paper")))
+            tasks = [supervisor.start_task(name, forever(name)) for name in ("producer-0", "trainer")]
+            supervisor.start_task("reward-1", fail_after(3, RuntimeError("out of paper")))
             try:
                 await supervisor.wait()
             finally:
@@ -42,11 +42,11 @@ async def test_the_first_failure_ends_all_and_names_its_task() -> None:
 async def test_it_waits_for_all_and_leaves_nothing_behind() -> None:
     async with Supervisor() as supervisor:
         await supervisor.wait()  # for nothing
-        endless = supervisor.start("endless", asyncio.Event().wait())
+        endless = supervisor.start_task("endless", asyncio.Event().wait())
         await asyncio.sleep(0)
     assert endless.cancelled()
     async with Supervisor() as supervisor:
-        tasks = [supervisor.start(str(i), asyncio.sleep(0)) for i in range(3)]
+        tasks = [supervisor.start_task(str(i), asyncio.sleep(0)) for i in range(3)]
         await supervisor.wait()
         assert all(task.done() for task in tasks)
         await supervisor.stop()
@@ -55,12 +55,12 @@ async def test_it_waits_for_all_and_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("turns", [0, 3])
 async def test_a_failure_before_the_wait_or_of_a_task_started_during_it_is_not_missed(turns: int) -> None:
     async def restart() -> None:
-        supervisor.start("producer-1", fail_after(1, RuntimeError("no weights")))
+        supervisor.start_task("producer-1", fail_after(1, RuntimeError("no weights")))
         await asyncio.Event().wait()
 
     with pytest.raises(TaskFailed, match="producer-1: RuntimeError: no weights"):
         async with Supervisor() as supervisor:
-            supervisor.start("watchdog", restart())
+            supervisor.start_task("watchdog", restart())
             for _ in range(turns):
                 await asyncio.sleep(0)
             await asyncio.wait_for(supervisor.wait(), 2)
@@ -69,7 +69,7 @@ async def test_a_failure_before_the_wait_or_of_a_task_started_during_it_is_not_m
 async def test_an_error_in_the_block_still_ends_every_task() -> None:
     with pytest.raises(KeyError, match="mine"):
         async with Supervisor() as supervisor:
-            endless = supervisor.start("endless", asyncio.Event().wait())
+            endless = supervisor.start_task("endless", asyncio.Event().wait())
             raise KeyError("mine")
     assert endless.cancelled()
 
@@ -86,7 +86,7 @@ async def test_cancelling_the_owner_ends_its_tasks_first() -> None:
 
     async def owner() -> None:
         async with Supervisor() as supervisor:
-            supervisor.start("slow", slow_to_end())
+            supervisor.start_task("slow", slow_to_end())
             await supervisor.wait()
 
     task = asyncio.create_task(owner())
