@@ -294,6 +294,17 @@ async def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained()
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
+async def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
+    bench = Bench(S=3, P=1, updates=10)
+    bench.generate(1)
+    trainer = asyncio.create_task(bench.c.next_groups(0, 1))
+    await asyncio.sleep(0)
+    assert not trainer.done()
+    bench.generate(0, values=lambda job: 0.5)
+    (group,) = await asyncio.wait_for(trainer, 1)
+    assert group.group == 1
+
+
 def test_engines_share_a_short_queue_evenly_and_one_that_has_its_share_gets_one_more_at_a_time() -> None:
     for group_size, engines, asking, leased in ((3, 4, (0, 1, 2, 3), [3, 3, 3, 3]), (2, 2, (0, 0, 0, 0), [4, 1, 1, 1])):
         bench = Bench(S=0, P=4, group_size=group_size, engines=engines)

@@ -203,6 +203,7 @@ async def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end_and_ta
     worker, scored = 0, 0
     while scored < 7:
         jobs = bench.jobs(8, f"reward-{worker}")
+        assert jobs, "somebody waits for ever"
         if any(job.sample_id == "g1.s1" for job in jobs):
             await bench.c.scorer_lost(f"reward-{worker}")
             worker += 1
