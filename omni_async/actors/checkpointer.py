@@ -46,11 +46,16 @@ class Checkpointer:
         """Begin a checkpoint of the weights' `version`. Returns when the weights may change again."""
         await self.settle(last=False)
         folder = self.checkpoints / folder_name(version)
+
+        def clear() -> None:
+            shutil.rmtree(partial(folder), ignore_errors=True)
+            partial(folder).mkdir(parents=True)
+
         try:
             control = await self.coordinator.continuation()
             if control.version != version:
                 return  # the run had ended before this update was answered for: by the ledger it was never made
-            await asyncio.to_thread(_clear, partial(folder))
+            await asyncio.to_thread(clear)
         except OSError as error:
             self._writing = asyncio.create_task(_fail(error), name=folder.name)
             return
@@ -134,8 +139,3 @@ def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGro
 
 async def _fail(error: OSError) -> None:
     raise error
-
-
-def _clear(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)

@@ -126,8 +126,10 @@ class PreferenceReader:
     async def _score_samples(self) -> None:
         while jobs := await self.coordinator.next_to_score(self.name, self.config.reward.batch):
             with self._tracer.span("score", samples=len(jobs)):
+                # A sample's number in its group is 0 of g12.s0.
+                scores = [_SCORES[int(job.sample_id.rpartition(".s")[2])] for job in jobs]
                 results = [
-                    ScoreResult(job.sample_id, job.attempt, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs
+                    ScoreResult(job.sample_id, job.attempt, score=one) for job, one in zip(jobs, scores, strict=True)
                 ]
             await self.coordinator.scored(self.name, results)
 
@@ -195,8 +197,3 @@ def fit(media: Media, height: int, width: int) -> Media:
     box = (left, top, left + wide, top + tall)
     resized = np.asarray(Image.fromarray(media.pixels).resize((width, height), Image.Resampling.LANCZOS, box=box))
     return Media(image=np.ascontiguousarray(resized.transpose(2, 0, 1)))
-
-
-def _sample_of(sample_id: str) -> int:
-    """Return the sample's number in its group: 0 of `g12.s0`."""
-    return int(sample_id.rpartition(".s")[2])

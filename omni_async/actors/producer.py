@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, is_cancelled
 from omni_async.config import Config
 from omni_async.media import Media
-from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
+from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
@@ -29,12 +29,11 @@ from omni_async.weights.transport.base import TransportError, WeightReceiver, re
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
-@dataclass(frozen=True)
-class _Finished:
+class _Finished(NamedTuple):
     """A generated sample on its way into the store.
 
     `tensors` may be anything that has `nbytes`; `media` are `Media` of NumPy arrays, or mere bytes where a replayed
-    profile made them."""
+    profile made them. Times are in the clock's seconds."""
 
     request: SampleRequest
     tensors: Any
@@ -43,37 +42,8 @@ class _Finished:
     started: float
     finished: float
 
-    @classmethod
-    def of(cls, request: SampleRequest, trajectory: Trajectory, started: float, finished: float) -> _Finished:
-        """Describe what the engine made of a request.
-
-        Args:
-            request: the sample's.
-            trajectory: the engine's answer.
-            started: when generation began, in the clock's seconds.
-            finished: when it ended, likewise."""
-        found: Any = trajectory.media
-        media = found.numpy() if isinstance(found, Media) else found
-        return cls(request, trajectory.tensors, media, trajectory.versions, started, finished)
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """Return the sample's facts for the timeline, and for profiles that are made from it."""
-        oldest, newest = self.versions.oldest, self.versions.newest
-        return {
-            "sample": self.request.sample_id,
-            "versions": str(oldest) if oldest == newest else f"{oldest}..{newest}",
-            "trajectory_bytes": nbytes(self.tensors),
-            "media_bytes": nbytes(self.media),
-        }
-
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
-        """Return the coordinator's message about the sample, now that it is stored.
-
-        Args:
-            engine: the name of the engine that made it.
-            trajectory: reference to `tensors` in the store.
-            media: reference to `media` there."""
+        """Return the coordinator's message about the sample that `engine` made, with references to what is stored."""
         every_step = range(self.request.num_inference_steps if self.request.kind == "train" else 0)
         steps = self.request.window.steps if self.request.window else every_step
         return SampleResult(
@@ -196,9 +166,21 @@ class Producer:
                 self._idle_since = self.clock.now()
                 async with self._changed:
                     self._changed.notify_all()
-        finished = _Finished.of(request, trajectory, started, self.clock.now())
-        self._tracer.add("generate", started, finished.finished, **finished.description)
-        return finished
+        finished, versions = self.clock.now(), trajectory.versions
+        media: Any = trajectory.media
+        media = media.numpy() if isinstance(media, Media) else media
+        found = _Finished(request, trajectory.tensors, media, versions, started, finished)
+        oldest, newest = versions.oldest, versions.newest
+        self._tracer.add(  # for the timeline, and for profiles that are made from it
+            "generate",
+            started,
+            finished,
+            sample=request.sample_id,
+            versions=str(oldest) if oldest == newest else f"{oldest}..{newest}",
+            trajectory_bytes=nbytes(found.tensors),
+            media_bytes=nbytes(media),
+        )
+        return found
 
     async def _store_all(self, finished: list[_Finished]) -> list[SampleResult]:
         """Store media apart from the rest, because scorers need them alone."""

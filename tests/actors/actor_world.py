@@ -67,23 +67,15 @@ PREFERENCES = {
 def make_config(**changes: Any) -> Config:
     """Makes a configuration from dotted keys over small defaults, as in `make_config(**{"rollout.max_inflight":
     3})`."""
+    sampling = {"sampling": {"height": 32, "width": 48}, "num_inference_steps": STEPS}
+    window = {"window": {"size": 2, "range": [0, STEPS - 1]}}
+    sgd = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "max_grad_norm": None}
     defaults: dict[str, Any] = {
         "model": {"pipeline": "qwen_image", "path": "0"},
-        "rollout": {
-            "group_size": 4,
-            "sampling": {"height": 32, "width": 48},
-            "num_inference_steps": STEPS,
-            "max_inflight": 4,
-            "max_batch": 2,
-            "sde": {"window": {"size": 2, "range": [0, STEPS - 1]}},
-        },
+        "rollout": {"group_size": 4, "max_inflight": 4, "max_batch": 2, "sde": window, **sampling},
         "reward": {"batch": 4},
         "algorithm": {"clip_range": 0.2},
-        "trainer": {
-            "updates": 4,
-            "groups_per_update": 2,
-            "optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0, "max_grad_norm": None},
-        },
+        "trainer": {"updates": 4, "groups_per_update": 2, "optimizer": sgd},
     }
     config = with_spec(build(defaults, changes))
     assert check(config) is None, check(config)
@@ -159,11 +151,15 @@ def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
     return WeightManifest(version, "full", digest or f"digest-{version}", ())
 
 
-def kept(where: str, skip: int = 0) -> Any:
-    """Makes a call of a `Desk` that keeps what it is given, after the first `skip` arguments, in its list `where`."""
+def kept(where: str, skip: int = 0, may_refuse: bool = False) -> Any:
+    """Makes a call of a `Desk` that keeps what it is given, after the first `skip` arguments, in its list `where`:
+    several arguments as one, and each of several results."""
 
     async def call(self: Desk, *given: Any) -> None:
-        getattr(self, where).append(given[skip:] if len(given) > skip + 1 else given[skip])
+        if may_refuse and self.refuses:
+            raise self.refuses
+        one = given[skip:] if len(given) > skip + 1 else given[skip]
+        getattr(self, where).extend(one if may_refuse else [one])
         self._event.notify()
 
     return call
@@ -204,6 +200,8 @@ class Desk:
     phase = kept("phases")
     group_gone = kept("gone")
     engine_lost = kept("lost")
+    samples_done = kept("done", skip=1, may_refuse=True)
+    report_spans = kept("spans", may_refuse=True)
 
     def offer(self, *work: Any) -> None:
         for item in work:
@@ -229,12 +227,6 @@ class Desk:
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
         self.asked.append((free, capacity))
         return await self._take(self.requests, free)
-
-    async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
-        if self.refuses:
-            raise self.refuses
-        self.done += results
-        self._event.notify()
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         return await self._take(self.jobs, limit)
@@ -270,11 +262,6 @@ class Desk:
         self.held.append(report)
         self.log.append(f"{report.engine} holds {report.version}")
         self._event.notify()
-
-    async def report_spans(self, spans: list[Span]) -> None:
-        if self.refuses:
-            raise self.refuses
-        self.spans += spans
 
     async def continuation(self) -> ControlState:
         version = self.updates[-1].version if self.updates else self.version

@@ -92,10 +92,11 @@ class FlatCodec:
 
 class FlatPolicy:
     path = "nowhere"
+    dtype: torch.dtype | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, blocked: bool = False) -> None:
         self.codec = FlatCodec()
-        self.dtype: torch.dtype | None = None
+        self.codec.go = threading.Event() if blocked else None
 
     def load_codec(self, dtype: torch.dtype) -> FlatCodec:
         self.dtype = dtype
@@ -107,47 +108,33 @@ class FlatPolicy:
 
 def sample_of_pair(pair: int, sample: int, **changes: Any) -> SampleRequest:
     """Makes a request in which group g is of pair g."""
-    fields = {
-        "sample_id": f"g{pair}.s{sample}",
-        "group": pair,
-        "sample": sample,
-        "prompt": Prompt(pair, f"prompt {pair}"),
-    }
-    return msgspec.structs.replace(make_request(0, window=None, kind="train"), **(fields | changes))
+    fields = {"group": pair, "sample": sample, "prompt": Prompt(pair, f"prompt {pair}")}
+    made = make_request(0, window=None, kind="train")
+    return msgspec.structs.replace(made, sample_id=changes.pop("sample_id", f"g{pair}.s{sample}"), **(fields | changes))
 
 
 def both(*pairs: int, **changes: Any) -> list[SampleRequest]:
     return [sample_of_pair(pair, sample, **changes) for pair in pairs for sample in (0, 1)]
 
 
-def blocked() -> FlatPolicy:
-    """Makes a policy whose codec waits for its `go`."""
-    policy = FlatPolicy()
-    policy.codec.go = threading.Event()
-    return policy
-
-
-def make_reader(
-    desk: Any, pairs: Any, policy: Any, clock: ManualClock | None = None, device: Any = None, **changes: Any
-) -> PreferenceReader:
-    config = make_config(**({"rollout.group_size": 2} | changes))
-    return PreferenceReader("rollout-0", config, pairs, policy, desk, LocalStore(), clock or ManualClock(), device)
-
-
 @asynccontextmanager
-async def on_stage(pairs: Any = None, policy: Any = None, **changes: Any) -> AsyncIterator[Desk]:
-    desk = Desk()
-    reader = make_reader(desk, pairs or PlainPairs(), policy or FlatPolicy(), **changes)
+async def on_stage(
+    pairs: Any = None, policy: Any = None, clock: Any = None, device: Any = None, **changes: Any
+) -> AsyncIterator[tuple[Desk, asyncio.Task[None]]]:
+    desk, config = Desk(), make_config(**({"rollout.group_size": 2} | changes))
+    pairs, policy, clock = pairs or PlainPairs(), policy or FlatPolicy(), clock or ManualClock()
+    reader = PreferenceReader("rollout-0", config, pairs, policy, desk, LocalStore(), clock, device)
     await reader.start()
     run = asyncio.create_task(reader.run())
-    yield desk
+    yield desk, run
     desk.close()
-    await run
+    if not run.done():
+        await run
 
 
 async def read(*requests: SampleRequest, **stage: Any) -> Desk:
     """Returns the desk once all requests are done or have failed."""
-    async with on_stage(**stage) as desk:
+    async with on_stage(**stage) as (desk, _):
         desk.offer(*requests)
         await desk.until(lambda: len(desk.done) + len(desk.failed) == len(requests))
     return desk
@@ -170,7 +157,7 @@ async def test_a_pair_becomes_two_trajectories_without_steps():
 
 async def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
     names = ["g7.s1", "g7.s0", "g12.s1", "g12.s0"]
-    async with on_stage() as desk:
+    async with on_stage() as (desk, _):
         desk.offer(*(ScoreJob(name, "train", Prompt(5, "x"), None) for name in names))
         await desk.until(lambda: len(desk.scores) == 4)
     assert [desk.scores[name].score for name in names] == [Score(0.0), Score(1.0)] * 2
@@ -178,11 +165,12 @@ async def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
 
 async def test_a_pair_that_cannot_be_decoded_is_reported_read_again_and_the_others_go_on():
     pairs, why = PlainPairs(1), "ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
-    async with on_stage(pairs) as desk:
+    async with on_stage(pairs) as (desk, _):
         desk.offer(*both(0, 1, 2))
         await desk.until(lambda: len(desk.done) == 4)
         assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
         assert desk.failed == [("g1.s0", why), ("g1.s1", why)]
+        assert set(desk.asked) == {(4, 4)}, "as rollout.max_inflight allows"
         pairs.unreadable.clear()
         desk.offer(sample_of_pair(1, 0, attempt=2))
         await desk.until(lambda: len(desk.done) == 5)
@@ -190,36 +178,28 @@ async def test_a_pair_that_cannot_be_decoded_is_reported_read_again_and_the_othe
     assert desk.scored_batches == []
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-async def test_latents_that_are_not_numbers_are_a_failure(value):
-    policy = FlatPolicy()
-    policy.codec.value = value
-    desk = await read(sample_of_pair(4, 0), policy=policy)
-    assert desk.failed == [("g4.s0", "ValueError: pair 4: the VAE's latents are not finite")]
-
-
-@pytest.mark.parametrize(
-    "request_", [sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")]
-)
-async def test_what_a_dataset_does_not_hold_is_a_failure(request_):
-    desk = await read(request_, sample_of_pair(1, 0))
-    named = f"a preference dataset has two training samples per prompt; sample {request_.sample_id} is none of them"
-    assert desk.failed == [(request_.sample_id, f"ValueError: {named}")]
-
-
-async def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
-    pairs, policy = PlainPairs(), FlatPolicy()
-    await read(*both(0, 1, 2), sample_of_pair(9, 1), pairs=pairs, policy=policy)
-    assert pairs.read == [0, 1, 2, 9]
-    assert policy.codec.batches == [(2, 3, 32, 48)] * 4
+async def test_latents_that_are_not_numbers_and_what_a_dataset_does_not_hold_are_failures():
+    for value in (float("nan"), float("inf")):
+        policy = FlatPolicy()
+        policy.codec.value = value
+        desk = await read(sample_of_pair(4, 0), policy=policy)
+        assert desk.failed == [("g4.s0", "ValueError: pair 4: the VAE's latents are not finite")]
+    asked = sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")
+    desk = await read(*asked, sample_of_pair(1, 0))
+    named = "ValueError: a preference dataset has two training samples per prompt; sample {} is none of them"
+    assert desk.failed == [(name, named.format(name)) for name in ("g0.s2", "v0.p0.s0")]
 
 
 @pytest.mark.parametrize(("scale", "negative"), [(1.0, None), (4.0, "ugly")])
-async def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negative):
-    policy = FlatPolicy()
+async def test_a_pair_is_read_and_encoded_whole_for_both_samples_and_a_prompt_once_with_its_negative_if_guided(
+    scale, negative
+):
+    pairs, policy = PlainPairs(), FlatPolicy()
     spec = QwenImageSampling(height=32, width=48, true_cfg_scale=scale, negative_prompt="ugly")
-    await read(*both(1, 2, 1, spec=spec), policy=policy)
-    assert policy.codec.prompts == [("prompt 1", negative), ("prompt 2", negative)]
+    await read(*both(1, 2, 1, spec=spec), sample_of_pair(9, 1, spec=spec), pairs=pairs, policy=policy)
+    assert pairs.read == [1, 2, 1, 9]
+    assert policy.codec.batches == [(2, 3, 32, 48)] * 4
+    assert policy.codec.prompts == [(f"prompt {pair}", negative) for pair in (1, 2, 9)]
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
@@ -232,14 +212,9 @@ async def test_the_codec_has_the_models_dtype_and_without_an_accelerator_lives_o
     assert policy.codec.device == "meta"
 
 
-async def test_it_leases_what_the_configuration_allows():
-    desk = await read(sample_of_pair(0, 0), **{"rollout.max_inflight": 3})
-    assert set(desk.asked) == {(3, 3)}
-
-
 async def test_the_event_loop_turns_while_it_encodes():
-    policy = blocked()
-    async with on_stage(policy=policy) as desk:
+    policy = FlatPolicy(blocked=True)
+    async with on_stage(policy=policy) as (desk, _):
         desk.offer(sample_of_pair(0, 0), ScoreJob("g8.s0", "train", Prompt(8, "x"), None))
         await desk.until(lambda: len(desk.scores) == 1)  # scored while the thread is busy
         policy.codec.go.set()
@@ -248,8 +223,8 @@ async def test_the_event_loop_turns_while_it_encodes():
 
 
 async def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
-    pairs, policy = PlainPairs(), blocked()
-    async with on_stage(pairs, policy) as desk:
+    pairs, policy = PlainPairs(), FlatPolicy(blocked=True)
+    async with on_stage(pairs, policy) as (desk, _):
         desk.offer(*(sample_of_pair(pair, 0) for pair in range(4)))
         await asyncio.to_thread(policy.codec.entered.wait, BLOCKED_AT_MOST_S)
     assert not policy.codec.let_go  # the run is over, and the thread still blocked
@@ -258,51 +233,40 @@ async def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
     assert desk.done == desk.failed == []
 
 
-async def test_a_sample_that_takes_too_long_ends_the_reader():
-    policy, desk = blocked(), Desk()
-    reader = make_reader(desk, PlainPairs(), policy, **{"rollout.timeout_s": 0.02})
-    await reader.start()
-    desk.offer(sample_of_pair(0, 0))
-    error = await failure_of(reader.run())
-    policy.codec.go.set()
-    assert isinstance(error, EngineError)
-    assert str(error) == "rollout-0: sample g0.s0 took longer than rollout.timeout_s = 0.02"
-
-
-async def test_a_coordinator_that_refuses_ends_the_reader_with_its_error():
-    desk = Desk()
-    desk.refuses = ValueError("2 step versions expected")
-    reader = make_reader(desk, PlainPairs(), FlatPolicy())
-    await reader.start()
-    desk.offer(sample_of_pair(0, 0))
-    assert await failure_of(reader.run()) is desk.refuses
+async def test_a_sample_that_takes_too_long_or_a_coordinator_that_refuses_ends_the_reader():
+    policy = FlatPolicy(blocked=True)
+    async with on_stage(policy=policy, **{"rollout.timeout_s": 0.02}) as (desk, run):
+        desk.offer(sample_of_pair(0, 0))
+        error = await failure_of(run)
+        policy.codec.go.set()
+        assert isinstance(error, EngineError)
+        assert str(error) == "rollout-0: sample g0.s0 took longer than rollout.timeout_s = 0.02"
+    async with on_stage() as (desk, run):
+        desk.refuses = ValueError("2 step versions expected")
+        desk.offer(sample_of_pair(0, 0))
+        assert await failure_of(run) is desk.refuses
 
 
 async def test_its_times_are_told():
-    clock, desk, policy = ManualClock(100.0), Desk(), FlatPolicy()
+    clock, policy = ManualClock(100.0), FlatPolicy()
     encode = policy.codec.encode_media
 
     def slow(media: list[Media], spec: QwenImageSampling) -> torch.Tensor:
         clock.advance(3.0)
         return encode(media, spec)
 
-    policy.codec.encode_media = slow  # type: ignore[method-assign]
-    reader = make_reader(desk, PlainPairs(), policy, clock)
-    await reader.start()
-    run = asyncio.create_task(reader.run())
-    await settle()
-    clock.advance(2.0)
-    desk.offer(sample_of_pair(5, 0), ScoreJob("g5.s1", "train", Prompt(5, "x"), None))
-    await desk.until(lambda: len(desk.done) == len(desk.scores) == 1)
-    desk.close()
-    await run
-    spans = {span.kind: span for span in desk.spans}
-    assert spans.keys() == {"backpressured", "read", "score"}
-    assert {span.actor for span in desk.spans} == {"rollout-0"}
-    assert (spans["backpressured"].start, spans["backpressured"].end) == (100.0, 102.0)
-    assert (spans["read"].start, spans["read"].end) == (102.0, 105.0)
-    assert spans["read"].args == {"sample": "g5.s0", "pair": 5}
-    assert spans["score"].args == {"samples": 1}
+    policy.codec.encode_media = slow
+    async with on_stage(policy=policy, clock=clock) as (desk, _):
+        await settle()
+        clock.advance(2.0)
+        desk.offer(sample_of_pair(5, 0), ScoreJob("g5.s1", "train", Prompt(5, "x"), None))
+        await desk.until(lambda: len(desk.done) == len(desk.scores) == 1)
+    spans = {span.kind: (span.actor, span.start, span.end, span.args) for span in desk.spans if span.kind != "score"}
+    assert spans == {
+        "backpressured": ("rollout-0", 100.0, 102.0, {}),
+        "read": ("rollout-0", 102.0, 105.0, {"sample": "g5.s0", "pair": 5}),
+    }
+    assert [span.args for span in desk.spans if span.kind == "score"] == [{"samples": 1}]
     assert (desk.done[0].started, desk.done[0].finished) == (102.0, 105.0)
 
 
@@ -359,22 +323,16 @@ def noise(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def test_an_image_of_the_right_size_stays_as_it_is_and_what_sticks_out_is_cut_off_evenly():
+def test_an_image_of_the_right_size_stays_as_it_is_and_others_are_cut_off_evenly_and_scaled_and_not_squeezed():
     assert_array_equal(fitted(noise(32, 48), 32, 48), noise(32, 48))
     assert_array_equal(fitted(noise(32, 60), 32, 48), noise(32, 60)[:, 6:54])
     assert_array_equal(fitted(noise(40, 48), 32, 48), noise(40, 48)[4:36])
-
-
-def test_a_larger_image_is_scaled_and_not_squeezed():
-    """Checks that a white square of half the height in the middle stays one, whatever was cut off beside it."""
     wide = np.zeros((128, 400, 3), np.uint8)
-    wide[32:96, 168:232] = 255
-    small = fitted(wide, 32, 32)
-    expected = np.zeros((32, 32, 3), np.uint8)
+    wide[32:96, 168:232] = 255  # a white square of half the height in the middle stays one
+    small, expected = fitted(wide, 32, 32), np.zeros((32, 32, 3), np.uint8)
     expected[8:24, 8:24] = 255
     assert np.abs(small.astype(int) - expected).mean() < 5
-    assert (small[10:22, 10:22] > 200).all()
-    assert (small[:6] < 55).all()
+    assert (small[10:22, 10:22] > 200).all() and (small[:6] < 55).all()
 
 
 sides = st.integers(1, 70)

@@ -165,11 +165,10 @@ class Control:
         if self.ended is None:
             self.ended = (status, reason)
             self.over.set()
-            self.log.add("closing", {"status": status, "reason": reason})
-            conservation = {"admitted": 0, "trained": 0, "rejected": 0, "dropped": 0, "live": 0}
-            self.log.add(
-                "ended", {"status": status, "reason": reason, "images": 0, "conservation": conservation, "reasons": {}}
-            )
+            how = {"status": status, "reason": reason}
+            self.log.add("closing", how)
+            conservation = dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
+            self.log.add("ended", how | {"images": 0, "conservation": conservation, "reasons": {}})
 
     async def events(self) -> list[RunEvent]:
         return await self.log.take()
@@ -200,13 +199,12 @@ class HandCluster:
         workers: dict[str, Role] | None = None,
         starting: Role | None = None,
     ) -> None:
-        self._workers, self._starting = workers or {}, starting
+        self._work, self._services, self._workers, self._starting = work, services or {}, workers or {}, starting
         self.lost: list[str] = []
         self.gone: str | None = None  # what `find_lost` finds
         self.coordinator: Any = Control()
         self.store: ObjectStore = LocalStore()
         self.closed = False
-        self._work, self._services = work, services or {}
 
     async def _nothing(self, *_: Any) -> None:
         """Does nothing: there is nothing to reach, and no role listens or has anything to give up."""

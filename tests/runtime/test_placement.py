@@ -38,12 +38,8 @@ def names(made: Config) -> dict[str, list[str]]:
 
 def test_every_actor_has_a_bundle_of_its_own() -> None:
     actors = plan_placements(config(GPUS))
-    assert actors.bundles[0] == CONTROL
-    assert actors.bundles[1:] == (
-        *(Resources(cpus=2, gpus=1),) * 2,
-        Resources(cpus=4),
-        *(Resources(cpus=2.5, gpus=1),) * 2,
-    )
+    engine, rank = Resources(cpus=2, gpus=1), Resources(cpus=2.5, gpus=1)
+    assert actors.bundles == (CONTROL, engine, engine, Resources(cpus=4), rank, rank)
     assert [placement.bundle for placement in actors.actors.values()] == list(range(6))
     assert actors.actors["trainer-1"] == ActorPlacement(5, 2.5, 1, 2)
     assert actors.cpus == 14  # 13.01
@@ -70,9 +66,14 @@ def test_shares_never_exceed_their_bundle(cpus: tuple[float, float, float]) -> N
 
 
 def test_every_worker_has_a_name_and_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
-    found = names(config({}, trainer={"workers": 3}))
-    assert found["rollout"] == ["rollout-0", "rollout-1"] and found["reward"] == ["reward-0"]
-    assert found["trainer"] == ["trainer", "trainer-1", "trainer-2"] and found["coordinator"] == ["coordinator"]
+    ranks = ["trainer", "trainer-1", "trainer-2"]
+    others = {
+        "coordinator": ["coordinator"],
+        "reader": [],
+        "rollout": ["rollout-0", "rollout-1"],
+        "reward": ["reward-0"],
+    }
+    assert names(config({}, trainer={"workers": 3})) == others | {"trainer": ranks}
     made = config({"rollout": {"cpus": 3}}, data={"preferences": "p.parquet"})
     found = names(made)
     assert found["reader"] == ["reader"] and found["reward"] == [] == found["rollout"]
@@ -103,9 +104,8 @@ def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine()
 def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(tmp_path) -> None:
     inputs = RunInputs(config({"trainer": {"gpus": 1}}), find_family("qwen_image"), (), ())
     rank = trainer(WorkerContext(Worker("trainer", 1), inputs, tmp_path, LocalStore()))
-    with pytest.raises(
-        RuntimeError, match=r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
-    ):
+    said = r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
+    with pytest.raises(RuntimeError, match=said):
         asyncio.run(rank.setup(None, None))
 
 

@@ -13,9 +13,9 @@ from omni_async.aio.waiting import Event
 class UnsettledError(RuntimeError):
     """An exception of the role's own, with something to carry."""
 
-    def __init__(self, message: str, count: int) -> None:
-        super().__init__(message, count)
-        self.count = count
+    @property
+    def count(self) -> int:
+        return self.args[1]
 
 
 class BulkyError(RuntimeError):

@@ -78,12 +78,6 @@ def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then
     assert f"Ray did not start ({TIMED_OUT}); trying again" in caplog.text
 
 
-def test_a_start_that_hangs_ends_when_the_time_is_over(tmp_path, monkeypatch, ten_seconds_a_try, no_process_stays):
-    instead(monkeypatch, tmp_path, "sys.stdin.read()")
-    with pytest.raises(StartError, match=r"run\.startup_timeout_s = 0\.3, tried 1 time: it was not up after 0 s"):
-        connect(None, 1, 0.3)
-
-
 def test_what_another_try_would_not_change_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = instead(monkeypatch, tmp_path, "print(json.dumps({'error': 'no room in /dev/shm', 'final': True}))")
     said = r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: "
@@ -94,8 +88,13 @@ def test_what_another_try_would_not_change_is_reported_at_once(tmp_path: Path, m
     assert folder.stat().st_mode & 0o777 == 0o700, "no other user may look into it"
 
 
-def test_a_start_that_is_not_wanted_any_more_ends_soon(tmp_path, monkeypatch, no_process_stays):
+def test_a_start_that_hangs_ends_when_the_time_is_over_or_it_is_not_wanted_any_more(
+    tmp_path, monkeypatch, ten_seconds_a_try, no_process_stays
+):
     starts, stop = instead(monkeypatch, tmp_path, "sys.stdin.read()"), threading.Event()
+    with pytest.raises(StartError, match=r"run\.startup_timeout_s = 0\.3, tried 1 time: it was not up after 0 s"):
+        connect(None, 1, 0.3)
+    starts.unlink(missing_ok=True)
 
     def when_started() -> None:
         while not starts.exists():
@@ -108,11 +107,8 @@ def test_a_start_that_is_not_wanted_any_more_ends_soon(tmp_path, monkeypatch, no
 
 
 def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_file(tmp_path, monkeypatch):
-    address = (
-        "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' +"
-        " os.environ['RAY_AUTH_TOKEN']}))\nsys.stdin.read()"
-    )
-    instead(monkeypatch, tmp_path, address + "\nprint(json.dumps({'lost': 'its raylet ended'}))")
+    told = "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' + os.environ['RAY_AUTH_TOKEN']}))"
+    instead(monkeypatch, tmp_path, told + "\nsys.stdin.read()\nprint(json.dumps({'lost': 'its raylet ended'}))")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     local = LocalRay(1)
     mode, token = local.address(10.0, threading.Event()).split()
