@@ -10,7 +10,8 @@ version is reported as lost, and the others go on without it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,22 +30,19 @@ _GRACE_S = 10.0
 _TRIES = 3
 
 
+@dataclass(eq=False)
 class WeightPublisher:
     """The publisher, which lives in the trainer's process: `withdraw` and `publish` wait for nothing."""
 
-    def __init__(
-        self,
-        config: Config,
-        producers: Mapping[str, ProducerApi],
-        coordinator: CoordinatorApi,
-        sender: WeightSender,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self._producers = dict(producers)
-        self._coordinator = coordinator
-        self._sender = sender
-        self._tracer = Tracer("publisher", coordinator, clock)
+    config: Config
+    producers: dict[str, ProducerApi]
+    coordinator: CoordinatorApi
+    sender: WeightSender
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self.producers = dict(self.producers)  # from here on its own: engines come and go
+        self._tracer = Tracer("publisher", self.coordinator, self.clock)
         self._waiting: Snapshot | None = None
         self._carried: Snapshot | None = None  # the version on its way
         self._newest: tuple[WeightManifest, Snapshot] | None = None  # the newest version that went out
@@ -89,8 +87,8 @@ class WeightPublisher:
         ):
             self._carried = await self._carried.whole()
             manifest = await asyncio.to_thread(self._carried.manifest)
-            await self._coordinator.announce(manifest.version, manifest.digest)
-            await self._send(manifest, self._carried, [*self._producers])
+            await self.coordinator.announce(manifest.version, manifest.digest)
+            await self._send(manifest, self._carried, [*self.producers])
         self._release_newest()
         self._newest, self._carried = (manifest, self._carried), None
 
@@ -109,39 +107,39 @@ class WeightPublisher:
     async def admit(self, name: str, producer: ProducerApi) -> None:
         """Add an engine: it gets the newest version, and all that follow. EngineError if it does not take it."""
         async with self._sending:
-            self._producers[name] = producer
-            if not self._sender.one_by_one:
+            self.producers[name] = producer
+            if not self.sender.one_by_one:
                 await self._connect()
-            if self._newest is not None and name in self._producers:
+            if self._newest is not None and name in self.producers:
                 # Nothing is exported into its memory meanwhile.
                 manifest, snapshot = self._newest
                 self._newest, self._carried = None, snapshot
                 try:
-                    await self._send(manifest, snapshot, [name] if self._sender.one_by_one else [*self._producers])
+                    await self._send(manifest, snapshot, [name] if self.sender.one_by_one else [*self.producers])
                 finally:
                     self._newest, self._carried = (manifest, snapshot), None
-        if name not in self._producers:
+        if name not in self.producers:
             raise EngineError(f"{name} could not join: the reason was reported to the coordinator")
 
     def remove_engine(self, name: str) -> None:
         """Stop sending to an engine that is gone."""
-        self._producers.pop(name, None)
+        self.producers.pop(name, None)
 
     async def _lost(self, name: str, version: int | None, error: BaseException) -> None:
-        if name in self._producers:
+        if name in self.producers:
             self.remove_engine(name)
             step = "join the weight transport" if version is None else f"take version {version}"
-            await self._coordinator.engine_lost(name, f"it did not {step}: {str(error) or type(error).__name__}")
+            await self.coordinator.engine_lost(name, f"it did not {step}: {str(error) or type(error).__name__}")
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
         """Connect every engine with the sender. An engine that does not come is lost, and the rest connect again."""
-        while self._producers:
+        while self.producers:
             failed: dict[str, BaseException] = {}
-            joining = {name: partial(self._join, name, producer, failed) for name, producer in self._producers.items()}
+            joining = {name: partial(self._join, name, producer, failed) for name, producer in self.producers.items()}
             try:
-                await self._sender.init(joining)
+                await self.sender.init(joining)
                 self._connected = {*joining}
                 return
             except TransportError:
@@ -153,7 +151,7 @@ class WeightPublisher:
 
     async def _join(self, name: str, producer: ProducerApi, failed: dict[str, BaseException], invitation: Any) -> None:
         try:
-            async with asyncio.timeout(self._config.weights.timeout_s + _GRACE_S):
+            async with asyncio.timeout(self.config.weights.timeout_s + _GRACE_S):
                 await producer.join_weights(invitation)
         except Exception as error:
             failed[name] = error
@@ -163,15 +161,15 @@ class WeightPublisher:
         """Send until every engine of `names` that is still there holds the version.
 
         Where all receive at once, and one fails, all do: then those that are left connect again, and try again."""
-        left = [name for name in names if name in self._producers]
+        left = [name for name in names if name in self.producers]
         for last in (*(False for _ in range(_TRIES)), True):
-            if not self._sender.one_by_one and self._connected != self._producers.keys():
+            if not self.sender.one_by_one and self._connected != self.producers.keys():
                 await self._connect()  # an engine that is gone would be waited for
-                left = [*self._producers]
-            if not (left or self._sender.one_by_one):
+                left = [*self.producers]
+            if not (left or self.sender.one_by_one):
                 return  # there is no group to send to
             failed = await self._attempt(manifest, snapshot, left)
-            together = not (last or self._sender.one_by_one)
+            together = not (last or self.sender.one_by_one)
             victims = [name for name, error in failed.items() if together and isinstance(error, TransportError)]
             for name, error in failed.items():
                 if name not in victims:
@@ -179,14 +177,14 @@ class WeightPublisher:
             if not victims:
                 return
             await self._connect()
-            left = [*self._producers]
+            left = [*self.producers]
 
     async def _attempt(
         self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]
     ) -> dict[str, BaseException]:
         failed: dict[str, BaseException] = {}
         try:
-            async with sending(self._sender, manifest, snapshot.buckets, snapshot.references) as parcel:
+            async with sending(self.sender, manifest, snapshot.buckets, snapshot.references) as parcel:
                 delivering = {
                     asyncio.create_task(self._deliver(name, manifest, parcel, failed)): name for name in names
                 }
@@ -207,7 +205,7 @@ class WeightPublisher:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()  # an engine's failure is in `failed`; what the coordinator raises goes on
-                if failed and not self._sender.one_by_one:
+                if failed and not self.sender.one_by_one:
                     broken = TransportError("others that receive with it failed")
                     failed.update({delivering[task]: broken for task in left})
                     raise broken
@@ -220,8 +218,8 @@ class WeightPublisher:
         self, name: str, manifest: WeightManifest, parcel: object, failed: dict[str, BaseException]
     ) -> None:
         try:
-            async with asyncio.timeout(self._config.weights.timeout_s + _GRACE_S) as deadline:
-                report = await self._producers[name].receive_weights(manifest, parcel)
+            async with asyncio.timeout(self.config.weights.timeout_s + _GRACE_S) as deadline:
+                report = await self.producers[name].receive_weights(manifest, parcel)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -230,7 +228,7 @@ class WeightPublisher:
         except Exception as error:  # noqa: BLE001 (an engine's death comes in many kinds)
             late = isinstance(error, TimeoutError) and deadline.expired()
             failed[name] = (
-                EngineError(f"not within weights.timeout_s = {self._config.weights.timeout_s:g}") if late else error
+                EngineError(f"not within weights.timeout_s = {self.config.weights.timeout_s:g}") if late else error
             )
             return
-        await self._coordinator.engine_holds(report)
+        await self.coordinator.engine_holds(report)

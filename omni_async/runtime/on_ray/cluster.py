@@ -103,11 +103,33 @@ class RayCluster(Cluster):
             await asyncio.gather(*(self._locate(name) for name in self._actors))
 
     async def _reserve(self) -> None:
-        self._kind = await in_thread(partial(accelerator_kind, self._config.placement.accelerator))
-        if self._placements.bundles:
-            grows = not self._has_own_ray  # its own one's resources do not
-            self._group = await reserve(self._placements, self._kind, grows)
-            await wait_for_room(self._group, self._placements, self._kind)
+        """Take the job's placement group, and wait until it has its room.
+
+        Raises:
+            ConfigError: there is no accelerator of this kind; if Ray grows, only where it has another kind, or after a
+                minute.
+            StartError: all machines together are too small, and Ray does not grow; or other room was missing for a
+                minute: the machines are too small, or other jobs have them."""
+        plan = self._placements
+        kind = self._kind = await in_thread(partial(_accelerator_kind, self._config.placement.accelerator))
+        if not plan.bundles:
+            return
+        wanted = [{"CPU": one.cpus, **({kind: one.gpus} if one.gpus else {})} for one in plan.bundles]
+        if self._has_own_ray:  # it does not grow
+            await in_thread(partial(_require_room, wanted, kind))
+        elif plan.gpus:
+            await in_thread(partial(_require_kind, plan.gpus, kind))
+        group: PlacementGroup = await in_thread(partial(placement_group, wanted, strategy=plan.strategy))
+        self._group = group
+        try:
+            async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
+                await group.ready()
+        except TimeoutError:
+            await in_thread(partial(_require_room, wanted, kind))
+            raise StartError(
+                f"placement: there is no room for the run{' on one machine' * (plan.strategy == 'STRICT_PACK')}:"
+                f" {await in_thread(_what_is_free)}; wait for other jobs, or lower placement.*"
+            ) from None
 
     def _spawn(self, worker: Worker) -> Proxy:
         build, peers = self._table[worker.role].build, self._peers_of(worker)
@@ -117,7 +139,10 @@ class RayCluster(Cluster):
         """Start an actor in the worker's place, around what `make` returns there."""
         name, spec = str(worker), self._table[worker.role]
         placement = self._placements.actors.get(worker.slot) or self._placement_beside(spec)
-        options = actor_options(self._kind, placement.cpus, placement.gpus)
+        # Ray hides from the actor's process all accelerators but its own.
+        options: dict[str, Any] = {"num_cpus": placement.cpus, "num_gpus": placement.gpus if self._kind == "GPU" else 0}
+        if self._kind != "GPU" and placement.gpus:
+            options["resources"] = {self._kind: placement.gpus}
         if placement.bundle is not None:
             assert self._group is not None, "actors are placed after the group was reserved"
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -213,7 +238,7 @@ class RayCluster(Cluster):
             if not deadline.expired():
                 raise
             late = f"{name} was not ready within run.startup_timeout_s = {timeout:g}"
-            raise StartError(f"{late}: {await in_thread(what_is_free)}") from None
+            raise StartError(f"{late}: {await in_thread(_what_is_free)}") from None
         return worker
 
     async def _end(self, name: str) -> None:
@@ -276,68 +301,12 @@ def _build_there(path: str, worker: Worker, inputs: RunInputs, folder: Path, pee
 # ---- accelerators by their kind, and one placement group for the whole job -------------------------------------------
 
 
-def accelerator_kind(asked: str) -> str:
+def _accelerator_kind(asked: str) -> str:
     """Return Ray's name of the accelerators that `placement.accelerator` asks for."""
     if asked != "auto":
         return asked
     have = ray.cluster_resources()
     return next((kind for kind in KINDS if have.get(kind)), KINDS[0])
-
-
-def actor_options(kind: str, cpus: float, gpus: float) -> dict[str, Any]:
-    """Return what an actor asks Ray for. Ray hides from its process all accelerators but its own.
-
-    Args:
-        kind: Ray's name of the run's accelerators, as `accelerator_kind` returns it.
-        cpus: how many.
-        gpus: how many accelerators, of whatever kind; a fraction shares one."""
-    if kind == "GPU":
-        return {"num_cpus": cpus, "num_gpus": gpus}
-    return {"num_cpus": cpus, "num_gpus": 0, **({"resources": {kind: gpus}} if gpus else {})}
-
-
-async def reserve(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
-    """Return the job's placement group, which may have to wait for its room.
-
-    Args:
-        plan: the room that the job needs.
-        kind: Ray's name of its accelerators.
-        grows: whether Ray may get more machines.
-
-    Raises:
-        ConfigError: there is no accelerator of this kind; if Ray grows, only where it has another kind.
-        StartError: all machines together are too small, and Ray does not grow."""
-    wanted = _bundles(plan, kind)
-    if not grows:
-        await in_thread(partial(_require_room, wanted, kind))
-    elif plan.gpus:
-        await in_thread(partial(_require_kind, plan.gpus, kind))
-    group: PlacementGroup = await in_thread(partial(placement_group, wanted, strategy=plan.strategy))
-    return group
-
-
-async def wait_for_room(group: PlacementGroup, plan: PlacementPlan, kind: str) -> None:
-    """Wait until the group has its room.
-
-    Args:
-        group, plan, kind: what `reserve` returned, and was given.
-
-    Raises:
-        ConfigError: no accelerator of this kind came in a minute.
-        StartError: other room was missing for a minute: the machines are too small, or other jobs have them."""
-    try:
-        async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
-            await group.ready()
-    except TimeoutError:
-        await in_thread(partial(_require_room, _bundles(plan, kind), kind))
-        raise StartError(
-            f"placement: there is no room for the run{' on one machine' * (plan.strategy == 'STRICT_PACK')}:"
-            f" {await in_thread(what_is_free)}; wait for other jobs, or lower placement.*"
-        ) from None
-
-
-def _bundles(plan: PlacementPlan, kind: str) -> list[dict[str, float]]:
-    return [{"CPU": one.cpus, **({kind: one.gpus} if one.gpus else {})} for one in plan.bundles]
 
 
 def _require_kind(asked: float, kind: str) -> None:
@@ -373,7 +342,7 @@ def _require_room(wanted: Sequence[dict[str, float]], kind: str) -> None:
         )
 
 
-def what_is_free() -> str:
+def _what_is_free() -> str:
     have, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(
         f"{free.get(kind, 0):g} of {have.get(kind, 0):g} {kind}s are free" for kind in ("CPU", *KINDS) if kind in have
