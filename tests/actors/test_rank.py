@@ -113,49 +113,34 @@ async def started(
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
-    ("rank", "world", "start", "own"),
+    ("rank", "world", "start", "size", "paired", "own"),
     [
-        (0, 1, 0, [0, 1, 2, 3, 4]),
-        (0, 2, 0, [0, 2, 4]),
-        (1, 2, 0, [1, 3]),
-        (2, 3, 0, [2]),
-        (1, 2, 5, [0, 2, 4]),  # rank 0 had three of the group before
-        (0, 3, 10, [2]),
+        (0, 1, 0, 5, False, [0, 1, 2, 3, 4]),
+        (0, 2, 0, 5, False, [0, 2, 4]),
+        (1, 2, 0, 5, False, [1, 3]),
+        (1, 2, 5, 5, False, [0, 2, 4]),  # rank 0 had three of the group before
+        (0, 3, 10, 5, False, [2]),
+        (2, 4, 2, 2, False, [0]),
+        (2, 4, 0, 2, False, None),
+        (1, 4, 2, 2, False, None),
+        *((rank, 4, 2 * rank, 2, True, [0, 1]) for rank in range(4)),
     ],
 )
-async def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(rank, world, start, own, weights) -> None:
-    made, engine = await started(rank, world)
-    await made.accumulate(await fetched(made, 5, weights, start), 0.25)
-    [(_, group)] = engine.groups
-    assert group.group == 9
-    assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == own
-    assert [*group.staleness] == [(i, i + 1) for i in own]
-    assert group.weights == (tuple((float(i), float(i)) for i in own) if weights else None)
-    assert (group.size, group.counts) == (5, True)
-    assert engine.calls[-1] == "accumulate 0.25"
-
-
-@pytest.mark.parametrize(
-    ("rank", "start", "paired", "own"),
-    [
-        (1, 0, False, [1]),
-        (2, 0, False, None),
-        (2, 2, False, [0]),
-        (1, 2, False, None),
-        *((rank, 2 * rank, True, [0, 1]) for rank in range(4)),
-    ],
-)
-async def test_a_rank_without_a_sample_takes_one_that_does_not_count_of_a_pair_both(rank, start, paired, own) -> None:
-    made, engine = await started(rank, 4, paired)
-    batch = await fetched(made, 2, True, start)
+async def test_samples_are_dealt_round_robin_one_that_does_not_count_where_there_is_none_and_of_a_pair_both(
+    rank, world, start, size, paired, own, weights
+) -> None:
+    made, engine = await started(rank, world, paired)
+    batch = await fetched(made, size, weights, start)
     drifts = await made.recompute_proximal(batch)
-    await made.accumulate(batch, 1.0)
+    await made.accumulate(batch, 0.25)
     [(_, _), (_, group)] = engine.groups
     taken = own or [0]
+    assert (group.group, group.size, group.counts) == (9, size, own is not None)
     assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == taken
+    assert [*group.staleness] == [(i, i + 1) for i in taken]
+    assert group.weights == (tuple((float(i), float(i)) for i in taken) if weights else None)
     assert [drift.log_ratio for drift in drifts] == [(float(i),) for i in taken]
-    assert (len(group.staleness), len(group.weights or ()), group.size) == (len(taken), len(taken), 2)
-    assert group.counts == (own is not None)
+    assert engine.calls[-1] == "accumulate 0.25"
 
 
 async def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:
