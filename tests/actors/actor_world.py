@@ -347,9 +347,9 @@ class HandEngine:
 
 
 class AccountingRank:
-    """Rank `rank` of `world`, of which `sequence` share a sequence, with a model of one number: theta, where every
-    row's loss is -weight x advantage x theta. It takes its share of each group, records all it is given, and takes
-    numbered steps.
+    """Rank `rank` of `world`, of which `sequence` share a sequence, with a model of one number: theta, where the loss
+    of a row of a group's sample i is -weight x advantage x (i + 1) x theta. It takes its share of each group, records
+    all it is given, and takes numbered steps.
 
     `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told
     of step n. Trajectories in `lost` cannot be fetched.
@@ -408,9 +408,9 @@ class AccountingRank:
             len(column) for column in (batch.advantages, batch.seeds, batch.step_versions, batch.weights or batch.seeds)
         } == {size}
         weights = batch.weights or ((1.0,) * self._rows,) * size
-        for row_weights, advantage in ((weights[i], batch.advantages[i]) for i in self.mine[batch.group]):
-            self.weight += row_weight * len(row_weights)
-            self.gradient += row_weight * sum(row_weights) * advantage
+        for i in self.mine[batch.group]:
+            self.weight += row_weight * len(weights[i])
+            self.gradient += row_weight * sum(weights[i]) * batch.advantages[i] * (i + 1)
         self.batches.append(batch)
         self.log.append("accumulate")
 

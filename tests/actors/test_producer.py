@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request
 
 from omni_async.actors.producer import Producer
 from omni_async.aio.clock import ManualClock
-from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.base import EngineError
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
@@ -156,23 +155,6 @@ async def test_samples_that_finish_together_are_handed_over_together():
         await settle()
         assert messages == [["g0.s0", "g0.s1", "g0.s2"], ["g0.s3"]]
         assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g0.s2", "g0.s3"]
-
-
-async def test_an_emulated_engines_arrays_are_stored_as_they_are():
-    async with on_stage() as (_, engine, desk, run):
-        tensors, flat = np.arange(7, dtype=np.uint8), np.arange(5, dtype=np.uint8)
-
-        async def generate(request):
-            return Trajectory(tensors, flat, VersionSpans.same(0, request.num_inference_steps))
-
-        engine.generate = generate
-        desk.offer(make_request(0))
-        await settle()
-        assert desk.done[0].trajectory is tensors and desk.done[0].media is flat
-        desk.close()
-        await run
-        generated = next(span for span in desk.spans if span.kind == "generate")
-        assert (generated.args["trajectory_bytes"], generated.args["media_bytes"]) == (7, 5)
 
 
 async def test_swap_step_does_not_wait_for_running_samples():

@@ -163,7 +163,8 @@ def test_weights_find_their_samples_and_every_sample_is_trained_once(data, seque
 
     weights = log_ratios.exp() / log_ratios.exp().mean()
     advantages = (rewards - rewards.mean(1, keepdim=True))[:, :, None]
-    trained = (weights * advantages).sum().item() / (groups // steps * size * 2)
+    each = weights * advantages * torch.arange(1, size + 1)[:, None]
+    trained = each.sum().item() / (groups // steps * size * 2)
     leaders = ranks[::sequence]
     assert sum(rank.theta for rank in leaders) == pytest.approx(trained, rel=1e-9, abs=1e-12)
     for rank in ranks:
