@@ -7,14 +7,20 @@ import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from omni_async.config.schema import Config
+from omni_async.config.algorithm import Correction
+from omni_async.config.schema import Config, Lora, Model, Placement
 from omni_async.performance.emulation import Device
+from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import NOTHING, Payload, Profile, ServiceTime
+from omni_async.simulation.result import not_measured, times_of
+from omni_async.simulation.simulate import simulate
 from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.types import Span
 from tests.configs import build
+from tests.tune.tune_world import job
 
 
 def config(**rollout: Any) -> Config:
@@ -171,3 +177,58 @@ def test_a_loop_that_wakes_up_late_is_late_once_and_not_at_every_job() -> None:
 
     with asyncio.Runner(loop_factory=LateLoop) as runner:
         assert runner.run(main()) == pytest.approx(1.03)
+
+
+# ---- stages without a time: estimated where they can be, and reported either way -------------------------------------
+
+SECOND = ServiceTime(fixed_s=1.0)
+MEASURED = Profile(
+    name="run",
+    source="measured",
+    generate=ServiceTime(unit_s=1.0),
+    score=ServiceTime(unit_s=0.1),
+    train=ServiceTime(fixed_s=0.3, unit_s=0.6),
+    **dict.fromkeys(("step", "export", "publish", "swap"), SECOND),
+)
+
+
+def recomputing(**trainer: object) -> Config:
+    """Recomputes log-probs: the second optimizer step needs those of the policy before the first."""
+    return job(algorithm={"correction": Correction(mode="decoupled")}, trainer={"steps_per_update": 2, **trainer})
+
+
+@pytest.mark.parametrize(
+    ("lora", "checkpointing", "passes"),
+    [(None, False, 3), (None, True, 4), (Lora(), False, 2), (Lora(), True, 3)],
+)
+def test_a_forward_pass_is_estimated_from_what_training_does(lora, checkpointing, passes):
+    config = replace(recomputing(gradient_checkpointing=checkpointing), model=Model(path="model", lora=lora))
+    assert with_estimates(MEASURED, config).proximal.mean(4) == pytest.approx(MEASURED.train.mean(4) / passes)
+    assert f"1/{passes} of a group's training" in unmeasured(MEASURED, config, recomputes_proximal=True)[0]
+
+
+def test_what_was_measured_stays():
+    measured = replace(MEASURED, proximal=SECOND)
+    assert with_estimates(measured, recomputing()) == measured
+    assert unmeasured(measured, recomputing(), recomputes_proximal=True) == []
+
+
+def test_a_job_that_needs_the_pass_pays_for_it_by_the_law_and_in_simulation():
+    seconds = 2 * 1.0 + 4 * MEASURED.train.mean(8) * (1 + 1 / 3)
+    assert times_of(recomputing(), MEASURED).train == pytest.approx(seconds)
+    found = simulate(recomputing(), replace(MEASURED, generate=NOTHING), updates=20)
+    assert found.step_s == pytest.approx(seconds + MEASURED.export.mean()), "the trainer is the bottleneck"
+
+
+def test_the_estimate_is_reported_only_where_the_job_needs_it():
+    [said] = not_measured(recomputing(), MEASURED)
+    assert said.startswith(
+        "profile run has no time for proximal, the pass that recomputes log-probs for the correction: estimated as 1/3"
+    )
+    assert not_measured(recomputing(steps_per_update=1), MEASURED) == []
+
+
+def test_stages_that_nothing_can_be_said_about_are_named():
+    config = replace(recomputing(steps_per_update=1), placement=Placement(colocated=True))
+    bare = replace(MEASURED, swap=NOTHING)
+    assert not_measured(config, bare) == ["profile run has no time for swap, switch: counted as 0 s"]

@@ -4,6 +4,7 @@ the waiting tasks and where they wait."""
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,20 +30,33 @@ def ended(world: World) -> Counter[str]:
     return Counter(line.event for line in world.lines)
 
 
+EDGES: dict[str, dict[str, Any]] = {
+    **{
+        f"slots for {groups} groups and {samples} samples": {"buffer__groups": groups, "buffer__trajectories": samples}
+        for groups, samples in product((1, 2, 64), (1, 64))
+    },
+    "one prompt: an epoch has no end at which a role could wait": {
+        "prompts": 1,
+        "trainer__updates": 5,
+    },
+    **{f"swap: {swap}": {"weights__swap": swap} for swap in ("step", "request", "drain")},
+    "in step": {"reward__streaming": False},
+    "exact": {"staleness__exact": True},
+}
+
+
 @pytest.mark.parametrize("S", BUDGETS)
-@pytest.mark.parametrize("groups", [1, 2, 64], ids=lambda groups: f"slots for {groups} groups")
-@pytest.mark.parametrize("samples", [1, 64], ids=lambda samples: f"and {samples} samples")
-def test_the_smallest_buffers(S: int, groups: int, samples: int) -> None:
-    assert ended(play(S, buffer__groups=groups, buffer__trajectories=samples)) == {"trained": 6}
+@pytest.mark.parametrize("edge", EDGES)
+def test_a_calm_job_trains_all_its_groups(S: int, edge: str) -> None:
+    assert ended(play(S, **EDGES[edge])) == {"trained": 2 * EDGES[edge].get("trainer__updates", 3)}
 
 
 @pytest.mark.parametrize("S", BUDGETS)
 def test_every_number_of_updates_between_publishes(S: int) -> None:
     """Checks that no gate waits for a version that is never published, the last update's included, and that no more is
     admitted than the updates train."""
-    for every in range(1, S + 2):
-        for updates in (1, 2, 3, 4):
-            assert ended(play(S, weights__publish_every=every, trainer__updates=updates)) == {"trained": 2 * updates}
+    for every, updates in product(range(1, S + 2), (1, 2, 3, 4)):
+        assert ended(play(S, weights__publish_every=every, trainer__updates=updates)) == {"trained": 2 * updates}
 
 
 @pytest.mark.parametrize("S", BUDGETS)
@@ -59,24 +73,6 @@ def test_every_group_is_rejected(S: int) -> None:
 def test_most_groups_of_every_batch_are_filtered_away(S: int, how: str) -> None:
     world = play(S, temper={how: 0.6})
     assert ended(world)["trained"] == 6 and sum(ended(world).values()) > 6
-
-
-@pytest.mark.parametrize("S", BUDGETS)
-def test_the_data_is_exhausted(S: int) -> None:
-    """Uses one prompt, again and again: an epoch has no end at which a role could wait."""
-    assert ended(play(S, prompts=1, trainer__updates=5)) == {"trained": 10}
-
-
-@pytest.mark.parametrize("S", BUDGETS)
-@pytest.mark.parametrize("swap", ["step", "request", "drain"])
-def test_every_swap_mode(S: int, swap: str) -> None:
-    assert ended(play(S, weights__swap=swap)) == {"trained": 6}
-
-
-@pytest.mark.parametrize("S", BUDGETS)
-def test_in_step_and_exact(S: int) -> None:
-    assert ended(play(S, reward__streaming=False)) == {"trained": 6}
-    assert ended(play(S, staleness__exact=True)) == {"trained": 6}
 
 
 @pytest.mark.parametrize("S", BUDGETS)
