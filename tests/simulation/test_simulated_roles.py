@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from simulation_world import make_config, make_profile
 
-from omni_async.actors.plan import plan_updates
 from omni_async.aio.waiting import Event
 from omni_async.config import Config
 from omni_async.control.coordinator import Coordinator
@@ -18,9 +18,9 @@ from omni_async.control.ledger import Ledger
 from omni_async.control.versions import Versions
 from omni_async.performance.emulation import Draws
 from omni_async.performance.profile import Profile
+from omni_async.simulation.simulate import _world
 from omni_async.simulation.simulated_roles import Batch, SimulatedEngine, SimulatedPublisher
-from omni_async.simulation.virtual_time import VirtualTimeLoop
-from omni_async.simulation.world import Meters, SharedDevices, World, at_once
+from omni_async.simulation.world import SharedDevices, World, at_once
 from omni_async.types import Prompt, SampleRequest, SampleResult, SdeWindow, WeightReport
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -78,21 +78,9 @@ def _now() -> float:
 
 
 def make_world(config: Config, profile: Profile, coordinator: FakeCoordinator) -> World:
-    """Builds the world of a simulation. To be called on the running loop of virtual time."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualTimeLoop)
-    workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": 1}
-    return World(
-        config=config,
-        profile=profile,
-        plan=plan_updates(config),
-        coordinator=cast(Coordinator, coordinator),
-        loop=loop,
-        meters=Meters(loop.time, workers, {"slots": 8, "trajectories": 64, "replay": 8}),
-        seed=0,
-        bundle=1,
-        shared=SharedDevices(loop) if config.placement.colocated else None,
-    )
+    """Builds the world of a simulation with another coordinator. To be called on the running loop of virtual time."""
+    world = _world(config, profile, config.trainer.updates, seed=0, bundle=1)
+    return replace(world, coordinator=cast(Coordinator, coordinator))
 
 
 class Alone:
