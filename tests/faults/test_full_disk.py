@@ -72,9 +72,7 @@ def emulated(folder: Path, overrides: list[str], console: RememberingConsole | N
 
 
 @pytest.mark.parametrize("lost", sorted(RESULTS))
-def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(
-    tmp_path: Path, spoil: Any, capsys: pytest.CaptureFixture[str], lost: str
-) -> None:
+def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(tmp_path, spoil, capsys, lost):
     spoil(obstructed, lost)
     assert cli.main(["train", str(write_emulated(tmp_path)), *SHORT]) == 1
     said = capsys.readouterr()
@@ -88,7 +86,7 @@ def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(
     assert (run / "spans.jsonl").exists() == (lost == "trace.json"), "what the timeline would have been made of stays"
 
 
-def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path, monkeypatch):
     real = results.write_summary
 
     def while_spans_are_there(path: Path, summary: Any) -> None:
@@ -102,9 +100,7 @@ def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path: Path, monkeypa
     assert read_summary(run / "summary.json") == summary
 
 
-def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(tmp_path, monkeypatch):
     """Covers a file system that the kernel remounts after an error: there even removing a file that is not there
     fails."""
 
@@ -127,7 +123,7 @@ def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(
 # ---- what is written all the time ------------------------------------------------------------------------------------
 
 
-def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> None:
+def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path):
     """Covers the limit of the operating system on a file's size, which any of the files that grow may meet."""
     code = "import resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async import cli"
     command = [sys.executable, "-c", f"{code}; sys.exit(cli.main())", "train", str(write_emulated(tmp_path)), *LONG]
@@ -142,9 +138,7 @@ def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> 
     assert summary.status == "failed" and summary.updates > 0
 
 
-def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any
-) -> None:
+def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(tmp_path, monkeypatch, spoil):
     spoil(full, "faults.jsonl")
     monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
     lost = 0
@@ -165,9 +159,7 @@ def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason_and_a_true_count(
-    tmp_path: Path, spoil: Any, name: str
-) -> None:
+def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason_and_a_true_count(tmp_path, spoil, name):
     spoil(full, name)
     summary, run = emulated(tmp_path, LONG)
     assert summary.status == "failed" and summary.reason is not None
@@ -181,9 +173,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason_and_a_true_c
         assert counters.trained == sum(summary.staleness.values()) == 8 * summary.updates
 
 
-def test_checkpoints_that_cannot_be_written_are_reported_and_the_last_one_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_that_cannot_be_written_are_reported_and_the_last_one_is_a_failure(tmp_path, monkeypatch):
     """Ends the run only at the last one, because space may come back while the run goes on."""
     written, real = 0, checkpointer.write_state
 

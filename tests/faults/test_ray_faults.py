@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_async.performance.profile import Payload, Profile
+from omni_async.performance.profile import Payload
 from omni_async.runtime.on_ray.connection import connect
 from omni_async.tracking.summary import Summary
 from tests.job_world import Disturbed, slow_at
@@ -75,16 +75,12 @@ BROADCAST = slow_at("swap", 0.05, Payload(trajectory=20_000, media=3_000, weight
     ],
     ids=["at work: engines", "at work: reward workers", "in a publish", "in a broadcast", "all engines at once"],
 )
-def test_workers_that_die_or_hang_are_replaced_and_nothing_is_lost(
-    tmp_path: Path, made: Profile, transport: str, blows: Blows
-) -> None:
+def test_workers_that_die_or_hang_are_replaced_and_nothing_is_lost(tmp_path, made, transport, blows):
     faults = strike(Disturbed.emulated(tmp_path, made, weights={"transport": transport}), blows).faults
     assert faults == sum(len(slots.split("+")) for slots, _ in blows)
 
 
-def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_stored_is_generated_again(
-    tmp_path: Path,
-) -> None:
+def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_stored_is_generated_again(tmp_path):
     run = Disturbed.emulated(
         tmp_path, slow_at("none", 0.0, Payload(trajectory=6_000_000, media=6_000_000, weights=100_000))
     )
@@ -102,7 +98,7 @@ def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_store
     assert generated_again(), "samples were lost with their engine"
 
 
-def test_a_run_that_loses_its_trainer_or_coordinator_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_loses_its_trainer_or_coordinator_goes_on_from_its_last_checkpoint(tmp_path):
     """Kills the trainer (rank 0 and the publisher run in its process) and the coordinator."""
     run = Disturbed.emulated(tmp_path, slow_at("train", 0.05))
     strike(run, [("trainer", KILL), ("coordinator", KILL), ("trainer", STOP)], after=8)
@@ -110,7 +106,7 @@ def test_a_run_that_loses_its_trainer_or_coordinator_goes_on_from_its_last_check
     assert (run.job.run / "ledger.jsonl.void").exists()
 
 
-def test_a_trainer_that_dies_while_it_writes_a_checkpoint_goes_on_from_the_one_before(tmp_path: Path) -> None:
+def test_a_trainer_that_dies_while_it_writes_a_checkpoint_goes_on_from_the_one_before(tmp_path):
     """Keeps large groups in the replay buffer, whose trajectories are written too."""
 
     def disturb(run: Disturbed) -> None:
@@ -126,7 +122,7 @@ def test_a_trainer_that_dies_while_it_writes_a_checkpoint_goes_on_from_the_one_b
     run.require_whole(run.run(disturb))
 
 
-def test_a_part_that_cannot_be_brought_back_ends_the_run_soon_with_a_checkpoint_and_the_reason(tmp_path: Path) -> None:
+def test_a_part_that_cannot_be_brought_back_ends_the_run_soon_with_a_checkpoint_and_the_reason(tmp_path):
     killed = 0.0
 
     def disturb(run: Disturbed) -> None:
@@ -144,7 +140,7 @@ def test_a_part_that_cannot_be_brought_back_ends_the_run_soon_with_a_checkpoint_
     assert int(newest.removeprefix("update-")) == summary.updates
 
 
-def test_workers_are_added_and_removed_while_the_job_runs(tmp_path: Path) -> None:
+def test_workers_are_added_and_removed_while_the_job_runs(tmp_path):
     def disturb(run: Disturbed) -> None:
         run.updated(2)
         assert "rollout-2" in run.scale(rollout=3, reward=1)["parts"]

@@ -42,7 +42,7 @@ def server(name: str) -> psutil.Process:
     return found
 
 
-def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_more(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_more(tmp_path):
     """Kills the first Ray's global store and the second one's node daemon."""
 
     def disturb(run: Disturbed) -> None:
@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_mor
 
 
 @pytest.mark.thorough
-def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path):
     """Keeps more alive than fits: 32 samples of 6 MB, for a store of 80 MB."""
 
     def disturb(run: Disturbed) -> None:
@@ -156,7 +156,7 @@ def nodes_of_ranks(folder: Path) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("two_nodes")
-def test_the_ranks_of_a_sequence_group_are_on_one_node(tmp_path: Path) -> None:
+def test_the_ranks_of_a_sequence_group_are_on_one_node(tmp_path):
     """Gives each of two nodes room for three ranks, and the run two groups of two: packed by ranks, a group would be
     torn. The run is in a process of its own, which has known no other Ray and may end with this one."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -165,9 +165,7 @@ def test_the_ranks_of_a_sequence_group_are_on_one_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_cluster_of_two_nodes_is_joined_with_its_token_and_the_loss_of_the_second_node_and_of_the_head_are_answered(
-    tmp_path: Path, two_nodes: tuple[psutil.Process, psutil.Process]
-) -> None:
+def test_two_nodes_are_joined_with_their_token_and_the_loss_of_one_and_of_the_head_are_answered(tmp_path, two_nodes):
     """Loses the second node with everything that Ray put there, and the run goes on; the loss of the head ends it in
     order."""
     head, second = two_nodes
@@ -210,7 +208,7 @@ print("went on")
 """
 
 
-def test_references_that_are_dropped_while_ray_leaves_do_not_end_the_process() -> None:
+def test_references_that_are_dropped_while_ray_leaves_do_not_end_the_process():
     """An event loop goes on while its connection is closed in a thread; Ray's own client would exit at the first
     reference dropped after its core worker is gone."""
     done = subprocess.run([sys.executable, "-c", DROPPED_WHILE_RAY_LEAVES], capture_output=True, text=True)
@@ -230,7 +228,7 @@ _UPDATES = 9
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_a_rank_that_is_killed_costs_an_attempt_and_every_layout_goes_on_from_what_another_wrote(recipe: Path) -> None:
+def test_a_rank_that_is_killed_costs_an_attempt_and_every_layout_goes_on_from_what_another_wrote(recipe):
     settings = ("run.runtime=ray", "run.health_timeout_s=5", "staleness.max_updates=2", "checkpoint.every=2")
     before, updates = "null", 0
     for layout, keys in LAYOUTS.items():

@@ -162,7 +162,7 @@ def play(config: Config, judge: Judge, stop_s: float = math.inf, **kwargs: Any) 
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_an_outage_of_a_minute_costs_no_group(streaming: bool, workers: int) -> None:
+def test_an_outage_of_a_minute_costs_no_group(streaming, workers):
     judge = Judge(up=lambda now: not 4 <= now < 64)
     played, seconds = play(job(retries=3, streaming=streaming, batch=2), judge, reward_workers=workers)
     assert played.outcome == ("done", None)
@@ -175,7 +175,7 @@ def test_an_outage_of_a_minute_costs_no_group(streaming: bool, workers: int) -> 
     assert outages and 55 <= max(span.end - span.start for span in outages) <= 95
 
 
-def test_a_scorer_that_never_comes_back_ends_the_run_with_its_reason() -> None:
+def test_a_scorer_that_never_comes_back_ends_the_run_with_its_reason():
     played, seconds = play(job(400, outage_s=60.0), Judge(up=lambda now: now < 10))
     status, reason = played.outcome
     assert status == "failed" and reason is not None
@@ -186,7 +186,7 @@ def test_a_scorer_that_never_comes_back_ends_the_run_with_its_reason() -> None:
     assert 70 <= seconds < 1000
 
 
-def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
+def test_a_run_that_is_stopped_in_an_outage_ends_at_once():
     played, seconds = play(job(400, outage_s=1e6), Judge(up=lambda now: now < 0), stop_s=1000)
     assert seconds <= 1001
     assert played.outcome == ("interrupted", "enough") and not played.ended["rejected"]
@@ -203,7 +203,7 @@ def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
     ],
     ids=["the same error for every sample", "every score is absurd"],
 )
-def test_a_scorer_that_is_wrong_ends_the_run_within_seconds_in_its_own_words(drawn: Any, words: str) -> None:
+def test_a_scorer_that_is_wrong_ends_the_run_within_seconds_in_its_own_words(drawn, words):
     played, seconds = play(job(400, retries=3), Judge(drawn), tried=True)
     status, reason = played.outcome
     assert status == "failed" and reason is not None and words in reason
@@ -228,9 +228,7 @@ def judge_of(wrong: Callable[[int, int], bool], drawn: Callable[..., float]) -> 
     ],
     ids=["prompts that cannot be scored", "an absurd score, which is not asked for again", "away at the start"],
 )
-def test_what_is_not_wrong_with_every_sample_does_not_end_the_run(
-    judge: Judge, rejected: set[int], reason: str, least_s: float
-) -> None:
+def test_what_is_not_wrong_with_every_sample_does_not_end_the_run(judge, rejected, reason, least_s):
     played, seconds = play(job(), judge, tried=True)
     assert played.outcome == ("done", None) and least_s <= seconds < least_s + 100
     assert played.ended["rejected"] == rejected
@@ -241,7 +239,7 @@ def test_what_is_not_wrong_with_every_sample_does_not_end_the_run(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
-def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
+def test_outages_cost_no_group_and_bad_samples_only_theirs(seed):
     """Varies the arrangement, once the scorer has answered each worker. Some try their scorer before the first
     sample."""
     dice = random.Random(seed)
@@ -335,7 +333,7 @@ class HttpJudge:
 WRONG = ("slow", "error", "garbage", "short", "nan", "null")
 
 
-def test_a_run_outlives_everything_its_judge_server_does() -> None:
+def test_a_run_outlives_everything_its_judge_server_does():
     config = make_config(S=2, P=2, group_size=4, updates=60, score_retries=2, backoff_s=0.01)
     config = with_reward(config, batch=4, backoff_max_s=0.05, timeout_s=0.2, hedge_s=0.1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,9 +23,7 @@ QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint
 
 @pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize(("seed", "settings"), [(0, ["buffer.window=2"]), (1, ["staleness.max_updates=0"])])
-def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
-    tmp_path: Path, seed: int, settings: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, seed, settings, capfd):
     overrides = [*QUICK, *settings, "run.runtime=inprocess"]
     arguments = ["--kills", "4", "--within", "1.5", "--seed", str(seed), "--out", str(tmp_path / "runs")]
     assert main([*arguments, "--recipe", str(RECIPE), *overrides]) == 0, capfd.readouterr()
@@ -52,7 +49,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
 
 
 @pytest.mark.slow
-def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint: str, tmp_path: Path) -> None:
+def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint, tmp_path):
     """Compares to the bit, with AdamW and an average."""
     optimizer = ("trainer.updates=6", "trainer.optimizer={name: adamw, lr: 0.001}", "trainer.ema.every=1")
     settings = (*optimizer, "checkpoint.every=1", "checkpoint.keep=10")
@@ -75,7 +72,7 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["ray", "inprocess"])
-def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path: Path, runtime: str) -> None:
+def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path, runtime):
     """Stops the run in the middle of an update of 8 groups that takes 80 s to compute."""
     settings = (f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50")
     recipe = write_emulated(tmp_path, slow_at("train", 10.0))
@@ -88,7 +85,7 @@ def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path: Path, run
 
 
 @pytest.mark.slow
-def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe: Path) -> None:
+def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe):
     """Stops the run once Ray has started, which would take the signal for itself, and whose processes would die of
     it."""
     signal_group(signal.SIGTERM, "loading engines", recipe, "run.runtime=ray", after_s=1)
@@ -98,9 +95,7 @@ def test_a_run_that_is_preempted_while_it_loads_ends_in_order(recipe: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_while_ray_starts_ends_in_order(
-    tmp_path: Path,
-) -> None:
+def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_while_ray_starts_ends_in_order(tmp_path):
     recipe = write_emulated(tmp_path, slow_at("train", 0.05))
     settings = ("run.runtime=ray", "trainer.updates=100000", "checkpoint.every=1", "checkpoint.resume=auto")
     gone, alive = psutil.wait_procs(signal_group(signal.SIGKILL, "update 2/", recipe, *settings), timeout=30)

@@ -69,7 +69,7 @@ def altered_recipe(recipe: Path) -> st.SearchStrategy[bytes]:
 @given(data=st.data())
 @example(data=b"\xff\xfe")
 @example(data=b"run: {seed: 1:1:1:1:1:1" + b":59" * 300 + b".5}")
-def test_any_recipe(recipe: Path, data: st.DataObject | bytes) -> None:
+def test_any_recipe(recipe, data):
     """Tries any bytes, a recipe with some bytes changed, one with some values changed, and any overrides."""
     overrides = []
     if not isinstance(data, bytes):
@@ -89,9 +89,7 @@ OVERRIDDEN = ["run.name", "reward.scorers.0.params.x", "emulation.profile", "che
 
 @few(40)
 @given(data=st.data())
-def test_the_command_line_answers_in_one_line(
-    recipe: Path, data: st.DataObject, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_answers_in_one_line(recipe, data, capsys):
     spoilt = recipe.with_name("spoilt.yaml")
     spoilt.write_bytes(data.draw(altered_recipe(recipe)))
     before = listing(recipe.parent)
@@ -120,7 +118,7 @@ LINES = b'{"prompt": "the digit 7", "target": "7", "n": 1}\n\n{"prompt": "x"}\n'
 @example(content=b'{"prompt": "' + b"x" * 2**20 + b'"}', suffix=".jsonl")
 @example(content=b'{"prompt": "x", "big": ' + b"9" * 4000 + b"}", suffix=".jsonl")
 @example(content=b'{"prompt": "x", "target": {"a": "' + b"x" * 9999 + b'"}}', suffix=".jsonl")
-def test_prompt_files(tmp_path: Path, content: bytes, suffix: str) -> None:
+def test_prompt_files(tmp_path, content, suffix):
     path = tmp_path / f"prompts{suffix}"
     path.write_bytes(content)
     with refusal_or_nothing(tmp_path):
@@ -140,7 +138,7 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @few(150)
 @given(data=st.data())
-def test_preference_files(tmp_path: Path, parquet: bytes, data: st.DataObject) -> None:
+def test_preference_files(tmp_path, parquet, data):
     path = tmp_path / "pairs.parquet"
     framed = st.binary(max_size=200).map(lambda middle: b"PAR1" + middle + b"PAR1")
     path.write_bytes(data.draw(changed(parquet) | framed))
@@ -152,7 +150,7 @@ def test_preference_files(tmp_path: Path, parquet: bytes, data: st.DataObject) -
 
 @few(60)
 @given(image=st.sampled_from(["../private.png", "/etc/passwd", *TEXTS]) | st.text(max_size=20) | st.binary(max_size=60))
-def test_files_that_preference_files_name(tmp_path: Path, image: str | bytes) -> None:
+def test_files_that_preference_files_name(tmp_path, image):
     folder = tmp_path / "data"
     folder.mkdir(exist_ok=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "private.png")
@@ -168,7 +166,7 @@ def test_files_that_preference_files_name(tmp_path: Path, image: str | bytes) ->
 
 @few(100)
 @given(data=st.data())
-def test_profiles(tmp_path: Path, data: st.DataObject) -> None:
+def test_profiles(tmp_path, data):
     path = tmp_path / "profile.json"
     as_json = altered(PROFILE).map(lambda tree: json.dumps(tree).encode("utf-8", "surrogatepass"))
     path.write_bytes(data.draw(changed(msgspec.json.encode(PROFILE)) | as_json))
@@ -192,7 +190,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, di
 @few(40)
 @given(data=st.data())
 @example(data=None)
-def test_files_of_a_run(finished: tuple[Config, Path, dict[str, bytes]], data: st.DataObject | None) -> None:
+def test_files_of_a_run(finished, data):
     config, run, files = finished
     for name, content in files.items():
         (run / name).write_bytes(content)
@@ -216,7 +214,7 @@ def test_files_of_a_run(finished: tuple[Config, Path, dict[str, bytes]], data: s
 
 @few(12)
 @given(data=st.data())
-def test_a_report_of_any_result(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
+def test_a_report_of_any_result(tmp_path, capsys, data):
     """Shows a benchmark's result from elsewhere; the report alone is written, in its own folder."""
     folder = tmp_path / "overlap"
     folder.mkdir(exist_ok=True)
@@ -275,7 +273,7 @@ def spoil(folder: Path, data: st.DataObject) -> None:
 
 @few(150)
 @given(data=st.data())
-def test_a_spoilt_checkpoint_is_used_or_passed_over(killed: tuple[Config, Path], data: st.DataObject) -> None:
+def test_a_spoilt_checkpoint_is_used_or_passed_over(killed, data):
     config, run = killed
     top = run.parent.parent
     good, spoilt = (run / "checkpoints" / folder_name(version) for version in (1, 2))

@@ -81,7 +81,7 @@ def shown(secret: str, *texts: str) -> bool:
     return any(form in text for text in texts for form in forms(secret))
 
 
-def test_a_whole_run_keeps_its_secrets(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run_keeps_its_secrets(tmp_path, capfd):
     secret = "Zk3-qT_9.w~X+/=5"
     recipe = recipe_with(tmp_path, secret)
     override = f"reward.scorers.0.params.extra={{token: '{secret}'}}"
@@ -99,9 +99,7 @@ def test_a_whole_run_keeps_its_secrets(tmp_path: Path, capfd: pytest.CaptureFixt
 @few(40)
 @given(secret=SECRETS)
 @example(secret="abc%40def@gh/ij")
-def test_no_secret_is_in_a_configuration_that_is_shown(
-    tmp_path: Path, secret: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_secret_is_in_a_configuration_that_is_shown(tmp_path, secret, capsys):
     recipe = recipe_with(tmp_path, secret)
     config = load(recipe, [f"run.dir={tmp_path / 'shown'}"])
     RunDirectory.create(config, ManualClock(0))
@@ -117,7 +115,7 @@ def test_no_secret_is_in_a_configuration_that_is_shown(
 
 @few(60)
 @given(secret=SECRETS, url=st.sampled_from(URLS), key=st.sampled_from(KEYS))
-def test_no_secret_is_in_a_text_that_is_shown(secret: str, url: str, key: str) -> None:
+def test_no_secret_is_in_a_text_that_is_shown(secret, url, key):
     address = url.format(quote(secret, safe=""))
     assert not shown(secret, redact_text(f"cannot reach {address}: refused"))
     tree = {"url": address, "params": {key: secret}}
