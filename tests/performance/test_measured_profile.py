@@ -1,4 +1,5 @@
-"""Tests that the spans of a run give back the service times that made them, and the device that replays them."""
+"""Tests that the spans of a run give back the service times that made them (whole runs: `tests/e2e/test_emulated.py`),
+and the device that replays them."""
 
 from __future__ import annotations
 
@@ -86,32 +87,6 @@ def test_validation_samples_take_other_steps_and_do_not_count() -> None:
     spans = [s for job in range(4) for s in generated("rollout-0", 10.0 * job, 10.0 * job + 4.0, 4)]
     spans += [Span("rollout-0", "generate", 50.0, 90.0, {"sample": "v3.p0.s0"})]
     assert measured(spans).generate.mean(4) == pytest.approx(4.0)
-
-
-def test_every_other_stage_is_what_its_spans_say() -> None:
-    spans = [Span("reward-0", "score", 10.0 * n, 10.0 * n + 1.0 + 0.25 * n, {"samples": n}) for n in (1, 2, 4, 8)]
-    spans += [Span("trainer", "train", 10.0 * g, 10.0 * g + 2.0, {"version": 0, "group": g}) for g in range(3)]
-    spans += [Span("trainer", "proximal", 10.0 * g, 10.0 * g + 1.2, {"version": 0, "group": g}) for g in range(3)]
-    spans += trained(40.0)
-    spans += [
-        Span("trainer", "export", 41.0, 41.7, {"version": 1}),
-        Span("trainer", "switch", 42.0, 45.0, {"version": 1}),
-    ]
-    spans += [Span("publisher", "publish", 42.0, 47.0, {"version": 1, "megabytes": 12.0})]
-    spans += [
-        Span("rollout-0", "stage", 42.1, 43.0, {"version": 1}),
-        Span("rollout-1", "stage", 42.1, 44.0, {"version": 1}),
-    ]
-    spans += generated("rollout-0", 0.0, 1.0, 4, trajectory_bytes=1000, media_bytes=300)
-    found = measured(spans)
-    assert (found.score.fixed_s, found.score.unit_s) == pytest.approx((1.0, 0.25))
-    assert found.train.mean(4) == pytest.approx(2.0), "eight samples on two ranks are four units"
-    assert found.proximal.mean(4) == pytest.approx(1.2)
-    assert found.step.mean() == pytest.approx(0.5)
-    assert found.export.mean() == pytest.approx(0.7)
-    assert found.publish.mean() == pytest.approx(2.0), "until the last engine has staged it"
-    assert found.switch.mean() == pytest.approx(3.0)
-    assert found.payload == Payload(trajectory=1000, media=300, weights=12_000_000)
 
 
 def test_the_first_of_four_updates_warms_up_and_does_not_count() -> None:

@@ -104,9 +104,8 @@ def test_publishes_cost_generation_a_pause_and_the_trainer_a_copy(every: int) ->
 
 
 def test_a_small_budget_makes_a_step_a_share_of_the_way_from_admission_to_weights() -> None:
-    config = make_config(**{**JOB, "rollout__workers": 4}, staleness__max_updates=1, trainer__streaming="off")
-    profile = make_profile(generate=10.0, score=0.0, train=0.1, publish=10.0)
-    found = agrees(config, profile, updates=40)
+    config = make_config(**JOB | {"rollout__workers": 4}, staleness__max_updates=1, trainer__streaming="off")
+    found = agrees(config, make_profile(generate=10.0, score=0.0, train=0.1, publish=10.0))
     assert found.step_s == pytest.approx((10.0 + 4 * 0.1 + 10.0) / 2, rel=EXACT)
 
 
@@ -125,26 +124,29 @@ profiles = st.builds(
 @st.composite
 def configs(draw: st.DrawFn, most_updates: int = 4) -> Config:
     """Draws every swap mode, interval, window and kind of streaming, with buffers from as small as can be to roomy."""
-    budget = draw(st.integers(0, most_updates))
-    groups, size = draw(st.integers(1, 5)), draw(st.sampled_from([2, 3, 4, 8]))
+
+    def some(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    budget, groups, size = draw(st.integers(0, most_updates)), draw(st.integers(1, 5)), some(2, 3, 4, 8)
     streams = draw(st.booleans())
     return make_config(
         rollout__workers=draw(st.integers(1, 4)),
         rollout__group_size=size,
-        rollout__max_batch=draw(st.sampled_from([1, 2, 4, 16])),
-        rollout__max_inflight=draw(st.sampled_from([1, 2, 8, 32])),
+        rollout__max_batch=some(1, 2, 4, 16),
+        rollout__max_inflight=some(1, 2, 8, 32),
         reward__workers=draw(st.integers(1, 3)),
-        reward__batch=draw(st.sampled_from([1, 3, 8])),
+        reward__batch=some(1, 3, 8),
         reward__streaming=streams,
         trainer__groups_per_update=groups,
-        trainer__steps_per_update=draw(st.sampled_from([1, groups])),
-        trainer__streaming=draw(st.sampled_from(["auto", "off"])),
+        trainer__steps_per_update=some(1, groups),
+        trainer__streaming=some("auto", "off"),
         staleness__max_updates=budget,
         weights__publish_every=draw(st.integers(1, budget + 1)),
-        weights__swap=draw(st.sampled_from(["step", "request", "drain"])),
-        buffer__trajectories=draw(st.sampled_from([2, 16, 400] if streams else [groups * size, 400])),
-        buffer__groups=draw(st.sampled_from([groups, (budget + 1) * groups])),
-        buffer__window=draw(st.sampled_from([1, 2, 4])),
+        weights__swap=some("step", "request", "drain"),
+        buffer__trajectories=some(2, 16, 400) if streams else some(groups * size, 400),
+        buffer__groups=some(groups, (budget + 1) * groups),
+        buffer__window=some(1, 2, 4),
         placement__colocated=budget == 0 and draw(st.booleans()),
     )
 
