@@ -7,20 +7,24 @@ import asyncio
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_async.config import with_spec
 from omni_async.config.schema import Config
+from omni_async.families import find_family
 from omni_async.layout import ParallelLayout
+from omni_async.policy import Policy, load_policy
 from omni_async.store import LocalStore
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
@@ -30,10 +34,13 @@ from omni_async.weights.digest import Bucket
 from omni_async.weights.shards import whole
 from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
 from tests.configs import build
-from tests.fakes import TinyPolicy, load_model
+from tests.fakes import TinyPolicy, load_model, tiny_group, tiny_pair
 
 CPU = torch.device("cpu")
-
+LORA = {"rank": 2, "alpha": 4.0}
+NFT = {"name": "diffusion_nft", "sde": None, "clip_range": None}
+backends = pytest.mark.parametrize("backend", ["plain", "fsdp2"])
+loras = pytest.mark.parametrize("lora", [None, LORA])
 
 _SECTIONS = {
     "model": "lora dtype",
@@ -46,6 +53,7 @@ SHORT = {key: f"{section}.{key}" for section, keys in _SECTIONS.items() for key 
     "size": "trainer.micro_batch_size",
     "checkpointing": "trainer.gradient_checkpointing",
     "optimizer": "trainer.optimizer.name",
+    "lr": "trainer.optimizer.lr",
     "fraction": "algorithm.timestep_fraction",
     "cfg": "rollout.sampling.true_cfg_scale",
 }
@@ -62,35 +70,83 @@ def make_config(**changes: Any) -> Config:
     return with_spec(build(defaults, {SHORT.get(key, key): value for key, value in changes.items()}))
 
 
-def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:
-    engine = TrainEngine(config, policy or TinyPolicy(), ParallelLayout(), device=CPU)
+def policy_of(config: Config) -> Policy:
+    """Returns the tiny policy, or that of the family's checkpoint that the configuration names."""
+    path = config.model.path
+    return TinyPolicy(path) if path.isdecimal() else load_policy(find_family(config.model.pipeline), path)
+
+
+def started(config: Config, policy: Policy | None = None, rank: int = 0, device: torch.device = CPU) -> TrainEngine:
+    engine = TrainEngine(config, policy or policy_of(config), ParallelLayout.of(config.trainer, rank), device=device)
     engine.setup()
     return engine
 
 
-def nudge(engine: TrainEngine, seed: int = 7, size: float = 0.02) -> None:
+def nudge(engine: TrainEngine, size: float = 0.02) -> None:
     """Moves the weights away from those that made the samples, so that ratios are not 1."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in engine._model.trainable.values():
-            p.add_(size * torch.randn(p.shape, generator=generator))
+    move(engine._model.trainable.values(), size)
 
 
-def train(engine: TrainEngine, groups: list[GroupBatch], grad_scale: float = 1.0) -> dict[str, float]:
-    """Takes one optimizer step on the mean loss over all rows of transition groups."""
-    rows = sum(len(t["steps"]) for g in groups for t in g.trajectories)
+@torch.no_grad()
+def move(parameters: Iterable[Tensor], size: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for p in parameters:
+        p.add_(size * torch.randn(p.shape, generator=generator))
+
+
+def group_of(engine: TrainEngine, seed: int = 0, window: range = range(1, 3), **options: Any) -> GroupBatch:
+    """Makes a group by the weights as they were loaded; of preferences a pair."""
+    if engine.config.algorithm.name == "diffusion_dpo":
+        return tiny_pair(engine.policy, engine.config, seed)
+    return tiny_group(engine.policy, engine.config, seed, window, **options)
+
+
+def moved(by: float = 0.05, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
+    """Returns an engine, and two groups of stale samples, which other weights than its own have made."""
+    engine = started(make_config(**changes))
+    groups = [group_of(engine, seed, staleness=1) for seed in (0, 1)]
+    nudge(engine, by)
+    return engine, groups
+
+
+def step_on(engine: TrainEngine, *groups: GroupBatch, grad_scale: float = 1.0) -> dict[str, float]:
+    """Takes one optimizer step on the mean loss over all rows, and returns its metrics."""
+    rows = sum(len(rows.advantage) for group in groups for rows, counts in engine._loss.batches(group) if counts)
     for group in groups:
         engine.accumulate(group, 1 / rows)
     return engine.step(grad_scale)
+
+
+def update(engine: TrainEngine, seed: int = 0) -> dict[str, float]:
+    return step_on(engine, group_of(engine, seed))
+
+
+def updated(updates: int = 2, **changes: Any) -> TrainEngine:
+    engine = started(make_config(**changes))
+    for seed in range(updates):
+        update(engine, seed)
+    return engine
+
+
+def trained(engine: TrainEngine, *groups: GroupBatch) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Takes one optimizer step; returns its metrics, and the gradients that the optimizer was given."""
+    seen: dict[str, Tensor] = {}
+    with engine._model.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine))):
+        return step_on(engine, *groups), seen
 
 
 def weights(engine: TrainEngine) -> Tensor:
     return torch.cat([p.detach().flatten() for p in engine._model.trainable.values()])
 
 
+def trainable(engine: TrainEngine) -> dict[str, Tensor]:
+    """Returns the policy's trained parameters, whole."""
+    return {name: whole(p).clone() for name, p in engine._model.trainable.items()}
+
+
 def gradients(engine: TrainEngine) -> dict[str, Tensor]:
-    """Returns gradients by diffusers name, of the parameters that have one."""
-    return {name: p.grad.clone() for name, p in engine._model.trainable.items() if p.grad is not None}
+    """Returns gradients, whole, by diffusers name, of the parameters that have one."""
+    return {name: whole(p.grad).clone() for name, p in engine._model.trainable.items() if p.grad is not None}
 
 
 @torch.no_grad()
@@ -105,29 +161,30 @@ def log_probs(engine: TrainEngine, group: GroupBatch) -> Tensor:
     return torch.stack([found[row_id] for row_id in sorted(found)]).reshape(len(group.trajectories), -1)
 
 
+def auxiliaries(engine: TrainEngine) -> dict[str, Tensor]:
+    """Returns the tensors of all further policies, whole."""
+    return {name: whole(t).clone() for name, t in engine._model.auxiliary.tensors().items()}
+
+
 def auxiliary_of(engine: TrainEngine, which: str) -> dict[str, Tensor]:
     """Returns a further policy's tensors, whole, by the names of the parameters."""
-    found = engine._model.auxiliary.tensors().items()
-    return {name.removeprefix(f"{which}."): whole(t).clone() for name, t in found if name.startswith(f"{which}.")}
+    return {n.removeprefix(f"{which}."): t for n, t in auxiliaries(engine).items() if n.startswith(f"{which}.")}
 
 
-def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Takes an optimizer step; returns its metrics, and the gradients that the optimizer was given."""
-    seen: dict[str, Tensor] = {}
-    hook = engine._model.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))
-    metrics = engine.step(grad_scale)
-    hook.remove()
-    return metrics, seen
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0, rtol: float = 0.0) -> None:
+    """Asserts equal tensors of the same names. `expected` may be float64."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            got[name].double(), tensor.double(), rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def assert_gradients(
     got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-7
 ) -> None:
-    """Asserts equal gradients of the same parameters. `expected` may be float64."""
-    assert got.keys() == expected.keys()
     assert max(grad.abs().max().item() for grad in expected.values()) > 100 * atol
-    for name, grad in expected.items():
-        torch.testing.assert_close(got[name], grad.float(), rtol=rtol, atol=atol)
+    assert_close(got, expected, atol, rtol)
 
 
 def export(engine: TrainEngine, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
@@ -185,11 +242,29 @@ def model_of(engine: TrainEngine, dtype: torch.dtype = torch.float64) -> nn.Modu
     return model.to(dtype)
 
 
-def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """Returns gradients of the parameters that have one, as an engine reports them."""
+def gradients_of(losses: Sequence[Tensor] | Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Returns gradients of the losses' mean, of the parameters that have one, as an engine reports them."""
     parameters = dict(model.named_parameters())
+    loss = losses if isinstance(losses, Tensor) else torch.stack(list(losses)).mean()
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+
+
+def assert_trains(
+    engine: TrainEngine,
+    groups: Sequence[GroupBatch],
+    losses: Callable[[list[Step]], Sequence[Tensor] | Tensor],
+    positions: list[list[int]] | None = None,
+    **tolerances: float,
+) -> dict[str, float]:
+    """Takes an optimizer step, and asserts that its gradients are those of the mean of `losses`, or of a loss, that
+    are computed of all steps under the engine's weights as they were. Returns the metrics."""
+    model = model_of(engine)
+    steps = [step for group in groups for step in steps_of(model, engine.config, group, positions)]
+    expected = gradients_of(losses(steps), model)
+    metrics, got = trained(engine, *groups)
+    assert_gradients(got, expected, **tolerances)
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -211,6 +286,11 @@ class Step:
     """D <(mean - recorded mean)^2> / (2 scale^2), in nats."""
 
     @property
+    def ratio(self) -> Tensor:
+        """Returns the ratio of mean densities to what was recorded."""
+        return (self.log_prob - self.recorded).exp()
+
+    @property
     def nats(self) -> float:
         """Returns the log-ratio of the model to the recorded log-prob."""
         return self.elements * (self.log_prob.item() - self.recorded)
@@ -221,11 +301,10 @@ def steps_of(
     config: Config,
     group: GroupBatch,
     positions: list[list[int]] | None = None,
-    detached_uncond: bool = False,
 ) -> Iterator[Step]:
     """Yields Flow-GRPO's transition of every trained step of every sample, sample-major; `positions[i]` are those of
     the window that are trained."""
-    policy, r = TinyPolicy(), config.rollout
+    r = config.rollout
     dtype = next(model.parameters()).dtype
     assert r.sde is not None
     assert r.sde.kind == "flow"
@@ -234,7 +313,7 @@ def steps_of(
         for k in range(len(t["steps"])) if positions is None else positions[sample]:
             i = int(t["steps"][k])
             x, x_next = t["latents"][k].to(dtype), t["latents"][k + 1].to(dtype)
-            v = guided(model, policy, config, t, x, sigmas[i], detached_uncond)
+            v = guided(model, config, t, x, sigmas[i])
             s, h = sigmas[i].item(), (sigmas[i] - sigmas[i + 1]).item()
             g2 = r.sde.noise_level**2 * s / (1 - (sigmas[1].item() if s == 1 else s))
             scale = math.sqrt(g2 * h)
@@ -255,28 +334,20 @@ def steps_of(
             )
 
 
-def guided(
-    model: nn.Module,
-    policy: TinyPolicy,
-    config: Config,
-    sample: object,
-    x: Tensor,
-    sigma: Tensor,
-    detached: bool = False,
-) -> Tensor:
+def guided(model: nn.Module, config: Config, sample: TensorDict, x: Tensor, sigma: Tensor) -> Tensor:
     """Returns the velocity (T, C) of one row; classifier-free guidance written out, with or without gradient through
     the unconditional branch."""
-    r = config.rollout
-    conditioning = policy.stack_conditioning([sample["conditioning"]])
+    scale = config.rollout.sampling.true_cfg_scale
+    conditioning = TinyPolicy().stack_conditioning([sample["conditioning"]])
     text, mask = conditioning["text"].to(x.dtype), conditioning["mask"]
     v = model["transformer"](x[None], sigma[None], text, mask)
-    if r.sampling.true_cfg_scale > 1:
+    if scale > 1:
         uncond = model["transformer"](x[None], sigma[None], torch.zeros_like(text), mask)
-        uncond = uncond.detach() if detached else uncond
-        v = uncond + r.sampling.true_cfg_scale * (v - uncond)
+        uncond = uncond if config.algorithm.unconditional_gradient else uncond.detach()
+        v = uncond + scale * (v - uncond)
     return v[0]
 
 
-def surrogate(ratio: Tensor, advantage: float, clip: float) -> Tensor:
+def surrogate(ratio: Tensor, advantage: float, clip: float = 0.2) -> Tensor:
     """Computes PPO's clipped loss of one row."""
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip))
