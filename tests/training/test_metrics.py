@@ -20,8 +20,18 @@ from omni_async.training.device import sum_of_rows
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
-from tests.fakes import TinyPolicy, tiny_group
-from tests.training.training_world import Step, make_config, model_of, nudge, on_ranks, started, steps_of
+from tests.training.training_world import (
+    Step,
+    group_of,
+    make_config,
+    model_of,
+    nudge,
+    on_ranks,
+    started,
+    step_on,
+    steps_of,
+    update,
+)
 
 
 def test_each_metric_is_reduced_as_declared():
@@ -74,10 +84,8 @@ def test_the_ess_of_log_ratios_of_any_size_is_that_of_their_differences(values, 
     metrics.record("beside", torch.tensor([2.0]), "max")
     metrics.record_by_step("ess", torch.tensor([*values, 5.0], dtype=torch.float64), [1] * len(values) + [3], "ess")
     metrics.record_by_step("beside", torch.tensor([3.0, -3.0]), [1, 1], "mean")
-    got = metrics.reduce(4)
-    assert got == pytest.approx(
-        {"ess": expected, "beside": 2.0, "ess/step_01": expected, "ess/step_03": 1.0, "beside/step_01": 0.0}
-    )
+    by_step = {"ess/step_01": expected, "ess/step_03": 1.0, "beside/step_01": 0.0}
+    assert metrics.reduce(4) == pytest.approx({"ess": expected, "beside": 2.0, **by_step})
 
 
 def test_a_metric_of_an_objective_that_would_hide_one_of_the_runs_is_refused():
@@ -138,16 +146,9 @@ def test_rows_count_once_however_they_are_dealt(tmp_path):
 def drifted(**changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[Step]]:
     """Returns an engine, stale groups of two windows, and their steps under the engine's weights."""
     engine = started(make_config(**{"size": 3, **changes}))
-    groups = [tiny_group(TinyPolicy(), engine.config, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
-    nudge(engine, size=0.05)
-    model = model_of(engine)
-    return engine, groups, [s for g in groups for s in steps_of(model, engine.config, g)]
-
-
-def update(engine: TrainEngine, groups: list[GroupBatch]) -> dict[str, float]:
-    for group in groups:
-        engine.accumulate(group, 1 / 16)
-    return engine.step()
+    groups = [group_of(engine, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
+    nudge(engine, 0.05)
+    return engine, groups, [s for g in groups for s in steps_of(model_of(engine), engine.config, g)]
 
 
 def ess(values: Iterable[float]) -> float:
@@ -166,7 +167,7 @@ def by_step(steps: list[Step]) -> dict[int, list[Step]]:
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled"])
 def test_drift_of_all_rows_and_of_each_denoising_step(mode):
     engine, groups, steps = drifted(correction={"mode": mode})
-    metrics = update(engine, groups)
+    metrics = step_on(engine, *groups)
     nats = [s.nats for s in steps]
     expected = {
         "log_ratio_nats/mean": fmean(nats),
@@ -191,7 +192,7 @@ def test_drift_of_all_rows_and_of_each_denoising_step(mode):
 def test_weights_and_masks_of_all_rows_and_of_each_denoising_step():
     correction = {"mode": "decoupled", "weights": "importance", "cap": 1.2, "kappa_nats": 0.25, "k1": (0.8, 1.5)}
     engine, groups, steps = drifted(correction=correction)
-    metrics = update(engine, groups)
+    metrics = step_on(engine, *groups)
 
     def weight(s: Step) -> float:
         return min(math.exp(s.nats), 1.2) if s.kappa <= 0.25 and 0.8 <= math.exp(s.nats) <= 1.5 else 0.0
@@ -217,19 +218,18 @@ def test_without_means_there_is_no_kappa():
     engine, groups, _ = drifted()
     for t in groups[0].trajectories:
         del t["means"]
-    assert not {name for name in update(engine, groups[:1]) if name.startswith("kappa")}
+    assert not {name for name in step_on(engine, groups[0]) if name.startswith("kappa")}
 
 
 def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
     """Uses cps, whose log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their
     difference."""
     engine = started(make_config(sde={"kind": "cps", "noise_level": 0.8}))
-    group = tiny_group(TinyPolicy(), engine.config, 0, range(1, 2))
+    group = group_of(engine, 0, range(1, 2))
     for t in group.trajectories:
         t["log_probs"] = t["log_probs"] - 0.01
     scale = group.trajectories[0]["sigmas"][2].item() * math.sin(0.4 * math.pi)
-    engine.accumulate(group, 1.0)
-    assert engine.step()["log_ratio_nats/mean"] == pytest.approx(0.01 * 24 / (2 * scale**2), rel=1e-4)
+    assert step_on(engine, group)["log_ratio_nats/mean"] == pytest.approx(0.01 * 24 / (2 * scale**2), rel=1e-4)
 
 
 # ---- engine mismatch -------------------------------------------------------------------------------------------------
@@ -238,29 +238,22 @@ def test_log_ratios_of_unnormalised_kinds_are_in_nats_too():
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(mode, recomputed):
-    engine = started(make_config(correction={"mode": mode}, size=3))
-    group = tiny_group(TinyPolicy(), engine.config)
-    if recomputed:
-        engine.recompute_proximal(group)
-    engine.accumulate(group, 1 / 8)
-    metrics = engine.step()
-    assert metrics["engine_mismatch_nats"] < 1e-4
-    assert metrics["fresh_fraction"] == 1
-
-    engine, group = started(engine.config), tiny_group(TinyPolicy(), engine.config)
-    group.trajectories[2]["log_probs"][1] -= 0.1  # 24 latent elements
-    if recomputed:
-        engine.recompute_proximal(group)
-    engine.accumulate(group, 1 / 8)
-    assert engine.step()["engine_mismatch_nats"] == pytest.approx(2.4, rel=1e-3)
+    for off, nats in ((0.0, 0.0), (0.1, 2.4)):  # 24 latent elements
+        engine = started(make_config(correction={"mode": mode}, size=3))
+        group = group_of(engine)
+        group.trajectories[2]["log_probs"][1] -= off
+        if recomputed:
+            engine.recompute_proximal(group)
+        metrics = step_on(engine, group)
+        assert metrics["engine_mismatch_nats"] == pytest.approx(nats, rel=1e-3, abs=1e-4)
+        assert metrics["fresh_fraction"] == 1
 
 
 def test_a_stale_step_is_no_mismatch():
     engine = started(make_config())
-    group = tiny_group(TinyPolicy(), engine.config)
+    group = group_of(engine)
     group.trajectories[2]["log_probs"][1] -= 0.1
-    engine.accumulate(replace(group, staleness=[[0, 0], [0, 0], [0, 1], [0, 0]]), 1 / 8)
-    metrics = engine.step()
+    metrics = step_on(engine, replace(group, staleness=[[0, 0], [0, 0], [0, 1], [0, 0]]))
     assert metrics["engine_mismatch_nats"] < 1e-4
     assert metrics["log_ratio_nats/absmax"] == pytest.approx(2.4, rel=1e-3)
     assert (metrics["fresh_fraction"], metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (7 / 8, 1 / 8, 1)
@@ -268,8 +261,5 @@ def test_a_stale_step_is_no_mismatch():
 
 def test_only_the_first_step_of_an_update_can_tell_a_mismatch():
     engine = started(make_config(steps_per_update=2))
-    alarms = []
-    for seed in range(4):
-        engine.accumulate(tiny_group(TinyPolicy(), engine.config, seed), 1 / 8)
-        alarms.append("engine_mismatch_nats" in engine.step())
+    alarms = ["engine_mismatch_nats" in update(engine, seed) for seed in range(4)]
     assert alarms == [True, False, True, False]

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
@@ -15,11 +14,22 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import verify
-from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
-from tests.training.training_world import export, load, log_probs, make_config, on_ranks, save
+from tests.training.training_world import (
+    LORA,
+    assert_close,
+    auxiliaries,
+    export,
+    gradients,
+    load,
+    log_probs,
+    make_config,
+    move,
+    on_ranks,
+    save,
+    started,
+)
 
-CPU = torch.device("cpu")
 EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach
 
 # A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
@@ -27,7 +37,7 @@ BASE = {"group_size": 5, "size": 2, "optimizer": "sgd"}
 FORWARD = {"sde": None, "clip_range": None}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"kl_coef": 0.05},
-    "lora": {"kl_coef": 0.05, "lora": {"rank": 2, "alpha": 4.0}},
+    "lora": {"kl_coef": 0.05, "lora": LORA},
     "decoupled": {
         "steps_per_update": 2,
         "correction": {"mode": "decoupled", "weights": "importance", "normalise": True, "kappa_nats": 0.2},
@@ -40,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "share of steps": {"fraction": 0.5, "cfg": 2.0, "unconditional_gradient": False},
     "nft": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "fraction": 0.6},
-    "nft lora": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "lora": {"rank": 2, "alpha": 4.0}},
+    "nft lora": {**FORWARD, "name": "diffusion_nft", "kl_coef": 0.1, "lora": LORA},
     "awm": {
         **FORWARD,
         "name": "awm",
@@ -53,38 +63,29 @@ VARIANTS |= {EXPERTS + name: VARIANTS[name] for name in ("full", "lora", "share 
 VARIANTS[EXPERTS + "samples"] = {"name": "gspo", "size": 3}
 
 
-def policy_of(variant: str) -> TinyPolicy:
-    return TwoExperts() if variant.startswith(EXPERTS) else TinyPolicy()
+def start(variant: str, config: Config, rank: int = 0) -> TrainEngine:
+    return started(config, TwoExperts() if variant.startswith(EXPERTS) else TinyPolicy(), rank)
 
 
-def other_weights(policy: TinyPolicy) -> nn.ModuleDict:
-    """Returns the weights that made the samples, a little beside the ones that are trained."""
-    model = load_model(policy)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=generator))
-    return model
-
-
-def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
-    """Returns this rank's part of an update's groups, one per optimizer step."""
-    config, steps = engine.config, engine.config.trainer.steps_per_update
-    seeds = range(number * steps, (number + 1) * steps)
+def groups_of(engine: TrainEngine, seeds: range) -> list[GroupBatch]:
+    """Returns this rank's samples of groups that weights a little beside the engine's have made."""
+    policy, config = engine.policy, engine.config
     if config.algorithm.name == "diffusion_dpo":
-        return [tiny_pair(engine.policy, config, seed) for seed in seeds]
-    made_by = other_weights(engine.policy)
-    groups = [tiny_group(engine.policy, config, seed, staleness=1, model=made_by) for seed in seeds]
+        return [tiny_pair(policy, config, seed) for seed in seeds]
+    made_by = load_model(policy)
+    move(made_by.parameters(), 0.05)
+    groups = [tiny_group(policy, config, seed, staleness=1, model=made_by) for seed in seeds]
     return [share(group, engine.layout, start=i * group.size) for i, group in enumerate(groups)]
 
 
 def update(engine: TrainEngine, number: int) -> dict[str, Any]:
     """Makes an update; returns its facts about this rank's samples (numbers by group and sample), and its metrics."""
-    groups = groups_of(engine, number)
+    steps = engine.config.trainer.steps_per_update
+    groups = groups_of(engine, range(number * steps, (number + 1) * steps))
     seen: dict[str, list[list[Any]]] = {}
     if engine.config.rollout.sde is not None:
         seen["log_probs"] = [log_probs(engine, group).tolist() for group in groups]
-    if engine.config.trainer.steps_per_update > 1:
+    if steps > 1:
         seen["drift"] = [
             [(*d.log_ratio, *(d.kappa or ())) for d in engine.recompute_proximal(group)] for group in groups
         ]
@@ -97,7 +98,6 @@ def update(engine: TrainEngine, number: int) -> dict[str, Any]:
 
 def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     """Runs two updates, a checkpoint between them, an export after them."""
-    engine.setup()
     first = update(engine, 0)
     save(engine, folder / "checkpoint")
     second = update(engine, 1)
@@ -105,30 +105,19 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     assert (out is None) == (engine.layout.rank > 0)
     if out is not None:
         verify(*out)
-    auxiliary = {name: whole(t) for name, t in engine._model.auxiliary.tensors().items()}
-    return {"updates": [first, second], "export": out, "auxiliary": auxiliary, "digest0": engine.digest0}
+    return {"updates": [first, second], "export": out, "auxiliary": auxiliaries(engine), "digest0": engine.digest0}
 
 
 def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, Any]:
-    layout = ParallelLayout(rank, 2)
-    return {
-        name: run(TrainEngine(config, policy_of(name), layout, device=CPU), folder / name)
-        for name, config in configs.items()
-    }
-
-
-def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-6)
+    return {name: run(start(name, config, rank), folder / name) for name, config in configs.items()}
 
 
 def test_two_ranks_train_what_one_trains(tmp_path):
     two = {name: make_config(**{**BASE, **change, "workers": 2}) for name, change in VARIANTS.items()}
     found = on_ranks(2, tmp_path, run_all, tmp_path, two)
     for name, change in VARIANTS.items():
-        alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), ParallelLayout(), device=CPU)
-        alone = run(alone_engine, tmp_path / f"{name}-alone")
+        engine = start(name, make_config(**{**BASE, **change}))
+        alone = run(engine, tmp_path / f"{name}-alone")
         ranks = [results[name] for results in found]
 
         for number, expected in enumerate(alone["updates"]):
@@ -143,16 +132,16 @@ def test_two_ranks_train_what_one_trains(tmp_path):
                         assert mine == [pytest.approx(rows[k], abs=1e-5) for k in dealt], name
         if "correction" in str(change):
             assert 0 < alone["updates"][0]["metrics"][0]["masked"] < 1
-        expected_weights = dict(unpack(*alone["export"]))
-        assert_same_tensors(dict(unpack(*ranks[0]["export"])), expected_weights)
+        weights = dict(unpack(*alone["export"]))
+        assert_close(dict(unpack(*ranks[0]["export"])), weights, atol=1e-6)
         for rank in ranks:
-            assert_same_tensors(rank["auxiliary"], alone["auxiliary"])
+            assert_close(rank["auxiliary"], alone["auxiliary"], atol=1e-6)
         assert ranks[0]["digest0"] == alone["digest0"]
 
         # A checkpoint of two ranks continues on one.
-        load(alone_engine, tmp_path / name / "checkpoint")
-        update(alone_engine, 1)
-        assert_same_tensors(dict(unpack(*export(alone_engine, 2))), expected_weights)
+        load(engine, tmp_path / name / "checkpoint")
+        update(engine, 1)
+        assert_close(dict(unpack(*export(engine, 2))), weights, atol=1e-6)
 
 
 # ---- shares of every size --------------------------------------------------------------------------------------------
@@ -169,42 +158,29 @@ def sized(name: str, size: int) -> dict[str, Any]:
 
 def two_groups(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Returns the gradients of two groups, accumulated before one step, and the metrics of the step."""
-    engine.setup()
-    config, made_by = engine.config, other_weights(engine.policy)
-    if config.algorithm.name == "diffusion_dpo":
-        groups = [tiny_pair(engine.policy, config, seed) for seed in range(2)]
-    else:
-        whole_groups = [tiny_group(engine.policy, config, seed, staleness=1, model=made_by) for seed in range(2)]
-        groups = [share(group, engine.layout, start=i * group.size) for i, group in enumerate(whole_groups)]
-    if config.trainer.steps_per_update > 1:
+    groups = groups_of(engine, range(2))
+    if engine.config.trainer.steps_per_update > 1:
         drifts = [engine.recompute_proximal(group) for group in groups]
         assert [len(found) for found in drifts] == [len(group.seeds) * group.counts for group in groups]
     for group in groups:
         engine.accumulate(group, 1 / 10)
-    gradients = {name: whole(p.grad).clone() for name, p in engine._model.trainable.items() if p.grad is not None}
-    return gradients, engine.step()
+    return gradients(engine), engine.step()
 
 
-def deal_all(rank: int, world: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Any]:
-    layout = ParallelLayout(rank, world)
-    return {key: two_groups(TrainEngine(config, policy_of(key[0]), layout, CPU)) for key, config in configs.items()}
+def deal_all(rank: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[str, int], Any]:
+    return {key: two_groups(start(key[0], config, rank)) for key, config in configs.items()}
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
     dealt = {key: make_config(**{**change, "workers": world}) for key, change in jobs.items()}
-    ranks = on_ranks(world, tmp_path, deal_all, world, dealt)
+    ranks = on_ranks(world, tmp_path, deal_all, dealt)
     for key, change in jobs.items():
-        alone = TrainEngine(make_config(**change), policy_of(key[0]), ParallelLayout(), CPU)
-        expected, metrics = two_groups(alone)
+        expected, metrics = two_groups(start(key[0], make_config(**change)))
         largest = max(gradient.abs().max().item() for gradient in expected.values())
         assert largest > 1e-4, key
         for rank in ranks:
-            gradients, found = rank[key]
-            assert gradients.keys() == expected.keys()
-            for name, gradient in expected.items():
-                torch.testing.assert_close(
-                    gradients[name], gradient, rtol=3e-6, atol=3e-6 * largest, msg=f"{key} {name}"
-                )
+            got, found = rank[key]
+            assert_close(got, expected, rtol=3e-6, atol=3e-6 * largest)
             assert found == pytest.approx(metrics, rel=1e-5, abs=1e-6), key
