@@ -58,21 +58,9 @@ def random_group(policy: Policy, config: Config) -> GroupBatch:
     for number in range(4):
         x = torch.randn(1, *shape, generator=generator)
         steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
-        tensors = {
-            "final": x[0],
-            "latents": torch.cat(steps),
-            "log_probs": torch.zeros(2),
-            "sigmas": sigmas,
-            "steps": torch.tensor([first, first + 1]),
-            "conditioning": conditioning_of(policy, spec, number, generator),
-        }
-        samples.append(TensorDict(tensors, []))
-    return GroupBatch(
-        group=0,
-        spec=spec,
-        trajectories=samples,
-        advantages=[1.0, -1.0, 0.5, -0.25],
-        seeds=range(4),
-        staleness=[[0, 0]] * 4,
-        size=4,
-    )
+        tensors = {"final": x[0], "latents": torch.cat(steps), "log_probs": torch.zeros(2), "sigmas": sigmas}
+        tensors |= {"steps": torch.tensor([first, first + 1])}
+        samples.append(
+            TensorDict({**tensors, "conditioning": conditioning_of(policy, spec, number, generator)}, batch_size=[])
+        )
+    return GroupBatch(0, spec, samples, [1.0, -1.0, 0.5, -0.25], range(4), [[0, 0]] * 4, size=4)

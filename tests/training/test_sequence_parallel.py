@@ -12,18 +12,23 @@ from msgspec.structs import replace
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_async.config.schema import Config
-from omni_async.families import find_family
 from omni_async.layout import ParallelLayout
-from omni_async.policy import Policy, SequencePlan, load_policy
+from omni_async.policy import SequencePlan
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from omni_async.weights.shards import whole
 from tests.fakes import share
 from tests.training.drawn import random_group
-from tests.training.training_world import log_probs, make_config, on_ranks
+from tests.training.training_world import (
+    assert_close,
+    gradients,
+    log_probs,
+    make_config,
+    on_ranks,
+    policy_of,
+    started,
+)
 
-CPU = torch.device("cpu")
 LORA = {"lora": {"rank": 2, "alpha": 4.0}}
 CHECKPOINTING = {"checkpointing": True}
 
@@ -64,10 +69,6 @@ CASES = {
 REFUSED = "sd3 refused"
 
 
-def policy_of(config: Config) -> Policy:
-    return load_policy(find_family(config.model.pipeline), config.model.path)
-
-
 @torch.no_grad()
 def fill_adapters(engine: TrainEngine) -> None:
     """Draws adapters, of which one half is zero and would leave the other half without gradient."""
@@ -82,19 +83,16 @@ def fill_adapters(engine: TrainEngine) -> None:
 
 def train(config: Config, group: GroupBatch | None, rank: int) -> dict[str, Any]:
     """Returns log-probs of this rank's samples, and the gradients of all. Without a group a group is made."""
-    layout = ParallelLayout.of(config.trainer, rank)
-    engine = TrainEngine(config, policy_of(config), layout, device=CPU)
-    engine.setup()
+    engine = started(config, rank=rank)
     fill_adapters(engine)
     made = group if group is not None else random_group(engine.policy, config)
-    mine = share(made, layout)
+    mine = share(made, engine.layout)
     recomputed = log_probs(engine, mine)
     if group is None:
         for sample, recorded in zip(made.trajectories, recomputed, strict=True):
             sample["log_probs"] = recorded
     engine.accumulate(mine, 1 / 8)
-    gradients = {name: whole(p.grad) for name, p in engine._model.trainable.items() if p.grad is not None}
-    return {"log_probs": recomputed, "gradients": gradients, "group": made}
+    return {"log_probs": recomputed, "gradients": gradients(engine), "group": made}
 
 
 def refusals(config: Config, rank: int) -> list[str]:
@@ -115,10 +113,8 @@ def refusals(config: Config, rank: int) -> list[str]:
         policy = policy_of(config)
         policy.sequence_plan = SequencePlan()
         SD3Transformer2DModel._cp_plan = cp_plan
-        engine = TrainEngine(config, policy, ParallelLayout.of(config.trainer, rank), device=CPU)
         with pytest.raises((ValueError, TrainingError)) as refused:
-            engine.setup()
-            log_probs(engine, random_group(policy, config))
+            log_probs(started(config, policy, rank), random_group(policy, config))
         said.append(str(refused.value))
     SD3Transformer2DModel._cp_plan = None
     return said
@@ -158,49 +154,32 @@ def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
     return make_config(**{**changes, **case.changes, **ranks})
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What ranks found of each case, by rank, and what one rank finds."""
-
-    jobs: dict[str, tuple[Config, GroupBatch]]
-    alone: dict[str, dict[str, Any]]
-    ranks: list[dict[str, Any]]
-
-
-def trained(checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
+def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], folder: Path, world: int) -> list[dict[str, Any]]:
+    """Returns what every rank found, by case."""
     cases = {name: case for name, case in CASES.items() if case.workers == world}
-    configs = {name: config_of(case, checkpoints, alone=False) for name, case in cases.items()}
     alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
-    jobs = {name: (config, alone[name]["group"]) for name, config in configs.items()}
-    asked = {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs
-    return Trained(jobs, alone, on_ranks(world, folder, work, asked))
-
-
-def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
-    for name, (config, _) in ranks.jobs.items():
-        wanted, log_probs = ranks.alone[name]["gradients"], ranks.alone[name]["log_probs"]
-        largest = max(gradient.abs().max() for gradient in wanted.values())
-        assert {weight.partition(".")[0] for weight in wanted} == set(policy_of(config).components)
-        for rank, results in enumerate(ranks.ranks):
-            found, layout = results[name], ParallelLayout.of(config.trainer, rank)
-            its = log_probs[layout.data_rank :: layout.data_size]
-            torch.testing.assert_close(found["log_probs"], its, rtol=0, atol=1e-5, msg=name)
-            assert found["gradients"].keys() == wanted.keys()
-            for weight, gradient in wanted.items():
-                assert (found["gradients"][weight] - gradient).abs().max() < 3e-6 * largest, f"{name}: {weight}"
+    jobs = {name: (config_of(case, checkpoints, alone=False), alone[name]["group"]) for name, case in cases.items()}
+    ranks = on_ranks(world, folder, work, {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs)
+    for name, (config, _) in jobs.items():
+        wanted = alone[name]["gradients"]
+        largest = max(gradient.abs().max().item() for gradient in wanted.values())
+        assert {weight.partition(".")[0] for weight in wanted} == set(policy_of(config).components), name
+        for rank, results in enumerate(ranks):
+            layout = ParallelLayout.of(config.trainer, rank)
+            its = alone[name]["log_probs"][layout.data_rank :: layout.data_size]
+            torch.testing.assert_close(results[name]["log_probs"], its, rtol=0, atol=1e-5, msg=name)
+            assert_close(results[name]["gradients"], wanted, atol=3e-6 * largest)
+    return ranks
 
 
 def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
-    ranks = trained(checkpoints, tmp_path, 2)
-    assert_ranks_train_what_one_trains(ranks)
-    for found in ranks.ranks:
+    key = "trainer.sequence_parallel: "
+    for found in assert_ranks_train_what_one_trains(checkpoints, tmp_path, 2):
         without, ignored = found[REFUSED]
-        key = "trainer.sequence_parallel: "
         assert without == f"{key}SD3Transformer2DModel has no plan of how ranks share its tokens, got 2; use 1"
-        assert ignored.startswith(
-            f"{key}3 of 3 self-attentions of SD3Transformer2DModel see the tokens of one rank only"
-        )
+        said = f"{key}3 of 3 self-attentions of SD3Transformer2DModel see the tokens of one rank only"
+        assert ignored.startswith(said)
 
 
 def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
-    assert_ranks_train_what_one_trains(trained(checkpoints, tmp_path, 4))
+    assert_ranks_train_what_one_trains(checkpoints, tmp_path, 4)
