@@ -17,17 +17,12 @@ from omni_async.algorithms.kinds import Kind
 from omni_async.algorithms.registry import Objective
 from omni_async.backends import Backend
 from omni_async.config.algorithm import Algorithm
-from omni_async.config.schema import Config
 from omni_async.config.section import Section, doc
-from omni_async.layout import ParallelLayout
-from omni_async.training.backends.base import TrainBackend
-from omni_async.training.device import largest_over_ranks
-from omni_async.training.groups import GroupBatch, Needs, check_group, micro_batches
-from omni_async.training.metrics import Metrics
+from omni_async.training.groups import GroupBatch, Needs, check_group
 from omni_async.training.model import ModuleBackend
 from omni_async.training.optimizer import gradients
+from omni_async.training.row_loss import LossOfObjective
 from omni_async.types import SampleDrift
-from tests.fakes import TinyPolicy
 
 _SIGMA = 0.5  # the model is asked for its velocity there
 
@@ -42,29 +37,14 @@ class Ends:
     needs: Needs
 
 
-class EndLoss:
+class EndLoss(LossOfObjective):
     """A `RowLoss` of final latents as they are."""
 
-    def __init__(
-        self,
-        config: Config,
-        objective: Objective,
-        policy: TinyPolicy,
-        model: TrainBackend,
-        metrics: Metrics,
-        layout: ParallelLayout,
-    ) -> None:
-        self._config, self._policy, self._model, self._metrics = config, policy, model, metrics
-        self._fields = objective.fields
-        self._compute = objective.load()
-        self._spec = config.rollout.sampling
-        self._sigmas = policy.sigmas(config.rollout.num_inference_steps, self._spec)
-
     def batches(self, group: GroupBatch) -> Iterator[tuple[Ends, bool]]:
-        check_group(group, self._fields, self._sigmas, self._policy.latent_shape(self._spec))
-        size, samples = self._config.trainer.micro_batch_size, len(group.trajectories)
-        needs = [self._policy.component_of(_SIGMA)] * samples
-        for batch in micro_batches(needs, size, 1, samples, self._policy.components, largest_over_ranks):
+        shape, sigmas = self._drawn.by(group.spec)
+        check_group(group, self._fields, sigmas, shape)
+        needs = [self._policy.component_of(_SIGMA)] * len(group.trajectories)
+        for batch in self._micro_batches(needs, 1, len(group.trajectories)):
             rows = [group.trajectories[i] for i in batch.rows]
             conditioning = self._policy.stack_conditioning([t["conditioning"] for t in rows])
             advantage = torch.tensor([group.advantages[i] for i in batch.rows])
@@ -73,8 +53,8 @@ class EndLoss:
 
     def losses(self, group: GroupBatch, rows: Ends, counts: bool) -> Tensor:
         sigma = torch.full((len(rows.final),), _SIGMA)
-        velocity = self._model.velocity(rows.final, sigma, rows.conditioning, self._spec, rows.needs)
-        loss = self._compute((velocity, rows.advantage), self._config.algorithm)
+        velocity = self._model.velocity(rows.final, sigma, rows.conditioning, group.spec, rows.needs)
+        loss = self._compute((velocity, rows.advantage), self._algorithm)
         if counts:
             self._metrics.record_loss(loss, rows.advantage, {})
         return loss

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,11 @@ from torch import nn
 
 from omni_async.backends import find_backend
 from omni_async.config.schema import Config
-from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.model import compile_layers, repeated_layers
 from omni_async.weights.buckets import unpack
-from tests.fakes import TinyPolicy, TinyTransformer, share, tiny_group
-from tests.training.training_world import export, make_config, on_ranks, started, train
-
-CPU = torch.device("cpu")
+from tests.fakes import TinyPolicy, TinyTransformer, share
+from tests.training.training_world import assert_close, export, group_of, make_config, on_ranks, started, update
 
 
 @pytest.fixture
@@ -47,37 +45,32 @@ def test_what_a_backend_cannot_do_is_refused(package):
             find_backend(name, workers=workers, offload=offload, on_cpu=True)
 
 
-def work(rank: int, folder: Path, config: Config) -> tuple[str, list[dict[str, float]], dict[str, torch.Tensor]]:
-    sys.path.insert(0, str(folder))
-    engine = TrainEngine(config, TinyPolicy(), ParallelLayout(rank, 2), device=CPU)
-    engine.setup()
-    metrics = train_shares(engine)
-    weights = export(engine, 1)
-    found = {name: tensor.clone() for name, tensor in unpack(*weights)} if weights is not None else {}
-    return type(engine._model).__name__, metrics, found
-
-
-def train_shares(engine: TrainEngine) -> list[dict[str, float]]:
-    """Makes two updates with this rank's samples of their groups."""
-    found = []
+def train_shares(engine: TrainEngine) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Makes two updates with this rank's samples of their groups; returns metrics, and the weights on rank 0."""
+    metrics = []
     for seed in range(2):
-        group = tiny_group(TinyPolicy(), engine.config, seed)
-        engine.accumulate(share(group, engine.layout), 1 / 8)
-        found.append(engine.step())
-    return found
+        engine.accumulate(share(group_of(engine, seed), engine.layout), 1 / 8)
+        metrics.append(engine.step())
+    weights = export(engine, 1)
+    return metrics, {name: tensor.clone() for name, tensor in unpack(*weights)} if weights is not None else {}
+
+
+def work(rank: int, folder: Path, config: Config) -> tuple[str, Any]:
+    sys.path.insert(0, str(folder))
+    engine = started(config, rank=rank)
+    return type(engine._model).__name__, train_shares(engine)
 
 
 def test_a_backend_of_another_package_trains_what_ours_train(package):
-    changes = {"kl_coef": 0.05, "ema": {"every": 1}, "optimizer": "sgd"}
+    changes = {"kl_coef": 0.05, "ema": {"every": 1}, "optimizer": "sgd", "cfg": 2.0}
     config = make_config(**changes, backend="summing", workers=2)
-    backend, metrics, weights = on_ranks(2, package, work, package, config)[0]
+    backend, (metrics, weights) = on_ranks(2, package, work, package, config)[0]
     assert backend == "Summing"
     for ours in ("plain", "fsdp2"):
-        engine = started(make_config(**changes, backend=ours))
-        for got, expected in zip(metrics, train_shares(engine), strict=True):
-            assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        for name, tensor in unpack(*export(engine, 1)):
-            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=3e-6)
+        expected, of_ours = train_shares(started(make_config(**changes, backend=ours)))
+        for got, one in zip(metrics, expected, strict=True):
+            assert got == pytest.approx(one, rel=1e-4, abs=1e-6)
+        assert_close(weights, of_ours, atol=3e-6)
 
 
 def test_layers_are_compiled_with_a_cache_of_each_rank(monkeypatch, tmp_path):
@@ -87,8 +80,7 @@ def test_layers_are_compiled_with_a_cache_of_each_rank(monkeypatch, tmp_path):
         engine = started(config)
         layers = repeated_layers(engine._model.components["transformer"])
         assert layers and all(layer._compiled_call_impl is not None for layer in layers)
-        group = tiny_group(TinyPolicy(), config)
-        assert train(engine, [group]) == train(plain, [group])
+        assert update(engine) == update(plain)
     for rank in (0, 3):
         compile_layers(TinyTransformer(), rank)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f"rank_{rank}")

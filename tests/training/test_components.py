@@ -1,6 +1,7 @@
 """Tests policies of several components: rows meet the component they need, and ranks call the same ones."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,11 @@ from hypothesis import strategies as st
 
 from omni_async.components import compute_velocity
 from omni_async.config import load
-from omni_async.layout import ParallelLayout
-from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import MicroBatch, Needs, micro_batches
 from omni_async.training.transition_loss import sample_drifts
 from pipelines.stable_diffusion_3 import tiny
-from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
-from tests.training.training_world import make_config, started, train
+from tests.training.training_world import group_of, make_config, started, step_on, trainable
 
 HIGH, LOW = TwoExperts.components
 
@@ -61,8 +59,8 @@ def test_the_optimizer_leaves_a_component_without_rows_as_it_is(window, trained)
     """With AdamW: weight decay and moments move parameters whose gradient is zero, and none without one."""
     config = make_config(**{"trainer.optimizer.weight_decay": 0.1, "rollout.sde.window": {"size": 1, "range": [0, 3]}})
     engine = started(config, TwoExperts())
-    before = {name: p.detach().clone() for name, p in engine._model.trainable.items()}
-    train(engine, [tiny_group(TwoExperts(), config, window=window)])
+    before = trainable(engine)
+    step_on(engine, group_of(engine, window=window))
     moved = {name.partition(".")[0] for name, p in engine._model.trainable.items() if not torch.equal(p, before[name])}
     assert moved == {trained}
 
@@ -70,23 +68,17 @@ def test_the_optimizer_leaves_a_component_without_rows_as_it_is(window, trained)
 def plans(needs: list[list[str]], size: int, unit: int, components: tuple[str, ...]) -> list[list[MicroBatch]]:
     """Returns the micro-batches of several ranks, which agree through one exchange."""
     barrier, said = threading.Barrier(len(needs), timeout=10), {}
-    found: dict[int, list[MicroBatch]] = {}
-    most = max(len(rows) for rows in needs)
 
-    def run(rank: int) -> None:
+    def plan(rank: int) -> list[MicroBatch]:
         def largest(values: list[int]) -> list[int]:
             said[rank] = values
             barrier.wait()
             return [max(column) for column in zip(*said.values(), strict=True)]
 
-        found[rank] = list(micro_batches(needs[rank], size, unit, most, components, largest))
+        return list(micro_batches(needs[rank], size, unit, max(map(len, needs)), components, largest))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(needs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(len(needs))]
+    with ThreadPoolExecutor(len(needs)) as pool:
+        return list(pool.map(plan, range(len(needs))))
 
 
 @given(st.data())
@@ -122,18 +114,16 @@ def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_pa
     recipe = Path(__file__).parents[2] / "recipes" / "tiny" / "sd35.yaml"
     settings = [f"model.path={tiny.build(tmp_path)}", "model.dtype=bfloat16", "trainer.backend=fsdp2"]
     config = load(recipe, settings)
-    policy, spec = StableDiffusion3Policy(config.model.path), config.rollout.sampling
-    engine = TrainEngine(config, policy, ParallelLayout(), device=torch.device("cpu"))
-    engine.setup()
+    engine, spec = started(config), config.rollout.sampling
+    policy = engine.policy
     seen: list[torch.Tensor] = []
     embedder = engine._model.components[HIGH].time_text_embed.time_proj
     embedder.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
     sigma = torch.tensor([0.9383])
     conditioning = policy.stack_conditioning([policy.blank_conditioning(spec)])
     with torch.no_grad():
-        engine._model.velocity(
-            torch.randn(1, *policy.latent_shape(spec)), sigma, conditioning, spec, Needs([HIGH], (HIGH,))
-        )
+        latents = torch.randn(1, *policy.latent_shape(spec))
+        engine._model.velocity(latents, sigma, conditioning, spec, Needs([HIGH], (HIGH,)))
     assert seen and all(torch.equal(time, sigma * 1000) and time.dtype == torch.float32 for time in seen)
 
 

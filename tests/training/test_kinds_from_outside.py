@@ -19,21 +19,29 @@ from omni_async.algorithms.validation import problems
 from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
-from tests.fakes import TinyPolicy, tiny_group
+from tests.fakes import TinyPolicy
 from tests.training.outside import KIND, OBJECTIVE, EnergySettings
 from tests.training.training_world import (
+    Step,
     assert_gradients,
+    assert_trains,
     export,
     gradients_of,
+    group_of,
     make_config,
     model_of,
     nudge,
     started,
-    stepped,
-    steps_of,
+    trained,
 )
 
-OURS = {"name": "weighted_energy", "sde": None, "clip_range": None}
+RECIPE = """\
+model: {path: checkpoint}
+data: {prompts: prompts.txt}
+rollout: {sde: null}
+reward: {scorers: [{name: ocr}]}
+algorithm: {name: weighted_energy, settings: {scale: 2.0}}
+"""
 
 
 @pytest.fixture
@@ -45,31 +53,30 @@ def installed(install: Callable[[str], Path]) -> None:
 
 
 def ours(**changes: Any) -> Config:
-    settings = {"correction": {}, "settings": {"scale": 2.0}}
-    return with_settings(make_config(**{**OURS, **settings, **changes}))
+    defaults = {
+        "name": "weighted_energy",
+        "sde": None,
+        "clip_range": None,
+        "correction": {},
+        "settings": {"scale": 2.0},
+    }
+    return with_settings(make_config(**{**defaults, **changes}))
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_kind_of_another_package_is_trained():
-    config = ours(size=3, settings={"scale": 2.0, "power": 3})
-    engine, group = started(config), tiny_group(TinyPolicy(), config)
-    model = model_of(engine)
-    losses = []
+    engine = started(ours(size=3, settings={"scale": 2.0, "power": 3}))
+    group, model, losses = group_of(engine), model_of(engine), []
     for t, advantage in zip(group.trajectories, group.advantages, strict=True):
-        conditioning = TinyPolicy().stack_conditioning([t["conditioning"]])
-        sigma = torch.full((1,), 0.5, dtype=torch.float64)
-        velocity = model["transformer"](
-            t["final"][None].double(), sigma, conditioning["text"].double(), conditioning["mask"]
-        )
+        conditioning = TinyPolicy().stack_conditioning([t["conditioning"]]).double()
+        sigma, mask = torch.full((1,), 0.5, dtype=torch.float64), conditioning["mask"].bool()
+        velocity = model["transformer"](t["final"][None].double(), sigma, conditioning["text"], mask)
         losses.append(2.0 * advantage * velocity.abs().pow(3).mean())
-    expected = gradients_of(torch.stack(losses).mean(), model)
-    before = export(engine, 0)
-    engine.accumulate(group, 1 / 4)
-    metrics, found = stepped(engine)
+    expected, before = gradients_of(losses, model), export(engine, 0)[0]
+    metrics, found = trained(engine, group)
     assert_gradients(found, expected)
     assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    after = export(engine, 1)
-    assert before is not None and after is not None and before[0].digest != after[0].digest
+    assert export(engine, 1)[0].digest != before.digest
 
 
 @pytest.mark.usefixtures("installed")
@@ -97,15 +104,6 @@ def test_what_it_needs_of_a_run_is_read_off_it():
 def test_what_its_kind_cannot_use_is_refused(changes, said):
     [problem] = problems(ours(**changes))
     assert said in problem
-
-
-RECIPE = """\
-model: {path: checkpoint}
-data: {prompts: prompts.txt}
-rollout: {sde: null}
-reward: {scorers: [{name: ocr}]}
-algorithm: {name: weighted_energy, settings: {scale: 2.0}}
-"""
 
 
 @pytest.mark.usefixtures("installed")
@@ -154,15 +152,16 @@ def test_the_objective_that_the_documentation_writes_is_trained_as_it_is_written
     asked = {f"algorithm.{key}": value for key, value in yaml.safe_load(recipe)["algorithm"].items()}
     config = with_settings(make_config(**{"clip_range": None, **asked}))
     assert list(problems(config)) == []
-    engine, group = started(config), tiny_group(TinyPolicy(), config)
+    engine, losses = started(config), []
+    group = group_of(engine)
     nudge(engine)
-    model = model_of(engine)
-    logs = [(s.log_prob - s.recorded, s.advantage) for s in steps_of(model, config, group)]
-    expected = torch.stack([-advantage * log.exp() + 5.0 * log.square() for log, advantage in logs]).mean()
-    engine.accumulate(group, 1 / len(logs))
-    metrics, found = stepped(engine)
-    assert_gradients(found, gradients_of(expected, model))
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+    def as_documented(steps: list[Step]) -> list[torch.Tensor]:
+        losses.extend(-s.advantage * s.ratio + 5.0 * s.ratio.log().square() for s in steps)
+        return losses
+
+    metrics = assert_trains(engine, [group], as_documented)
+    assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
     assert metrics["pull"] > 0
 
 
