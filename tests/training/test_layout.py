@@ -29,8 +29,7 @@ def test_what_ranks_return_of_their_items_comes_back_in_the_order_of_the_items(d
     layouts = [ParallelLayout(rank, data * sequence, sequence) for rank in range(data * sequence)]
     # Ranks that do not lead their sequence say something else, and those without an item anything.
     shares = [
-        [item if layout.leads_sequence else None for item in layout.dealt(number, start)] or ["padding"]
-        for layout in layouts
+        [i if each.leads_sequence else None for i in each.dealt(number, start)] or ["padding"] for each in layouts
     ]
     for layout in layouts:
         assert layout.in_order(shares, number, start) == list(range(number))
@@ -59,10 +58,10 @@ def test_the_table_of_the_module():
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ((6, 4, None), "trainer.sequence_parallel: 4 ranks share a sequence, and do not divide trainer.workers = 6"),
-        ((6, 1, 4), "trainer.shard: 4 ranks share a copy of the weights, and do not divide trainer.workers = 6"),
+        ((4, None), "trainer.sequence_parallel: 4 ranks share a sequence, and do not divide trainer.workers = 6"),
+        ((1, 4), "trainer.shard: 4 ranks share a copy of the weights, and do not divide trainer.workers = 6"),
     ],
 )
 def test_a_degree_that_does_not_divide_the_ranks(degrees, message):
     with pytest.raises(ValueError, match=message):
-        ParallelLayout(0, *degrees)
+        ParallelLayout(0, 6, *degrees)

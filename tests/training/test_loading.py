@@ -3,6 +3,7 @@ what does not fit is refused by name."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,8 @@ LORA = Lora(rank=4, alpha=8.0, target_modules=("to_q", "to_v"))
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     """Returns every tensor of a model: parameters, buffers and plain attributes."""
-    attributes = {
-        f"{path} {name}": value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor)
-    }
+    own = ((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items())
+    attributes = {f"{path} {name}": value for path, name, value in own if isinstance(value, Tensor)}
     return {name: p.data for name, p in module.named_parameters()} | dict(module.named_buffers()) | attributes
 
 
@@ -82,15 +79,15 @@ def parameters_on_meta() -> nn.Module:
     return model
 
 
-def everything_on_meta(**made_again: Callable[[], object]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            model = Denoiser()
-        for name, make in made_again.items():
-            setattr(model, name, make())
-        return model
+COMPUTED, ANGLES = {"computed": torch.arange(3.0)}, {"angles": [torch.arange(2.0)]}
 
-    return build
+
+def everything_on_meta(**made_again: object) -> nn.Module:
+    with torch.device("meta"):
+        model = Denoiser()
+    for name, value in made_again.items():
+        setattr(model, name, value)
+    return model
 
 
 @pytest.fixture
@@ -103,22 +100,17 @@ def checkpoint(tmp_path: Path) -> Path:
         if number == 1:
             save_file(state, tmp_path / name / "model.safetensors")
             continue
-        index = {}
-        for file, keys in (("a.safetensors", ["layer.weight"]), ("b.safetensors", ["layer.bias", "table", "scale"])):
-            save_file({key: state[key] for key in keys}, tmp_path / name / file)
-            index |= dict.fromkeys(keys, file)
-        (tmp_path / name / "diffusion_pytorch_model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": index})
-        )
+        files = {"layer.weight": "a.safetensors", **dict.fromkeys(("layer.bias", "table", "scale"), "b.safetensors")}
+        for file in set(files.values()):
+            save_file({key: state[key] for key in files if files[key] == file}, tmp_path / name / file)
+        index = tmp_path / name / "diffusion_pytorch_model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": files}))
         # A variant beside it, of other numbers, is not read.
         save_file({key: value + 1 for key, value in state.items()}, tmp_path / name / "model.fp16.safetensors")
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "build",
-    [parameters_on_meta, everything_on_meta(computed=lambda: torch.arange(3.0), angles=lambda: [torch.arange(2.0)])],
-)
+@pytest.mark.parametrize("build", [parameters_on_meta, partial(everything_on_meta, **COMPUTED, **ANGLES)])
 def test_one_file_or_several_are_read_and_cast(checkpoint, build):
     model = ShardedModel(Files(checkpoint, build), torch.float32)
     model.fill(CPU)
@@ -130,16 +122,10 @@ def test_one_file_or_several_are_read_and_cast(checkpoint, build):
         assert torch.equal(component.computed, expected.computed)
 
 
-@pytest.mark.parametrize(
-    ("made_again", "named"),
-    [
-        ({"angles": lambda: [torch.arange(2.0)]}, "transformer.computed"),
-        ({"computed": lambda: torch.arange(3.0)}, "transformer.angles"),
-    ],
-)
-def test_a_tensor_without_value_is_refused_by_name(checkpoint, made_again, named):
-    with pytest.raises(ValueError, match=rf"^model\.path: {named} is on the meta device and in no file"):
-        ShardedModel(Files(checkpoint, everything_on_meta(**made_again)), torch.float32)
+@pytest.mark.parametrize(("made_again", "missing"), [(ANGLES, "computed"), (COMPUTED, "angles")])
+def test_a_tensor_without_value_is_refused_by_name(checkpoint, made_again, missing):
+    with pytest.raises(ValueError, match=rf"^model\.path: transformer\.{missing} is on the meta device and in no file"):
+        ShardedModel(Files(checkpoint, partial(everything_on_meta, **made_again)), torch.float32)
 
 
 @pytest.mark.parametrize(

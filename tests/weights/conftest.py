@@ -10,10 +10,11 @@ from tests.packing import pack
 Packed = tuple[WeightManifest, list[Bucket]]
 
 
-def make_packed(version: int = 3, seed: int = 0) -> Packed:
-    """Packs six tensors of five dtypes in several buckets, the widest not first; one is empty, one has no shape."""
+def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Makes six tensors of five dtypes; the widest is not the first and larger than a bucket, one is empty, one has no
+    shape."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
+    return {
         "flags": torch.tensor([True, False, True]),
         "blocks.0.bias": torch.randn(5, generator=generator).bfloat16(),
         "blocks.0.weight": torch.randn(8, 5, generator=generator),
@@ -21,7 +22,10 @@ def make_packed(version: int = 3, seed: int = 0) -> Packed:
         "empty": torch.empty(0, 4),
         "steps": torch.arange(40, dtype=torch.int64),
     }
-    return pack(tensors.items(), version=version, payload="full", bucket_bytes=256)
+
+
+def make_packed(version: int = 3, seed: int = 0) -> Packed:
+    return pack(some_tensors(seed).items(), version=version, payload="full", bucket_bytes=256)
 
 
 @pytest.fixture

@@ -13,13 +13,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 
 from omni_async.config import check
-from omni_async.config.schema import Emulation
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import as_tensor, unpack
-from omni_async.weights.digest import Bucket, verify
+from omni_async.weights.digest import verify
 from omni_async.weights.transport import collective
 from omni_async.weights.transport.base import Parcel, TransportError, receive, sending
 from omni_async.weights.transport.collective import (
@@ -32,7 +30,7 @@ from omni_async.weights.transport.collective import (
     current_device,
     group_on,
 )
-from tests.actors.actor_world import make_config
+from tests.training.training_world import make_config
 from tests.weights.conftest import Packed, make_packed
 
 LONG_S, SHORT_S = 60.0, 0.5
@@ -100,24 +98,24 @@ async def test_the_trainers_own_group_is_left_alone(default_group):
     assert total.item() == 1.0
 
 
-async def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout():
+async def absent(invitation: Any) -> None:
+    """Never joins the group."""
+
+
+async def dead(invitation: Any) -> None:
+    raise ConnectionError("the actor died")
+
+
+JOINING = r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5"
+
+
+@pytest.mark.parametrize(
+    ("join", "error", "said"), [(absent, TransportError, JOINING), (dead, ConnectionError, "the actor died")]
+)
+async def test_an_engine_that_does_not_join_is_reported_and_ends_the_others_wait_within_the_timeout(join, error, said):
     world = World(1, SHORT_S)
-
-    async def absent(invitation: Any) -> None:
-        """Never joins the group."""
-
-    said = r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5"
-    with pytest.raises(TransportError, match=said):
-        await world.sender.init({"0": world.receivers[0].init, "1": absent})
-
-
-async def test_the_refusal_of_an_engine_is_reported_and_not_the_others_waiting_that_follows_from_it():
-    async def dead(invitation: Any) -> None:
-        raise ConnectionError("the actor died")
-
-    with pytest.raises(ConnectionError, match="the actor died"):
-        world = World(1, SHORT_S)
-        await world.sender.init({"0": world.receivers[0].init, "1": dead})
+    with pytest.raises(error, match=said):
+        await world.sender.init({"0": world.receivers[0].init, "1": join})
 
 
 async def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout():
@@ -153,20 +151,21 @@ async def test_nothing_is_carried_before_the_engines_have_joined():
         await receive(world.receivers[0], packed[0], Parcel(None, [1]))
 
 
+SHARED = {"placement.colocated": True}
+EMULATED = {"emulation": {"profile": "qwen_image_lora_h800"}}
+
+
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "carrier"),
-    [(0, 0, "cpu"), (1, 0, "cpu"), (0, 1, "cpu"), (0.5, 0.5, "cpu"), (1, 1, "device"), (2, 1, "device")],
+    ("trainer", "rollout", "others", "carrier"),
+    [
+        *((*gpus, {}, "cpu") for gpus in ((0, 0), (1, 0), (0, 1), (0.5, 0.5))),
+        *((*gpus, {}, "device") for gpus in ((1, 1), (2, 1))),
+        *((1, 1, others, "cpu") for others in (SHARED, EMULATED)),
+    ],
 )
-def test_the_device_carries_where_every_rank_has_an_accelerator(trainer, rollout, carrier):
-    config = make_config(**{"placement": {"trainer": {"gpus": trainer}, "rollout": {"gpus": rollout}}})
-    assert carrier_of(config) == carrier
-
-
-def test_accelerators_that_are_shared_or_emulated_carry_nothing():
-    config = make_config(**{"placement": {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}})
-    shared = replace(config, placement=replace(config.placement, colocated=True))
-    emulated = replace(config, emulation=Emulation(profile="qwen_image_lora_h800"))
-    assert [carrier_of(one) for one in (config, shared, emulated)] == ["device", "cpu", "cpu"]
+def test_the_device_carries_where_every_rank_has_an_accelerator_of_its_own(trainer, rollout, others, carrier):
+    gpus = {"placement.trainer.gpus": trainer, "placement.rollout.gpus": rollout}
+    assert carrier_of(make_config(**gpus, **others)) == carrier
 
 
 async def test_the_store_of_the_group_listens_on_its_own_address_alone():
@@ -176,9 +175,8 @@ async def test_the_store_of_the_group_listens_on_its_own_address_alone():
 
 
 def test_one_process_is_refused_by_the_configuration():
-    config = make_config(**{"weights.transport": "collective"})
-    local = replace(config, run=replace(config.run, runtime="inprocess"))
-    assert check(local) == "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
+    config = make_config(**{"weights.transport": "collective", "run.runtime": "inprocess"})
+    assert check(config) == "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
 
 
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
@@ -188,30 +186,19 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_device_carries_rank_0s_bytes_into_buckets_of_any_size(size):
+def test_a_device_carries_rank_0s_bytes_which_need_not_be_writable_into_buckets_of_any_size(size):
     store = dist.HashStore()
 
     def take_part(rank: int) -> list[list[int]]:
         carrier = DeviceCarrier(CPU, store, rank, size, LONG_S)
         arrived = []
-        for number, length in enumerate((5, 9, 0, 2)):
-            bucket = np.full(length, number + 1 if rank == 0 else 0, np.uint8)
+        for number, length in enumerate((5, 9, 0, 2), start=1):
+            bucket = np.frombuffer(bytes([number] * length), np.uint8) if rank == 0 else np.zeros(length, np.uint8)
             carrier.broadcast(as_tensor(bucket), LONG_S)
             arrived.append(bucket.tolist())
         return arrived
 
     assert on_ranks(size, take_part) == [[[1] * 5, [2] * 9, [], [4] * 2]] * size
-
-
-def test_what_rank_0_sends_need_not_be_writable():
-    store, sent = dist.HashStore(), np.frombuffer(b"abc", np.uint8)
-
-    def take_part(rank: int) -> bytes:
-        bucket = sent if rank == 0 else np.zeros(3, np.uint8)
-        DeviceCarrier(CPU, store, rank, 2, LONG_S).broadcast(as_tensor(bucket), LONG_S)
-        return bucket.tobytes()
-
-    assert on_ranks(2, take_part) == [b"abc"] * 2
 
 
 def test_a_rank_that_does_not_come_ends_the_broadcast_within_the_timeout():
@@ -266,10 +253,11 @@ def test_a_device_that_is_not_there_is_an_error():
         current_device()
 
 
-def through_devices(ranks: int) -> None:
-    """Broadcasts two versions from the device of rank 0 to those of the others."""
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(devices=2))]
+)
+def test_accelerators_carry_buckets_to_themselves_and_from_one_to_the_other(ranks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sizes = (5_000_000, 3)
 
     def take_part(rank: int) -> list[list[set[int]]]:
         torch.accelerator.set_device_index(rank)
@@ -277,7 +265,7 @@ def through_devices(ranks: int) -> None:
         group = Group(Invitation("127.0.0.1", store.port, rank, ranks, "device"), LONG_S, own)
         arrived = []
         for version in (1, 2):
-            buckets: list[Bucket] = [np.full(size, version if rank == 0 else 0, np.uint8) for size in sizes]
+            buckets = [np.full(size, version if rank == 0 else 0, np.uint8) for size in (5_000_000, 3)]
             group.meet(f"version {version}")
             for bucket in buckets:
                 group.broadcast(bucket, f"version {version}")
@@ -285,10 +273,3 @@ def through_devices(ranks: int) -> None:
         return arrived
 
     assert on_ranks(ranks, take_part) == [[[{1}, {1}], [{2}, {2}]]] * ranks
-
-
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu(devices=2))]
-)
-def test_accelerators_carry_buckets_to_themselves_and_from_one_to_the_other(ranks):
-    through_devices(ranks)

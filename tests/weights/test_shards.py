@@ -22,8 +22,6 @@ from omni_async.weights.shards import own_rows, whole
 from omni_async.weights.snapshot import SharedRows, Snapshot
 from tests.training.training_world import join, on_ranks
 
-CPU = torch.device("cpu")
-
 
 def copied(
     tensors: dict[str, Tensor], ranks: int, bucket_bytes: int, dtype: torch.dtype | None = None
@@ -68,28 +66,17 @@ def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(shapes, 
         assert torch.equal(received[name], tensor)
 
 
-def test_rows_in_another_order_or_missing_are_found():
-    tensors = {"a": torch.arange(12.0).view(6, 2), "b": torch.arange(5.0)}
-    first, second, third = copied(tensors, 3, 64)
-    digest = joined([first, second, third]).manifest().digest
-    assert joined([first, third, second]).manifest().digest != digest
+def test_rows_in_another_order_or_of_other_tensors_or_missing_are_found():
+    first, second, third = copied({"a": torch.arange(12.0).view(6, 2), "b": torch.arange(5.0)}, 3, 64)
+    whole = joined([first, second, third])
+    assert joined([first, third, second]).manifest().digest != whole.manifest().digest
+    unknown = [reference is None for reference in whole.references]  # a bucket of another rank is known, not rank 0's
+    assert len(unknown) == len(whole.buckets) and unknown == sorted(unknown, reverse=True)
+    assert sum(unknown) == len(first.references)
     with pytest.raises(WeightError, match=r"'a' of shape \(6, 2\) and dtype float32 cannot take 32 bytes"):
         joined([first, second]).manifest()
-
-
-def test_ranks_that_copied_other_tensors_out_are_told_apart():
-    first, _ = copied({"a": torch.ones(4)}, 2, 64)
-    _, second = copied({"b": torch.ones(4)}, 2, 64)
     with pytest.raises(WeightError, match="version 3: rank 1 copied other tensors out than rank 0"):
-        joined([first, second])
-
-
-def test_a_bucket_of_another_rank_is_known_by_its_reference_and_rank_0s_is_not():
-    first, second = copied({"a": torch.ones(40, 2)}, 2, 64)
-    snapshot = joined([first, second])
-    assert len(snapshot.buckets) == len(first.references) + len(second.references)
-    unknown = [reference is None for reference in snapshot.references]
-    assert unknown == [True] * len(first.references) + [False] * len(second.references)
+        joined([first, *copied({"b": torch.ones(4)}, 1, 64)])
 
 
 @pytest.mark.parametrize(
@@ -146,46 +133,46 @@ def parts(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {f"m.{name}": tensor for name, tensor in named.items()}, adapters
 
 
-def work(rank: int, world: int) -> dict[str, list[SharedRows]]:
-    found: dict[str, list[SharedRows]] = {}
-    for name, shape in (("sharded", (world,)), ("replicated", (2, world // 2))):
+LAYOUTS = {"sharded": (4,), "replicated": (2, 2)}
+WORLD = 4
+
+
+def work(rank: int) -> dict[str, SharedRows]:
+    found = {}
+    for layout, shape in LAYOUTS.items():
         module = Adapted()
         fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
         base, adapters = parts(module)
         assert all(isinstance(tensor, DTensor) for tensor in base.values())
-        for dtype in (torch.float32, torch.bfloat16):
-            if rank >= shape[-1]:  # the adapters are gathered without the ranks of further copies
-                continue
+        if rank >= shape[-1]:  # the adapters are gathered without the ranks of further copies
+            continue
+        merging = (base, adapters, SCALE)
+        jobs = {"float32": merging, "bfloat16": merging, "adapters": (adapters, {}, 1.0)}
+        for what, weights in jobs.items():
             buckets = BucketSet(256)
-            copy_out(buckets, base, adapters, SCALE, dtype, rank)
-            found[f"{name} {dtype}"] = [SharedRows(buckets.specs, buckets.buckets)]
-        if rank < shape[-1]:
-            buckets = BucketSet(256)
-            copy_out(buckets, adapters, {}, 1.0, None, rank)
-            found[f"{name} adapters"] = [SharedRows(buckets.specs, buckets.buckets)]
-    by_columns = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (world,)), [Shard(1)])
+            copy_out(buckets, *weights, getattr(torch, what, None), rank)
+            found[f"{layout} {what}"] = SharedRows(buckets.specs, buckets.buckets)
+    by_columns = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (WORLD,)), [Shard(1)])
     with pytest.raises(ValueError, match="only rows"):
         own_rows(by_columns, rank)
     return found
 
 
 def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path):
-    world = 4
-    ranks = on_ranks(world, tmp_path, work, world)
+    ranks = on_ranks(WORLD, tmp_path, work)
     base, adapters = parts(Adapted())
     with torch.no_grad():
         merged = dict(merged_weights(base, adapters, SCALE))
-    for layout, holders in (("sharded", 4), ("replicated", 2)):
-        for dtype in (torch.float32, torch.bfloat16):
-            found = [rank.get(f"{layout} {dtype}") for rank in ranks]
-            assert [rank is not None for rank in found] == [number < holders for number in range(world)]
-            snapshot = joined([rank[0] for rank in found[:holders]])
-            expected = {name: tensor.to(dtype) for name, tensor in merged.items()}
-            assert snapshot.manifest().digest == digest_tensors(expected.items())
-            sizes = [sum(map(len, rank[0].references)) for rank in found[:holders]]
+    expected = {
+        name: {key: t.to(getattr(torch, name)) for key, t in merged.items()} for name in ("float32", "bfloat16")
+    }
+    for layout, (*_, holders) in LAYOUTS.items():
+        for what, tensors in {**expected, "adapters": adapters}.items():
+            found = [rank.get(f"{layout} {what}") for rank in ranks]
+            assert [rows is not None for rows in found] == [number < holders for number in range(WORLD)]
+            assert joined(found[:holders]).manifest().digest == digest_tensors(tensors.items()), (layout, what)
+            sizes = [sum(map(len, rows.references)) for rows in found[:holders]]
             assert max(sizes) < 1.2 * sum(sizes) / holders + 3 * 64, "every rank has its rows alone"
-        snapshot = joined([rank[f"{layout} adapters"][0] for rank in ranks[:holders]])
-        assert snapshot.manifest().digest == digest_tensors(adapters.items())
 
 
 def test_what_is_on_one_rank_is_whole_and_shares_its_memory():

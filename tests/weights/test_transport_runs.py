@@ -5,11 +5,11 @@ import errno
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from omni_async.weights.digest import Bucket
 from omni_async.weights.transport.disk import VersionFile
+from tests.configs import write_recipe_file
 from tests.job_world import Run, run, write_recipe
 
 
@@ -45,8 +45,8 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(tmp_path, che
     monkeypatch.setattr(VersionFile, "write", fails_at_2)
     failed = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk")
     assert failed.summary.status == "failed"
-    assert failed.summary.reason is not None
-    assert failed.summary.reason.startswith("TransportError: weights.transport: disk: version 2 cannot be written to ")
+    said = "TransportError: weights.transport: disk: version 2 cannot be written to "
+    assert failed.summary.reason.startswith(said)
     assert failed.summary.reason.endswith("version-000002.safetensors: No space left on device")
     assert [path.name for path in sorted((failed.path / "checkpoints").iterdir())] == ["update-000002"]
 
@@ -74,8 +74,7 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.weights_measure import ray_session
 
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**_EMULATED, "run": {**_EMULATED["run"], "dir": str(tmp_path / "runs")}}))
+    recipe = write_recipe_file(tmp_path / "recipe.yaml", _EMULATED, {})
     left: dict[str, list[str]] = {}
     with ray_session(0):
         for transport in ("object_store", "disk", "collective"):
@@ -92,17 +91,11 @@ def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trai
     pytest.importorskip("ray")
     from benchmarks.weights_measure import ray_session
 
+    halves = ("placement.trainer.cpus=0.5", "placement.reward.cpus=0.5")
+    ranks = ("run.runtime=ray", "trainer.workers=2", "rollout.workers=2", *halves)
     with ray_session(0):
-        finished = run(
-            write_recipe(tmp_path, checkpoint),
-            "run.runtime=ray",
-            "trainer.workers=2",
-            "rollout.workers=2",
-            "placement.trainer.cpus=0.5",
-            "placement.reward.cpus=0.5",
-            "weights.bucket_mb=1",
-            f"weights.transport={transport}",
-        )
+        recipe = write_recipe(tmp_path, checkpoint)
+        finished = run(recipe, *ranks, "weights.bucket_mb=1", f"weights.transport={transport}")
     assert_both_engines_swapped(finished)
     if transport == "disk":
         assert_file_is_what_was_trained(finished)
