@@ -22,13 +22,13 @@ from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 
 
-def make(checkpoints: Path, version: int, next_group: int = 9, validated: int | None = None) -> Path:
+def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
     folder = checkpoints / folder_name(version)
     written = partial(folder)
     shutil.rmtree(written, ignore_errors=True)
     (written / "tensors").mkdir(parents=True)
     save_file({"model.x": np.arange(200, dtype=np.uint8)}, written / "tensors" / "shard.safetensors")
-    control = ControlState(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),), validated=validated)
+    control = ControlState(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),))
     write_state(written, State(control, "qwen_image", "flow_grpo"))
     write_manifest(written)
     finish(folder)
@@ -71,21 +71,6 @@ def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(tmp_path, 
     assert "update-000040" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_they_are_found_newest_first(tmp_path):
-    assert [*newest_first(tmp_path)] == []
-    for version in (20, 1000000, 3):
-        make(tmp_path, version)
-    partial(tmp_path / folder_name(50)).mkdir()
-    assert names(newest_first(tmp_path)) == ["update-1000000", "update-000020", "update-000003"]
-
-
-def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path):
-    """Covers a run that was resumed from it, stopped before its next update, and has finished groups since."""
-    make(tmp_path, 3)
-    assert read_state(make(tmp_path, 3, next_group=11)).control.next_group == 11
-    assert names(tmp_path.iterdir()) == ["update-000003"]
-
-
 class Killed(BaseException):
     """Raised where the process is killed: nothing of it is done after this."""
 
@@ -117,34 +102,30 @@ def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_wh
     assert found.name == ("update-000003" if (tmp_path / "update-000003").exists() else ".update-000003.old")
     folder = make(tmp_path, 3, next_group=12)
     assert [*newest_first(tmp_path)] == [folder]
-    assert read_state(folder).control.next_group == 12
-    rotate(tmp_path, 1, folder)
     assert names(tmp_path.iterdir()) == ["update-000003"]
+    assert read_state(folder).control.next_group == 12
 
 
 def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path, monkeypatch):
     make(tmp_path, 3)
     done: list[str] = []
-    remove = shutil.rmtree
-    monkeypatch.setattr(
-        "omni_async.checkpoint.folders.sync",
-        lambda folder: done.append(f"sync {sorted(p.name for p in folder.glob('*'))}"),
-    )
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda folder, **how: done.append(f"remove {folder.name}") or remove(folder, **how)
-    )
+    remove, synced = shutil.rmtree, "omni_async.checkpoint.folders.sync"
+    monkeypatch.setattr(synced, lambda folder: done.append(f"sync {sorted(names(folder.glob('*')))}"))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: done.append(f"remove {path.name}") or remove(path, **how))
     make(tmp_path, 3)
     assert done[-2:] == ["sync ['.update-000003.old', 'update-000003']", "remove .update-000003.old"]
 
 
-def test_only_the_newest_stay_and_nothing_unfinished(tmp_path):
+def test_they_are_found_newest_first_and_only_the_newest_stay_and_nothing_unfinished(tmp_path):
+    assert [*newest_first(tmp_path)] == []
     for version in (2, 1000000, 30):
         make(tmp_path, version)
     partial(tmp_path / folder_name(50)).mkdir()
     (tmp_path / "update-best").mkdir()  # made by a user
+    assert names(newest_first(tmp_path)) == ["update-1000000", "update-000030", "update-000002"]
     rotate(tmp_path, 2, tmp_path / "update-1000000")
     assert names(newest_first(tmp_path)) == ["update-1000000", "update-000030"]
-    assert {path.name for path in tmp_path.iterdir()} == {"update-1000000", "update-000030", "update-best"}
+    assert {*names(tmp_path.iterdir())} == {"update-1000000", "update-000030", "update-best"}
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [40]), (2, [40, 20]), (3, [40, 20, 10]), (9, [40, 20, 10])])
@@ -208,14 +189,15 @@ def test_any_bytes_are_a_checkpoint_or_a_refusal(tmp_path, name, content):
 @settings(max_examples=50, deadline=None)
 @given(
     version=st.integers(0, 10**6),
+    validated=st.sampled_from([None, -1, 7]),  # -1 before the first round is over, of the version before the first
     reasons=st.dictionaries(st.text(max_size=20), st.integers(0, 9), max_size=3),
     staleness=st.dictionaries(st.integers(0, 9), st.integers(0, 99), max_size=3),
     groups=st.lists(st.integers(0, 10**6), unique=True, max_size=5),
 )
-def test_the_state_comes_back_as_it_was(tmp_path_factory, version, reasons, staleness, groups):
+def test_the_state_comes_back_as_it_was(tmp_path_factory, version, validated, reasons, staleness, groups):
     folder = tmp_path_factory.mktemp("state")
     ledger = LedgerState(3, {"trained": 3}, reasons, staleness)
-    control = ControlState(version, 5, 7, None, ledger, tuple(map(Unfinished, groups)))
+    control = ControlState(version, 5, 7, validated, ledger, tuple(map(Unfinished, groups)))
     state = State(control, "p", "a", {"optimizer_steps": 3}, {"x": [1.5]})
     write_state(folder, state)
     assert read_state(folder) == state
@@ -244,10 +226,3 @@ def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path):
     assert torch.equal(second["shared"], values)
     write_group(tmp_path, 2, [values.T.numpy()])
     assert np.array_equal(read_group(tmp_path, 2, 1)[0], values.T.numpy())
-
-
-def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp_path):
-    """Covers the version before the first, which is validated at that time."""
-    folder = make(tmp_path, 3, validated=-1)
-    require_whole(folder)
-    assert read_state(folder).control.validated == -1
