@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from omni_async.actors.api import CoordinatorApi, RankApi, Tracer, UpdateRule
 from omni_async.aio.waiting import is_cancelled
-from omni_async.checkpoint.folders import finish, folder_name, partial, rotate, write_manifest
+from omni_async.checkpoint.folders import folder_name, partial, put_in_place, rotate, write_manifest
 from omni_async.checkpoint.state import State, made_with, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
@@ -114,7 +114,7 @@ class Checkpointer:
         def complete() -> None:
             write_state(unfinished, state)
             write_manifest(unfinished)
-            finish(folder)
+            put_in_place(folder)
             rotate(self.checkpoints, self.config.checkpoint.keep, folder)
 
         await asyncio.to_thread(complete)

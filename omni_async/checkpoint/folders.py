@@ -89,7 +89,7 @@ def rotate(checkpoints: Path, keep: int, written: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish(folder: Path) -> None:
+def put_in_place(folder: Path) -> None:
     """Rename what was written at `partial(folder)` to its final path; it is on disk when this returns.
 
     One that is already there, of the same version, is replaced: it is damaged, or the run was resumed from it, stopped

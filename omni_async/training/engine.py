@@ -17,7 +17,7 @@ the same choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from omni_async.training.backends.base import build_backend
 from omni_async.training.device import rank_device, sum_of_rows
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
-from omni_async.training.optimizer import clip_factor, ema_decay, ema_due, learning_rate
+from omni_async.training.optimizer import clip_factor, ema_decay, learning_rate
 from omni_async.training.row_loss import RowLoss
 from omni_async.types import SampleDrift
 from omni_async.weights.buckets import BucketSet
@@ -131,7 +131,7 @@ class TrainEngine:
     def _follow(self) -> None:
         """Update the moving average after an optimizer step, and the old policy after an update's last step."""
         auxiliary, ema = self._model.auxiliary, self.config.trainer.ema
-        if ema is not None and ema_due(self.optimizer_steps - 1, ema.every):
+        if ema is not None and self.optimizer_steps % ema.every == 0:
             auxiliary.follow("ema", ema_decay(self.optimizer_steps - 1, ema.decay, ema.warmup))
         update, step = divmod(self.optimizer_steps, self.config.trainer.steps_per_update)
         if step == 0 and "old" in auxiliary:
@@ -224,16 +224,12 @@ def copy_out(
         scale: factor of the adapters' product.
         dtype: that of the copies; None: each weight's own.
         rank: this one."""
-    rows: Iterator[tuple[str, Tensor]]
-    if adapters:
-        rows = merged_weights(
-            base,
-            adapters,
-            scale,
-            load=lambda stored: own_rows(stored, rank),
-            load_adapter=whole,
-            rows=lambda product, stored: rows_like(product, stored, rank),
-        )
-    else:
-        rows = ((name, own_rows(stored, rank)) for name, stored in base.items())
+    rows = merged_weights(
+        base,
+        adapters,
+        scale,
+        load=lambda stored: own_rows(stored, rank),
+        load_adapter=whole,
+        rows=lambda product, stored: rows_like(product, stored, rank),
+    )
     buckets.fill(rows, dtype, base)

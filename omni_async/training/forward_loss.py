@@ -53,10 +53,6 @@ class Draws:
     sigmas: Tensor
     noises: Tensor
 
-    def taken(self, numbers: range) -> Draws:
-        """Return the draws with these numbers."""
-        return Draws(self.sigmas[list(numbers)], self.noises[list(numbers)])
-
 
 def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forward, fraction: float) -> Draws:
     """Make the noise draws of one sample.
@@ -129,7 +125,8 @@ class ForwardLoss(LossOfObjective):
         if self._paired:
             mine = self._layout.dealt(number, group.group * number)
             # Without a draw of its own a rank computes another's: the calls are collective.
-            draws, counts = [d.taken(mine or range(1)) for d in draws], counts and bool(mine)
+            own = list(mine or range(1))
+            draws, counts = [Draws(d.sigmas[own], d.noises[own]) for d in draws], counts and bool(mine)
             most = 2 * self._layout.most(number)
         count = len(draws[0].sigmas)
         unit = 2 if self._paired else count if self._objective.unit == "sample" else 1

@@ -173,9 +173,9 @@ def micro_batches(
         components: all of the policy's, in its order.
         largest: takes a list of numbers and returns the largest over all ranks of each; called once where there are
             several components, and else never."""
-    size = whole_units(size, unit)
+    size = max(1, size // unit) * unit
     if len(components) == 1:
-        yield from _cut(range(len(needs)), size, unit, -(-most // size), tuple(components))
+        yield from _cut(range(len(needs)), size, unit, _num_cuts(most, size), tuple(components))
         return
     if unit > 1:
         used = largest([int(name in needs) for name in components] + [_num_cuts(len(needs), size)])
@@ -202,8 +202,3 @@ def _cut(rows: Sequence[int], size: int, unit: int, number: int, calls: tuple[st
     yield from (MicroBatch(cut, calls, True) for cut in cuts)
     padding = rows[:unit] or range(unit)  # a rank without a row for the component takes any
     yield from (MicroBatch(padding, calls, False) for _ in range(number - len(cuts)))
-
-
-def whole_units(size: int, unit: int) -> int:
-    """Return `size` rows cut down to whole units of `unit` rows, but at least one unit."""
-    return max(1, size // unit) * unit

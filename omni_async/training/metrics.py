@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows
 
 Reduction = Literal["mean", "max", "absmax", "variance", "ess"]
-_Key: TypeAlias = tuple[str, Reduction]
+_Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
 
 # What names of the run's own metrics begin with (docs/run-directory.md).
 # fmt: off
@@ -42,8 +42,8 @@ class Metrics:
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
-        self._rows: dict[_Key, list[Tensor]] = defaultdict(list)
-        self._by_step: dict[_Key, list[tuple[Tensor, list[int]]]] = defaultdict(list)
+        # Values, and the denoising step of each; all rows are of one step where a metric is not reduced by step.
+        self._rows: dict[_Key, list[tuple[Tensor, list[int]]]] = defaultdict(list)
 
     def record(self, name: str, values: Tensor | float, reduction: Reduction = "mean") -> None:
         """Record a metric of rows.
@@ -52,7 +52,8 @@ class Metrics:
             name: the one it is reported under.
             values: of any shape; all count alike.
             reduction: that over all values, of this rank and others."""
-        self._rows[name, reduction].append(torch.as_tensor(values).detach().reshape(-1))
+        flat = torch.as_tensor(values).detach().reshape(-1)
+        self._rows[False, name, reduction].append((flat, [0] * len(flat)))
 
     def record_by_step(
         self, name: str, values: Tensor, steps: list[int], reduction: Literal["mean", "variance", "ess"]
@@ -64,7 +65,7 @@ class Metrics:
             values: (R,).
             steps: the denoising step of each row, from 0.
             reduction: that over a step's rows, of this rank and others."""
-        self._by_step[name, reduction].append((values.detach(), steps))
+        self._rows[True, name, reduction].append((values.detach(), steps))
 
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
         """Record what an objective computed of R rows.
@@ -87,91 +88,65 @@ class Metrics:
 
     def clear(self) -> None:
         self._rows.clear()
-        self._by_step.clear()
 
     def reduce(self, num_steps: int) -> dict[str, float]:
         """Return all metrics over all ranks, and forget them. `num_steps` is the number of denoising steps N."""
-        keys, step_keys = self._recorded()
-        several = self._layout.world_size > 1
-        columns = {key: _column(self._rows.get(key, ())) for key in keys}
-        tables = {key: _by_step(self._by_step.get(key, ())) for key in step_keys}
-        tops = [_maximum(columns[key], key[1]).reshape(1) for key in keys]
-        tops += [_step_tops(*tables[key], num_steps) for key in step_keys]
-        maxima = torch.cat(tops or [torch.zeros(1, dtype=torch.float64)])
-        if several:
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        sums = [_moments(columns[key], key[1], maxima[i]).sum(0) for i, key in enumerate(keys)]
-        step_tops = maxima[len(keys) :].split(num_steps)
-        by_step = [_step_sums(*tables[key], key[1], step_tops[i]) for i, key in enumerate(step_keys)]
-        totals = torch.cat([*sums, *(s.reshape(-1) for s in by_step)] or [torch.zeros(1, dtype=torch.float64)])
-        totals = sum_of_rows(self._layout, totals)
-        rows = totals[: 3 * len(keys)].reshape(-1, 3)
-        result = {}
-        for i, (name, reduction) in enumerate(keys):
-            if reduction in ("max", "absmax"):
-                result[name] = float(maxima[i])
-            else:
-                result[name] = _finish(rows[i], reduction)
-        per_step = totals[3 * len(keys) :].reshape(len(by_step), -1, 3) if by_step else ()
-        for (name, reduction), table in zip(step_keys, per_step, strict=True):
-            fewest = 2 if reduction == "variance" else 1
-            result |= {
-                f"{name}/step_{i:02d}": _finish(row, reduction) for i, row in enumerate(table) if row[0] >= fewest
-            }
+        keys = self._recorded()
+        if not keys:
+            return {}
+        tables = [_table(self._rows.get(key, ())) for key in keys]
         self.clear()
+        sizes = [num_steps if by_step else 1 for by_step, _, _ in keys]
+        tops = torch.cat([_tops(*table, key[2], n) for key, table, n in zip(keys, tables, sizes, strict=True)])
+        if self._layout.world_size > 1:
+            dist.all_reduce(tops, dist.ReduceOp.MAX)
+        per_key = tops.split(sizes)
+        sums = [_sums(*table, key[2], top) for key, table, top in zip(keys, tables, per_key, strict=True)]
+        totals = sum_of_rows(self._layout, torch.cat(sums)).split(sizes)
+        result = {}
+        for (by_step, name, reduction), rows, top in zip(keys, totals, per_key, strict=True):
+            fewest = 2 if by_step and reduction == "variance" else 1
+            for step, row in enumerate(rows):
+                if row[0] >= fewest:
+                    result[f"{name}/step_{step:02d}" if by_step else name] = _reduced(row, reduction, float(top[step]))
         return result
 
-    def _recorded(self) -> tuple[list[_Key], list[_Key]]:
-        """Return what any rank has recorded: of all its rows, and of its rows per denoising step."""
-        own = (set(self._rows), set(self._by_step))
+    def _recorded(self) -> list[_Key]:
+        """Return what any rank has recorded."""
+        own = set(self._rows)
         of_ranks = [own] * self._layout.world_size
         if self._layout.world_size > 1:
             dist.all_gather_object(of_ranks, own)
-        rows, by_step = (set[_Key]().union(*found) for found in zip(*of_ranks, strict=True))
-        return sorted(rows), sorted(by_step)
+        return sorted(set[_Key]().union(*of_ranks))
 
 
-def _moments(values: Tensor, reduction: Reduction, top: Tensor) -> Tensor:
-    """Return (R, 3): 1, and the two numbers whose sums the reduction needs.
-
-    `top` is the largest of all rows that are reduced together, () or (R,)."""
-    if reduction == "ess":
-        values = (values - top).exp()
-    return torch.stack([torch.ones_like(values), values, values.square()], dim=1)
+def _table(records: Iterable[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
+    """Return the values of all records together, (R,) float64 on the CPU, and the denoising steps they belong to."""
+    records = list(records)
+    steps = [step for _, its in records for step in its]
+    return torch.cat([_NOTHING, *(values.cpu() for values, _ in records)]), torch.tensor(steps, dtype=torch.int64)
 
 
-def _column(parts: Iterable[Tensor]) -> Tensor:
-    """Return the values of all parts together, (R,) float64 on the CPU."""
-    return torch.cat([_NOTHING, *(part.cpu() for part in parts)])
-
-
-def _by_step(records: Collection[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
-    """Return the values (R,) float64 and the denoising steps they belong to."""
-    values = _column(part for part, _ in records)
-    return values, torch.tensor([step for _, steps in records for step in steps], dtype=torch.int64)
-
-
-def _step_tops(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
-    """Return (num_steps,): the largest of each denoising step's rows, -inf where there is none."""
+def _tops(values: Tensor, steps: Tensor, reduction: Reduction, num_steps: int) -> Tensor:
+    """Return (num_steps,): the largest of each step's rows, -inf where there is none."""
+    values = values.abs() if reduction == "absmax" else values
     return values.new_full((num_steps,), -math.inf).scatter_reduce_(0, steps, values, "amax")
 
 
-def _step_sums(values: Tensor, steps: Tensor, reduction: Reduction, tops: Tensor) -> Tensor:
-    """Return (num_steps, 3): sums of each denoising step's rows.
+def _sums(values: Tensor, steps: Tensor, reduction: Reduction, tops: Tensor) -> Tensor:
+    """Return (num_steps, 3): of each step's rows the number, and the two sums that the reduction needs.
 
-    `tops` (num_steps,) are their maxima over all ranks."""
-    return values.new_zeros(len(tops), 3).index_add_(0, steps, _moments(values, reduction, tops[steps]))
-
-
-def _maximum(values: Tensor, reduction: Reduction) -> Tensor:
-    """Return the maximum () of the values, -inf of none."""
-    return (values.abs() if reduction == "absmax" else values).max() if len(values) else values.new_tensor(-math.inf)
+    `tops` (num_steps,) are the largest over all ranks."""
+    if reduction == "ess":
+        values = (values - tops[steps]).exp()
+    moments = torch.stack([torch.ones_like(values), values, values.square()], dim=1)
+    return values.new_zeros(len(tops), 3).index_add_(0, steps, moments)
 
 
-def _finish(sums: Tensor, reduction: Reduction) -> float:
+def _reduced(sums: Tensor, reduction: Reduction, top: float) -> float:
     count, total, squares = sums.tolist()
+    if reduction in ("max", "absmax"):
+        return top
     if reduction == "variance":
         return max(0.0, squares / count - (total / count) ** 2)
-    if reduction == "ess":
-        return float(total**2 / (count * squares))
-    return float(total / count)
+    return float(total**2 / (count * squares) if reduction == "ess" else total / count)

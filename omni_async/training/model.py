@@ -59,7 +59,10 @@ class ModuleBackend:
             self.components.requires_grad_(True)
         for component in self.components.values():
             if config.trainer.gradient_checkpointing:
-                _enable_gradient_checkpointing(component)
+                enable = getattr(component, "enable_gradient_checkpointing", None)
+                if enable is None:
+                    raise ValueError(f"trainer.gradient_checkpointing: {type(component).__name__} does not support it")
+                enable()
         if layout.sequence > 1:
             sequence_parallel.enable(dict(self.components.items()), policy.sequence_plan, layout, device)
         for component in self.components.values():
@@ -147,12 +150,14 @@ class ModuleBackend:
         self.optimizer.zero_grad(set_to_none=True)
 
     def base(self) -> Mapping[str, Tensor]:
-        return {
-            diffusers_name(name): p for name, p in self.components.named_parameters() if not is_injected_adapter(name)
-        }
+        return self._named(adapters=False)
 
     def adapters(self) -> Mapping[str, Tensor]:
-        return {diffusers_name(name): p for name, p in self.components.named_parameters() if is_injected_adapter(name)}
+        return self._named(adapters=True)
+
+    def _named(self, adapters: bool) -> dict[str, Tensor]:
+        named = self.components.named_parameters()
+        return {diffusers_name(name): p for name, p in named if is_injected_adapter(name) == adapters}
 
     def begin_save(self, folder: Path) -> Future[Any]:
         return checkpoint.begin_save(
@@ -162,13 +167,6 @@ class ModuleBackend:
     def load(self, folder: Path) -> None:
         checkpoint.load(folder, self.trainable, self.auxiliary.tensors(), self.optimizer)
         forget_gathered(self.components)
-
-
-def _enable_gradient_checkpointing(component: nn.Module) -> None:
-    enable = getattr(component, "enable_gradient_checkpointing", None)
-    if enable is None:
-        raise ValueError(f"trainer.gradient_checkpointing: {type(component).__name__} does not support it")
-    enable()
 
 
 class PlainBackend(ModuleBackend):
@@ -196,13 +194,9 @@ def compile_layers(component: nn.Module, rank: int) -> None:
         raise ValueError(
             f"trainer.compile: {type(component).__name__} has no list of repeated layers to compile; leave it out"
         )
-    _use_own_cache(rank)
-    for layer in layers:
-        layer.compile()
-
-
-def _use_own_cache(rank: int) -> None:
-    """Rank of one machine that compile at once would read each other's half-written files."""
+    # Ranks of one machine that compile at once would read each other's half-written files.
     given = Path(os.environ.get(_CACHE) or default_cache_dir())
     base = given.parent if given.name.startswith(_OWN) else given  # a rank's, set by an earlier component
     os.environ[_CACHE] = str(base / f"{_OWN}{rank}")
+    for layer in layers:
+        layer.compile()

@@ -67,19 +67,5 @@ def ema_decay(step: int, decay: float, warmup: Literal["ratio", "linear"] = "rat
         step: the optimizer step, from 0.
         decay: the decay after warm-up.
         warmup: `ratio` min((1 + step) / (10 + step), decay), as flow_grpo does; `linear` min(.001 step, decay), as AWM
-            does.
-
-    Raises:
-        ValueError: step < 0."""
-    if step < 0:
-        raise ValueError(f"step must be >= 0, got {step}")
+            does."""
     return min((1 + step) / (10 + step) if warmup == "ratio" else 0.001 * step, decay)
-
-
-def ema_due(step: int, every: int) -> bool:
-    """Return whether the moving average is updated after optimizer step `step` (from 0).
-
-    It is where the step ends an interval of `every` steps."""
-    if every < 1:
-        raise ValueError(f"every must be >= 1, got {every}")
-    return (step + 1) % every == 0

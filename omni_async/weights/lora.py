@@ -32,17 +32,13 @@ def diffusers_name(name: str) -> str:
     return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
 
 
-def _all_rows(product: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    return product
-
-
 def merged_weights(
     base: Mapping[str, torch.Tensor],
     adapters: Mapping[str, torch.Tensor],
     scale: float,
     load: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     load_adapter: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
-    rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _all_rows,
+    rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda product, stored: product,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `base` in its order with `scale * B @ A` added where there is an adapter.
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from tensordict import TensorDict
 
 from omni_async.checkpoint import CheckpointError, State, folder_name, read_state, require_whole
-from omni_async.checkpoint.folders import finish, newest_first, partial, rotate, sync, write_manifest
+from omni_async.checkpoint.folders import newest_first, partial, put_in_place, rotate, sync, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
@@ -31,7 +31,7 @@ def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
     control = ControlState(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),))
     write_state(written, State(control, "qwen_image", "flow_grpo"))
     write_manifest(written)
-    finish(folder)
+    put_in_place(folder)
     return folder
 
 

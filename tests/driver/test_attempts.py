@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from omni_async.checkpoint import State, folder_name
-from omni_async.checkpoint.folders import finish, partial, write_manifest
+from omni_async.checkpoint.folders import partial, put_in_place, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
@@ -56,7 +56,7 @@ def save(run: Path, version: int) -> Path:
     control = ControlState(version, 2 * version, ledger=write_ledger(run, 2 * version)[-1])
     write_state(written, State(control, "qwen_image", "flow_grpo", {"optimizer_steps": version}))
     write_manifest(written)
-    finish(folder)
+    put_in_place(folder)
     return folder
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from omni_async.checkpoint.folders import finish, folder_name, partial, write_manifest
+from omni_async.checkpoint.folders import folder_name, partial, put_in_place, write_manifest
 from omni_async.checkpoint.state import State, made_with, write_state
 from omni_async.checkpoint.trajectories import write_group
 from omni_async.config import Config, ConfigError
@@ -52,7 +52,7 @@ def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None =
         write_group(partial(folder), group, trajectories)
     write_state(partial(folder), state)
     write_manifest(partial(folder))
-    finish(folder)
+    put_in_place(folder)
     return folder
 
 
