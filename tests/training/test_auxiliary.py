@@ -56,25 +56,18 @@ def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[
 
 @backends
 @loras
-def test_the_reference_stays_the_model_as_loaded(backend, lora):
-    engine = started(make_config(kl_coef=0.1, backend=backend, lora=lora))
+def test_the_reference_stays_the_model_as_loaded_and_under_lora_policies_hold_adapters_alone(backend, lora):
+    engine = started(make_config(**NFT, backend=backend, lora=lora, kl_coef=0.1, ema={"every": 1}))
+    kinds = {"ema", "old", "reference"} if lora is None else {"ema", "old"}
+    assert {name.split(".")[0] for name in auxiliaries(engine)} == kinds
+    assert all((".lora_" in name) == (lora is not None) for name in auxiliaries(engine))
     loaded, before = trainable(engine), velocity(engine)
     for seed in (0, 1):
         update(engine, seed)
     assert (velocity(engine) - before).abs().max() > 1e-2
-    assert torch.equal(velocity(engine, "reference"), before)
-    assert_close(auxiliary_of(engine, "reference"), loaded if lora is None else {})
-
-
-@backends
-def test_an_auxiliary_policy_under_lora_holds_adapters_alone(backend):
-    engine = started(make_config(**NFT, backend=backend, lora=LORA, kl_coef=0.1, ema={"every": 1}))
-    assert {name.split(".")[0] for name in auxiliaries(engine)} == {"ema", "old"}
-    assert all(".lora_" in name for name in auxiliaries(engine))
-    before = velocity(engine)
-    update(engine)
     assert (velocity(engine, "old") - velocity(engine)).abs().max() > 0
     assert torch.equal(velocity(engine, "reference"), before)
+    assert_close(auxiliary_of(engine, "reference"), loaded if lora is None else {})
 
 
 def test_there_are_only_the_auxiliary_policies_that_the_settings_need():

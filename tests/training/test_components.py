@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.components import compute_velocity
@@ -81,6 +81,7 @@ def plans(needs: list[list[str]], size: int, unit: int, components: tuple[str, .
         return list(pool.map(plan, range(len(needs))))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_all_ranks_call_the_same_components_and_every_row_counts_once(data):
     components = data.draw(st.sampled_from([("a",), ("a", "b"), ("a", "b", "c")]))

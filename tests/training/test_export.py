@@ -54,18 +54,6 @@ def test_a_trained_model_loaded_from_its_export_is_the_trained_model():
     assert torch.equal(log_probs(other, group_of(engine)), log_probs(engine, group_of(engine)))
 
 
-@backends
-def test_lora_trains_adapters_only_and_a_full_payload_has_them_merged(backend):
-    engine, reference = updated(lora=LORA, backend=backend), started(make_config())
-    assert all(".lora_" in name for name in engine._model.trainable)
-    merged, loaded = exported(engine), dict(load_model(TinyPolicy()).named_parameters())
-    changed = {name for name in loaded if not torch.equal(merged[name], loaded[name])}
-    assert changed == {f"{layer}.weight" for layer in LAYERS}
-    reference._model.components.load_state_dict(merged)
-    group = group_of(engine)
-    torch.testing.assert_close(log_probs(reference, group), log_probs(engine, group), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merging_a_lora_payload_gives_the_full_payload_bit_for_bit(dtype):
     full, light = (updated(lora=LORA, dtype=dtype, payload=payload) for payload in ("full", "lora"))

@@ -34,38 +34,21 @@ from tests.training.training_world import (
 )
 
 
-def test_each_metric_is_reduced_as_declared():
+def test_each_metric_is_reduced_as_declared_and_per_denoising_step():
     metrics = Metrics(ParallelLayout())
-    for part in (torch.tensor([1.0, -5.0]), torch.tensor([2.0])):
+    for part, steps in ((torch.tensor([1.0, -5.0]), [0, 2]), (torch.tensor([2.0]), [0])):
         for reduction in ("mean", "max", "absmax", "variance"):
             metrics.record(reduction, part, reduction)
+        for reduction in ("mean", "variance"):
+            metrics.record_by_step(reduction, part, steps, reduction)
         metrics.record("ess", part, "ess")
     values = torch.tensor([1.0, -5.0, 2.0], dtype=torch.float64)
     w = values.exp()
-    expected = {
-        "mean": -2 / 3,
-        "max": 2.0,
-        "absmax": 5.0,
-        "variance": float(values.var(correction=0)),
-        "ess": float(w.mean() ** 2 / w.square().mean()),
-    }
+    expected = {"mean": -2 / 3, "max": 2.0, "absmax": 5.0, "variance": float(values.var(correction=0))}
+    expected |= {"ess": float(w.mean() ** 2 / w.square().mean())}
+    expected |= {"mean/step_00": 1.5, "variance/step_00": 0.25, "mean/step_02": -5.0}  # of one row there is no variance
     assert metrics.reduce(4) == pytest.approx(expected)
     assert metrics.reduce(4) == {}
-
-
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [
-        ("variance", {"v/step_00": 1.0, "v/step_02": 0.0}),  # of a single row there is none
-        ("mean", {"v/step_00": 2.0, "v/step_02": 10.0, "v/step_03": 5.0}),
-        ("ess", {"v/step_00": (1 + math.e**2) ** 2 / (2 * (1 + math.e**4)), "v/step_02": 1.0, "v/step_03": 1.0}),
-    ],
-)
-def test_rows_are_reduced_per_denoising_step(reduction, expected):
-    metrics = Metrics(ParallelLayout())
-    metrics.record_by_step("v", torch.tensor([1.0, 10.0]), [0, 2], reduction)
-    metrics.record_by_step("v", torch.tensor([3.0, 10.0, 5.0]), [0, 2, 3], reduction)
-    assert metrics.reduce(4) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
