@@ -25,10 +25,8 @@ from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.config.algorithm import Forward
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
-from omni_async.training import TrainingError
 from omni_async.training.groups import GroupBatch, Needs, check_group
 from omni_async.training.row_loss import LossOfObjective
-from omni_async.types import SampleDrift
 
 
 @dataclass(frozen=True)
@@ -159,17 +157,6 @@ class ForwardLoss(LossOfObjective):
             self._record_staleness(rows.staleness)
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
         return output.loss
-
-    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        raise TrainingError(
-            f"{self._objective.name} has no ratio to the policy that made a sample, so there is no proximal pass"
-        )
-
-    def gradient_normaliser(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def end_step(self) -> None:
-        """Do nothing: no value here depends on the step within an update."""
 
     def end_update(self, progress: float) -> None:
         self._progress = progress

@@ -58,7 +58,9 @@ class RowLoss(Protocol[Rows]):
 
 
 class LossOfObjective:
-    """What the built-in `RowLoss`es have in common: the objective, and what rows are made and computed with."""
+    """What the built-in `RowLoss`es have in common: the objective, and what rows are made and computed with.
+
+    It has no proximal policy and no normaliser, and keeps nothing from step to step."""
 
     def __init__(
         self,
@@ -79,6 +81,20 @@ class LossOfObjective:
         self._layout = layout
         self._size = config.trainer.micro_batch_size
         self._drawn = Drawn(policy, config.rollout)
+
+    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
+        raise TrainingError(
+            f"{self._objective.name} has no ratio to the policy that made a sample, so there is no proximal pass"
+        )
+
+    def gradient_normaliser(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def end_step(self) -> None:
+        """Do nothing: no value here depends on the step within an update."""
+
+    def end_update(self, progress: float) -> None:
+        """Do nothing: no value here depends on the update."""
 
     def _micro_batches(self, needs: Sequence[str], unit: int, most: int) -> Iterator[MicroBatch]:
         return micro_batches(needs, self._size, unit, most, self._policy.components, largest_over_ranks)

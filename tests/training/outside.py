@@ -22,7 +22,6 @@ from omni_async.training.groups import GroupBatch, Needs, check_group
 from omni_async.training.model import ModuleBackend
 from omni_async.training.optimizer import gradients
 from omni_async.training.row_loss import LossOfObjective
-from omni_async.types import SampleDrift
 
 _SIGMA = 0.5  # the model is asked for its velocity there
 
@@ -58,19 +57,6 @@ class EndLoss(LossOfObjective):
         if counts:
             self._metrics.record_loss(loss, rows.advantage, {})
         return loss
-
-    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        raise NotImplementedError
-
-    def log_probs(self, group: GroupBatch) -> Tensor:
-        raise NotImplementedError
-
-    def gradient_normaliser(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def end_step(self) -> None: ...
-
-    def end_update(self, progress: float) -> None: ...
 
 
 def weighted_energy(inputs: Any, algorithm: Algorithm) -> Tensor:

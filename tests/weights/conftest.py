@@ -8,6 +8,7 @@ from omni_async.weights.digest import Bucket
 from tests.packing import pack
 
 Packed = tuple[WeightManifest, list[Bucket]]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -7,44 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omni_async.weights import buckets
-from omni_async.weights.buckets import ALIGNMENT, BucketSet, digest_tensors, dtype_name, dtype_of, unpack
+from omni_async.weights.buckets import BucketSet, dtype_name, dtype_of, unpack
 from omni_async.weights.digest import WeightError, digest, item_bytes, verify
 from omni_async.weights.snapshot import Snapshot
-from tests.packing import pack
-from tests.weights.conftest import some_tensors
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
-
-
-@st.composite
-def tensor_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for i in range(draw(st.integers(0, 6))):
-        shape = draw(st.lists(st.integers(0, 5), max_size=3))
-        dtype = draw(st.sampled_from(DTYPES))
-        seed = draw(st.integers(0, 1000))
-        tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)
-        tensors[f"t{i}"] = tensor.T if len(shape) == 2 and draw(st.booleans()) else tensor
-    return tensors
-
-
-@settings(max_examples=60, deadline=None)
-@given(tensors=tensor_dicts(), bucket_bytes=st.integers(1, 400))
-def test_packing_and_reading_back_changes_nothing(tensors, bucket_bytes):
-    manifest, buckets = pack(tensors.items(), version=3, payload="full", bucket_bytes=bucket_bytes)
-    verify(manifest, buckets)
-    read = dict(unpack(manifest, buckets))
-    assert list(read) == list(tensors)
-    for name, tensor in tensors.items():
-        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(read[name], tensor)
-    assert all(piece.offset % ALIGNMENT == 0 for spec in manifest.tensors for piece in spec.pieces)
-    assert manifest.digest == digest_tensors(tensors.items()) == digest_tensors(reversed(tensors.items()))
+from tests.weights.conftest import DTYPES, some_tensors
 
 
 def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own(packed):

@@ -175,7 +175,8 @@ async def test_the_store_of_the_group_listens_on_its_own_address_alone():
 
 
 def test_one_process_is_refused_by_the_configuration():
-    config = make_config(**{"weights.transport": "collective", "run.runtime": "inprocess"})
+    sde = {"window": {"size": 2, "range": [0, 4]}}
+    config = make_config(**{"weights.transport": "collective", "run.runtime": "inprocess", "sde": sde})
     assert check(config) == "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
 
 
@@ -193,7 +194,8 @@ def test_a_device_carries_rank_0s_bytes_which_need_not_be_writable_into_buckets_
         carrier = DeviceCarrier(CPU, store, rank, size, LONG_S)
         arrived = []
         for number, length in enumerate((5, 9, 0, 2), start=1):
-            bucket = np.frombuffer(bytes([number] * length), np.uint8) if rank == 0 else np.zeros(length, np.uint8)
+            bucket = np.full(length, number if rank == 0 else 0, np.uint8)
+            bucket.flags.writeable = rank > 0 or not length
             carrier.broadcast(as_tensor(bucket), LONG_S)
             arrived.append(bucket.tolist())
         return arrived

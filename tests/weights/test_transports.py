@@ -166,22 +166,18 @@ def test_a_header_that_lies_about_a_tensor_is_found(file, packed, true, false, m
         verify(*read_version(file, packed[0]))
 
 
-async def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed):
+async def test_in_one_process_the_engine_reads_the_trainers_own_copy_and_a_bucket_that_is_gone_is_an_error(packed):
+    class Forgetful(LocalStore):
+        async def get(self, reference: Any) -> Any:
+            raise LookupError("object is gone")
+
     store = LocalStore()
     sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
     await sender.init({"rollout-0": receiver.init})
     async with sending(sender, *packed) as parcel:
         manifest, buckets = await receive(receiver, packed[0], parcel)
+        with pytest.raises(LookupError, match="object is gone"):
+            await receive(ObjectStoreReceiver(Forgetful()), packed[0], parcel)
     verify(manifest, buckets)
     assert manifest == packed[0]
     assert all(np.shares_memory(a, b) for a, b in zip(buckets, packed[1], strict=True))
-
-
-async def test_a_bucket_that_is_gone_is_an_error(packed):
-    class Forgetful(LocalStore):
-        async def get(self, reference: Any) -> Any:
-            raise LookupError("object is gone")
-
-    async with sending(ObjectStoreSender(LocalStore()), *packed) as parcel:
-        with pytest.raises(LookupError, match="object is gone"):
-            await receive(ObjectStoreReceiver(Forgetful()), packed[0], parcel)
