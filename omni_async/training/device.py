@@ -32,9 +32,7 @@ def collective_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
 
 
-def init_process_group(
-    rank: int, world: int, init_method: str, timeout: float, device: torch.device | None = None
-) -> None:
+def init_process_group(rank: int, world: int, init_method: str, timeout: float, device: torch.device) -> None:
     """Join the trainer's process group. Returns when all ranks have called it.
 
     Args:
@@ -42,8 +40,7 @@ def init_process_group(
         world: how many there are.
         init_method: torch's (`file:///...`, `tcp://host:port`).
         timeout: seconds for every collective, so that ranks fail instead of hanging when another rank is gone.
-        device: where this rank computes; None: `rank_device(rank)`."""
-    device = rank_device(rank) if device is None else device
+        device: where this rank computes."""
     dist.init_process_group(
         collective_backend(device),
         init_method=init_method,

@@ -14,6 +14,9 @@ from omni_async.weights.digest import verify
 from omni_async.weights.lora import merged_weights
 from tests.fakes import TinyPolicy, load_model
 from tests.training.training_world import (
+    NFT,
+    assert_close,
+    auxiliaries,
     backends,
     export,
     group_of,
@@ -94,19 +97,20 @@ def test_snapshots_in_the_same_memory_are_the_weights_of_their_own_version(backe
 
 @backends
 @pytest.mark.parametrize("lora", [None, LORA])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("before", [0, 2])
-def test_resuming_continues_bit_for_bit(tmp_path, backend, lora, optimizer, before):
+@pytest.mark.parametrize("others", [{}, {**NFT, "kl_coef": 0.1, "ema": {"every": 2}}], ids=["alone", "beside others"])
+@pytest.mark.parametrize(("optimizer", "before"), [("adamw", 0), ("adamw", 3), ("sgd", 3)])
+def test_resuming_continues_bit_for_bit(tmp_path, backend, lora, others, optimizer, before):
     rate = {"name": optimizer, "lr": 1e-2, "momentum": 0.9, "schedule": "cosine", "warmup_steps": 1}
-    engine = updated(before, **{"backend": backend, "lora": lora, "trainer.optimizer": rate})
-    save(engine, tmp_path / "v2")
+    engine = updated(before, **{"backend": backend, "lora": lora, "trainer.optimizer": rate, **others})
+    save(engine, tmp_path / "c")
     expected = [update(engine, seed) for seed in (5, 6)]
 
     resumed = started(engine.config)
     update(resumed, 9)  # whatever it did before, loading replaces it
-    load(resumed, tmp_path / "v2")
+    load(resumed, tmp_path / "c")
     assert resumed.optimizer_steps == before
     assert [update(resumed, seed) for seed in (5, 6)] == expected
+    assert_close(auxiliaries(resumed), auxiliaries(engine))
     assert export(resumed, 4)[0].digest == export(engine, 4)[0].digest
 
 

@@ -8,7 +8,7 @@ ranks register at the store, and rank 0 decides there whether the group is compl
 to be gone, and all others fail at once. Every step has the timeout, and a participant that is missing, or leaves, ends
 the others' wait with an error. All calls that wait run in a thread of their own.
 
-A carrier moves the bytes: gloo through the host's memory, or the accelerators' own library where trainer and engines
+Bytes go by gloo through the host's memory, or by the accelerators' own library where trainer and engines
 have an accelerator each; then gloo still makes sure that all are there before that, which could wait for ever, is
 entered. Whatever accelerator torch knows will do: the library of its collectives is the one that torch has registered
 for the device's type, streams and events are torch's own.
@@ -44,7 +44,7 @@ CarrierName = Literal["cpu", "device"]
 _POLL_S = 0.0005
 
 # Keys and values at the store by which the ranks learn, before they form the group, whether all of them are there.
-_ALL, _HERE, _GONE = "all", b"here", b"gone"
+_ALL, _ARRIVAL, _HERE, _GONE = "all", "arrival/{}", b"here", b"gone"
 # torch's annotations leave out the parts that are used here.
 dist: Any = torch.distributed
 
@@ -202,15 +202,14 @@ class Group:
             self._gloo = dist.ProcessGroupGloo(
                 dist.PrefixStore("weights", self._store), invitation.rank, invitation.size, options
             )
-            self._carrier: HostCarrier | DeviceCarrier = (
-                HostCarrier(self._gloo)
-                if invitation.carrier == "cpu"
-                else DeviceCarrier(current_device(), self._store, invitation.rank, invitation.size, timeout_s)
-            )
+            self._carrier: DeviceCarrier | None = None
+            if invitation.carrier == "device":
+                rank, size = invitation.rank, invitation.size
+                self._carrier = DeviceCarrier(current_device(), self._store, rank, size, timeout_s)
 
     def meet(self, action: str) -> None:
         """Return when all ranks are there, unless the carrier waits itself. TransportError, with `action`, if late."""
-        if isinstance(self._carrier, DeviceCarrier):
+        if self._carrier is not None:
             with self._taking_part(action):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
 
@@ -219,7 +218,10 @@ class Group:
 
         TransportError, naming `action`, if not all take part in time."""
         with self._taking_part(action):
-            self._carrier.broadcast(as_tensor(bucket), self._timeout_s)
+            if self._carrier is not None:
+                self._carrier.broadcast(as_tensor(bucket), self._timeout_s)
+            else:
+                self._gloo.broadcast(as_tensor(bucket), 0).wait(timedelta(seconds=self._timeout_s))
 
     @contextlib.contextmanager
     def _taking_part(self, action: str) -> Iterator[None]:
@@ -238,16 +240,12 @@ def _store_at(invitation: Invitation, timeout: timedelta) -> Any:
     return dist.TCPStore(invitation.host, invitation.port, is_master=False, timeout=timeout, use_libuv=False)
 
 
-def _arrival(rank: int) -> str:
-    return f"arrival/{rank}"
-
-
 def _await_all_ranks(store: Any, invitation: Invitation) -> None:
     """Return once all ranks have registered. RuntimeError, on every rank, as soon as one is known to be gone."""
     if invitation.rank > 0:
-        store.set(_arrival(invitation.rank), _HERE)
+        store.set(_ARRIVAL.format(invitation.rank), _HERE)
     else:
-        arrivals = [_arrival(rank) for rank in range(1, invitation.size)]
+        arrivals = [_ARRIVAL.format(rank) for rank in range(1, invitation.size)]
         store.wait(arrivals)
         store.set(_ALL, _HERE if all(store.get(arrival) == _HERE for arrival in arrivals) else _GONE)
     if store.get(_ALL) == _GONE:
@@ -259,7 +257,7 @@ def _report_gone(invitation: Invitation, timeout_s: float) -> None:
 
     It may have registered before: then the others wait for the group's own time-out."""
     with contextlib.suppress(RuntimeError, OSError):  # without the store no rank waits there any more
-        _store_at(invitation, timedelta(seconds=timeout_s)).set(_arrival(invitation.rank), _GONE)
+        _store_at(invitation, timedelta(seconds=timeout_s)).set(_ARRIVAL.format(invitation.rank), _GONE)
 
 
 @contextlib.contextmanager
@@ -295,20 +293,6 @@ def _address_towards(host: str, port: int) -> str:
 def _forget(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
-
-
-# ---- carriers --------------------------------------------------------------------------------------------------------
-
-
-class HostCarrier:
-    """A broadcast by a group of `gloo` from host memory to host memory."""
-
-    def __init__(self, gloo: Any) -> None:
-        self._group = gloo
-
-    def broadcast(self, bucket: Tensor, timeout_s: float) -> None:
-        """Copy rank 0's `bucket` (bytes, uint8) into that of every rank. RuntimeError if they do not come in time."""
-        self._group.broadcast(bucket, 0).wait(timedelta(seconds=timeout_s))
 
 
 class DeviceCarrier:
