@@ -123,8 +123,8 @@ class ForwardLoss(LossOfObjective):
         if self._paired:
             mine = self._layout.dealt(number, group.group * number)
             # Without a draw of its own a rank computes another's: the calls are collective.
-            own = list(mine or range(1))
-            draws, counts = [Draws(d.sigmas[own], d.noises[own]) for d in draws], counts and bool(mine)
+            taken = list(mine or range(1))
+            draws, counts = [Draws(d.sigmas[taken], d.noises[taken]) for d in draws], counts and bool(mine)
             most = 2 * self._layout.most(number)
         count = len(draws[0].sigmas)
         unit = 2 if self._paired else count if self._objective.unit == "sample" else 1
