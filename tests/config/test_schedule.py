@@ -67,13 +67,10 @@ def test_updates_that_are_collected_whole_fit_into_the_buffers(recipe):
         load(recipe, ["reward.streaming=false", "staleness.max_updates=1"])
 
 
-def test_colocated_roles_share_all_devices(recipe):
+def test_colocated_roles_share_devices_or_accelerators_and_leave_those_beside_them_alone(recipe):
     config = load(recipe, ["schedule=sync_colocated"])
     assert (config.rollout.workers, config.reward.workers, config.trainer.workers) == (4, 4, 4)
     assert num_devices(config) == num_devices(load(recipe)) == 4
-
-
-def test_colocated_roles_share_accelerators_and_leave_those_beside_them_alone(recipe):
     gpus = ["placement.rollout.gpus=2", "placement.trainer.gpus=1", "trainer.workers=4"]
     separate = load(recipe, gpus)
     assert num_devices(separate) == 8, "two engines of two GPUs, four ranks, and a reward worker that uses none"

@@ -238,52 +238,35 @@ def checkpoint(folder: Path, *heads: int | None) -> Path:
     return folder
 
 
-def accepts(degree: int, folder: Path, family: str, spec: SamplingSpec) -> None:
-    check_sequence(degree, folder, find_family(family), {"rollout.sampling": spec})
-
-
-def sequence_refusal(degree: int, folder: Path, family: str, spec: SamplingSpec) -> str:
-    with pytest.raises(ConfigError) as refused:
-        accepts(degree, folder, family, spec)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-def test_ranks_divide_the_heads_of_every_denoiser(tmp_path: Path) -> None:
-    folder, spec = checkpoint(tmp_path, 24, 20), Wan22Sampling(height=192, width=192)
-    accepts(4, folder, "wan2_2", spec)
-    for degree, heads in ((8, 20), (9, 24)):
-        said = f"trainer.sequence_parallel: {degree} ranks share a sequence, and do not divide the {heads} attention he"
-        assert sequence_refusal(degree, folder, "wan2_2", spec).startswith(said)
-
-
-def test_a_checkpoint_that_does_not_say_its_heads_is_refused(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, None)
-    accepts(1, folder, "qwen_image", QwenImageSampling())
-    said = sequence_refusal(2, folder, "qwen_image", QwenImageSampling())
-    assert said.startswith("model.path: ") and "does not say its num_attention_heads, got None" in said
+QWEN, WAN = QwenImageSampling(height=48, width=80), Wan22Sampling(height=48, width=80, num_frames=9)
+LARGE = Wan22Sampling(height=192, width=192)
+DEGREE = "trainer.sequence_parallel"
 
 
 @pytest.mark.parametrize(
-    ("family", "spec", "tokens"),
+    ("family", "spec", "heads", "fits", "refused", "said"),
     [
-        ("qwen_image", QwenImageSampling(height=48, width=80), 15),
-        ("wan2_2", Wan22Sampling(height=48, width=80, num_frames=9), 45),
+        ("wan2_2", LARGE, (24, 20), 4, 8, f"{DEGREE}: 8 ranks share a sequence, and do not divide the 20 attention he"),
+        ("wan2_2", LARGE, (24, 20), 4, 9, f"{DEGREE}: 9 ranks share a sequence, and do not divide the 24 attention he"),
+        ("qwen_image", QWEN, (None,), 1, 2, "model.path: .* does not say its num_attention_heads, got None"),
+        ("qwen_image", QWEN, (120,), 5, 2, f"rollout.sampling: a sample has 15 tokens, which {DEGREE} = 2 does not"),
+        ("wan2_2", WAN, (120,), 5, 2, f"rollout.sampling: a sample has 45 tokens, which {DEGREE} = 2 does not"),
+        ("stable_diffusion_3", StableDiffusion3Sampling(height=48, width=80), (24,), 2, 9, f"{DEGREE}: 9 ranks"),
     ],
 )
-def test_ranks_divide_the_tokens_of_a_sample(tmp_path: Path, family: str, spec: SamplingSpec, tokens: int) -> None:
-    folder = checkpoint(tmp_path, 120)
-    accepts(5, folder, family, spec)
-    said = f"rollout.sampling: a sample has {tokens} tokens, which trainer.sequence_parallel = 2 does not"
-    assert sequence_refusal(2, folder, family, spec).startswith(said)
+def test_ranks_divide_the_heads_of_every_denoiser_and_the_tokens_of_a_sample(
+    tmp_path: Path, family: str, spec: SamplingSpec, heads: Any, fits: int, refused: int, said: str
+) -> None:
+    whole = checkpoint(tmp_path, *heads), find_family(family), {"rollout.sampling": spec}
+    check_sequence(fits, *whole)
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        check_sequence(refused, *whole)
 
 
-def test_stable_diffusion_takes_any_number_of_tokens_and_a_family_without_a_plan_is_refused(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, 24)
-    accepts(2, folder, "stable_diffusion_3", StableDiffusion3Sampling(height=48, width=80))
+def test_a_family_without_a_plan_of_attention_is_refused(tmp_path: Path) -> None:
     family = msgspec.structs.replace(find_family("qwen_image"), name="mine", attention_heads=None)
     with pytest.raises(ConfigError, match="ranks cannot share the tokens of a 'mine' sample, got 2; use 1"):
-        check_sequence(2, folder, family, {})
+        check_sequence(2, tmp_path, family, {})
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,6 @@ def test_a_single_step_works_where_no_stretching_is_asked_for():
         scheduler_sigmas(1, 64, QWEN_IMAGE)
 
 
-def test_resolution_mu_hits_both_anchors_and_falls_back_to_diffusers_defaults():
-    assert resolution_mu(256, QWEN_IMAGE) == pytest.approx(0.5)
-    assert resolution_mu(8192, QWEN_IMAGE) == pytest.approx(0.9)
-    assert resolution_mu(4096, {}) == pytest.approx(1.15)
-
-
 @pytest.mark.parametrize("shift", [1.0, 3.0, 3.17])
 @pytest.mark.parametrize("steps", [1, 2, 10, 28])
 def test_the_double_shift_is_diffusers_set_timesteps(shift, steps):
