@@ -187,10 +187,10 @@ def test_no_text_as_an_override_does_anything_but_load_or_complain(overrides: li
 
 def test_loading_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(MINIMAL)
-    heavy = "torch ray diffusers transformers vllm mlflow tensordict numpy"
+    heavy = {"torch", "ray", "diffusers", "transformers", "vllm", "mlflow", "tensordict", "numpy"}
     script = f"""import sys, omni_async.config as config, omni_async.control.coordinator
 config.load(sys.argv[1])
-sys.exit(str({{*{heavy.split()}}} & {{*sys.modules}} or 0))"""
+sys.exit(" ".join({heavy} & {{*sys.modules}}) or 0)"""
     subprocess.run([sys.executable, "-c", script, tmp_path / "run.yaml"], timeout=60, check=True)
 
 
