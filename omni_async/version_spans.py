@@ -57,16 +57,6 @@ class VersionSpans(msgspec.Struct, frozen=True, gc=False):
         """Return the version of the first step. IndexError without steps."""
         return self.spans[0][0]
 
-    @property
-    def oldest(self) -> int:
-        """Return the lowest version. ValueError without steps."""
-        return self.spans[0][0] if len(self.spans) == 1 else min(version for version, _ in self.spans)
-
-    @property
-    def newest(self) -> int:
-        """Return the highest version. ValueError without steps."""
-        return self.spans[0][0] if len(self.spans) == 1 else max(version for version, _ in self.spans)
-
     def of_steps(self, steps: range) -> VersionSpans:
         """Return the spans of the consecutive steps `steps`, as far as they exist."""
         kept, begin = [], 0

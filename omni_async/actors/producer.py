@@ -170,7 +170,8 @@ class Producer:
         media: Any = trajectory.media
         media = media.numpy() if isinstance(media, Media) else media
         found = _Finished(request, trajectory.tensors, media, versions, started, finished)
-        oldest, newest = versions.oldest, versions.newest
+        taken = {version for version, _ in versions.spans}
+        oldest, newest = min(taken), max(taken)
         self._tracer.add(  # for the timeline, and for profiles that are made from it
             "generate",
             started,

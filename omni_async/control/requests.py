@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.group_table import Group
-from omni_async.control.seeds import PromptStream, draw_bucket, initial_noise_seed, sample_seed, sample_seeds, window_of
+from omni_async.control.seeds import PromptStream, draw_bucket, initial_noise_seed, sample_seeds, window_of
 from omni_async.types import Prompt, ReadyGroup, SampleKind, SampleRequest, SampleResult, SdeWindow
 
 
@@ -71,11 +71,7 @@ class RequestFactory:
         first = self._request("train", group, prompt, rollout.num_inference_steps)
         first = replace(first, spec=rollout.specs[bucket], window=window, fields=self.fields, initial_seed=shared)
         seeds = sample_seeds(seed, prompt.index, group, rollout.group_size)
-        # Copies of one request: of all that admission does, filling in every field of every sample would take longest.
-        return [
-            replace(first, sample_id=f"g{group}.s{sample}", sample=sample, seed=seeds[sample])
-            for sample in range(rollout.group_size)
-        ]
+        return _copies(first, f"g{group}", seeds)
 
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
         """Return the requests of a round.
@@ -84,16 +80,12 @@ class RequestFactory:
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []
-        return [
-            replace(
-                self._request("validation", version, prompt, validation.num_inference_steps),
-                sample_id=f"v{version}.p{prompt.index}.s{sample}",
-                sample=sample,
-                seed=sample_seed(seed, prompt.index, "validation", sample),
-            )
-            for prompt in prompts
-            for sample in range(validation.samples_per_prompt)
-        ]
+        requests = []
+        for prompt in prompts:
+            first = self._request("validation", version, prompt, validation.num_inference_steps)
+            seeds = sample_seeds(seed, prompt.index, "validation", validation.samples_per_prompt)
+            requests += _copies(first, f"v{version}.p{prompt.index}", seeds)
+        return requests
 
     def _request(self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int) -> SampleRequest:
         """Return a request with what all samples of a prompt share; the caller fills in the rest."""
@@ -103,6 +95,14 @@ class RequestFactory:
         return SampleRequest(
             "", kind, group, 0, prompt, 0, rollout.sampling, num_inference_steps, noise_level, sde_kind, window=None
         )
+
+
+def _copies(first: SampleRequest, name: str, seeds: list[int]) -> list[SampleRequest]:
+    """Return a request for each seed."""
+    # Copies of one: of all that admission does, filling in every field of every sample would take longest.
+    return [
+        replace(first, sample_id=f"{name}.s{sample}", sample=sample, seed=seed) for sample, seed in enumerate(seeds)
+    ]
 
 
 class GroupSource:

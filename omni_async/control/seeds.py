@@ -46,23 +46,14 @@ def _number(hashed: hashlib.blake2b) -> int:
     return int.from_bytes(hashed.digest(), "little") >> 1
 
 
-def sample_seed(run_seed: int, prompt: int, group: int | str, sample: int) -> int:
-    """Return the seed of a sample's noise.
+def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
+    """Return the seeds of the noise of samples 0, 1, ..., count - 1: what they have in common is hashed once.
 
     Args:
         run_seed: `run.seed`.
         prompt: the prompt's index.
         group: the group's number, or `validation` for samples that are the same in every round.
-        sample: its number in the group."""
-    return derive("sample", run_seed, prompt, group, sample)
-
-
-def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
-    """Return `sample_seed` of a group's samples 0, 1, ..., count - 1: what they have in common is hashed once.
-
-    Args:
-        run_seed, prompt, group: as `sample_seed` takes them.
-        count: how many samples the group has."""
+        count: how many samples it has."""
     common = _hashed("sample", run_seed, prompt, group, "")
     seeds = []
     for sample in range(count):
@@ -76,7 +67,7 @@ def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
     """Return the seed of the first latents, for groups whose samples share them.
 
     Args:
-        run_seed, prompt, group: as `sample_seed` takes them."""
+        run_seed, prompt, group: as `sample_seeds` takes them."""
     return derive("initial", run_seed, prompt, group)
 
 

@@ -316,6 +316,16 @@ def test_engines_share_a_short_queue_evenly_and_one_that_has_its_share_gets_one_
 INTERRUPTED = ("dropped", "run interrupted: ctrl-c")
 
 
+async def test_stopping_sends_every_waiter_home_at_once() -> None:
+    c = Bench(holding=False).c
+    waits = c.next_samples("rollout-0", 1, 1), c.next_to_score("reward-0", 1), c.next_groups(0, 1)
+    waiters = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.sleep(0)
+    assert not any(waiter.done() for waiter in waiters)
+    await c.stop("ctrl-c")
+    assert await asyncio.wait_for(asyncio.gather(*waiters), 1) == [[], [], []]
+
+
 async def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:
     """Checks that its groups are not in the ledger as dropped: its optimizer steps are in the checkpoint that
     follows."""

@@ -247,6 +247,14 @@ async def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_
 # ---- engines and reward workers that come and go ---------------------------------------------------------------------
 
 
+async def test_a_lost_engine_that_had_asked_before_it_had_weights_gets_nothing_at_once() -> None:
+    bench = Bench(S=0, P=1, engines=2, holding=False)
+    asking = asyncio.create_task(bench.c.next_samples("rollout-0", 8, 8))
+    await asyncio.sleep(0)
+    await bench.c.engine_lost("rollout-0", "killed")
+    assert await asyncio.wait_for(asking, 1) == []
+
+
 async def test_the_late_answer_for_a_group_that_ended_frees_a_slot_for_an_engine_that_waits() -> None:
     bench = Bench(S=1, P=1, engines=2, retries=0, trajectories=2, max_inflight=1)
     (failing,), (late,) = bench.lease(1), bench.lease(1, "rollout-1")

@@ -22,7 +22,6 @@ from omni_async.control.seeds import (
     draw_bucket,
     draw_window,
     initial_noise_seed,
-    sample_seed,
     sample_seeds,
     window_of,
 )
@@ -37,7 +36,7 @@ def test_a_seed_is_a_63_bit_function_of_its_parts(parts: list[int | str]) -> Non
 
 def test_the_seeds_of_a_run_are_all_different() -> None:
     seeds = [
-        sample_seed(run, prompt, group, sample)
+        derive("sample", run, prompt, group, sample)
         for run in range(3)
         for prompt in range(8)
         for group in range(8)
@@ -50,13 +49,13 @@ def test_the_seeds_of_a_run_are_all_different() -> None:
 @given(run=st.integers(0, 2**31), prompt=st.integers(0, 10**6), group=st.integers(0, 10**6), count=st.integers(0, 20))
 def test_a_groups_seeds_are_those_of_its_samples(run: int, prompt: int, group: int, count: int) -> None:
     assert sample_seeds(run, prompt, group, count) == [
-        sample_seed(run, prompt, group, sample) for sample in range(count)
+        derive("sample", run, prompt, group, sample) for sample in range(count)
     ]
 
 
 def test_seeds_never_change() -> None:
     """Compares with fixed numbers: a resumed run and another machine must draw the same noise."""
-    assert sample_seed(0, 1, 2, 3) == derive("sample", 0, 1, 2, 3) == 3988333952871425518
+    assert sample_seeds(0, 1, 2, 4)[3] == 3988333952871425518
     assert initial_noise_seed(0, 1, 2) == 868097029686719843
     assert [draw_window(0, group, 2, (0, 5)).start for group in range(8)] == [3, 0, 0, 0, 2, 0, 3, 3]
 
@@ -153,6 +152,9 @@ def test_random_is_drawn_for_every_update_and_shared_by_its_groups() -> None:
         ({"schedule": "progressive", "size": 2, "updates_per_position": 2}, [2, 2, 2, 2]),
         # From 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6.
         ({"schedule": "decay", "size": 2, "updates_per_position": 25}, [25, 21, 17, 13]),
+        # At least one update, however short: from 3 to max(1, 3 // 4), and where exp(-2000) is 0.
+        ({"schedule": "decay", "size": 1, "updates_per_position": 3}, [3, 2, 2, 1, 1]),
+        ({"schedule": "exp_decay", "size": 1, "updates_per_position": 2, "decay_rate": 2000.0}, [2, 1, 1, 1, 1]),
         # As MixGRPO's fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T
         # iterations, rounded down, at the start t, with min = max // 4 and T = max_timesteps.
         (

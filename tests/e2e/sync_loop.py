@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.config import Config
-from omni_async.control.seeds import PromptStream, draw_window, sample_seed
+from omni_async.control.seeds import PromptStream, derive, draw_window
 from omni_async.data.prompts import load_prompts
 from omni_async.families import find_family
 from omni_async.policy import load_policy
@@ -56,7 +56,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         groups = range(update * t.groups_per_update, (update + 1) * t.groups_per_update)
         windows = {g: draw_window(config.run.seed, g, sde.window.size, sde.window.range).steps for g in groups}
         samples = [
-            (g, sample_seed(config.run.seed, prompts[g].index, g, k)) for g in groups for k in range(r.group_size)
+            (g, derive("sample", config.run.seed, prompts[g].index, g, k)) for g in groups for k in range(r.group_size)
         ]
         text = {g: codec.encode(prompts[g], r.sampling) for g in groups}
         taken: list[list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]] = []

@@ -15,7 +15,7 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.control.group_table import GroupState
 from omni_async.control.ledger import encode_line, extend
 from omni_async.control.reporting import buffer_statistics
-from omni_async.control.seeds import PromptStream, sample_seed, window_of
+from omni_async.control.seeds import PromptStream, derive, window_of
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest
 from tests.configs import build
 
@@ -244,7 +244,7 @@ class Checks:
             return
         config, name, prompt = self._config, request.sample_id, request.prompt
         require(prompt == self._prompts[request.group], f"{name} of prompt {prompt.index}")
-        expected = sample_seed(config.run.seed, prompt.index, request.group, request.sample)
+        expected = derive("sample", config.run.seed, prompt.index, request.group, request.sample)
         require(request.seed == expected, f"{name} with seed {request.seed}, its own is {expected}")
         require(request.window == window_of(request.group, config), f"{name} with window {request.window}")
 
