@@ -10,8 +10,8 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,15 @@ def serve(path: Path, answer: Reply | None, talk: Callable[[], Any]) -> Any:
     return asyncio.run(main())
 
 
+def send(path: Path, content: bytes) -> socket.socket:
+    """Sends this to the socket, and returns the connection."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(5)
+    connection.connect(str(path))
+    connection.sendall(content)
+    return connection
+
+
 def test_an_answer_that_takes_a_while_says_what_it_waits_for(path: Path) -> None:
     received, heard = [], threading.Event()
 
@@ -73,9 +82,7 @@ def test_a_client_that_went_away_does_not_disturb_what_is_done(path: Path) -> No
         return {}
 
     def talk() -> bool:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(path))
-            connection.sendall(b"{}\n")
+        send(path, b"{}\n").close()
         gone.set()
         return done.wait(10)
 
@@ -131,14 +138,8 @@ def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(lines, t
 
     def talk() -> dict[str, Any]:
         for line in lines:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(5)
-                connection.connect(str(path))
-                try:
-                    connection.sendall(line + b"\n")
-                    connection.recv(1000)
-                except OSError:
-                    pass  # it would not hear more
+            with suppress(OSError), send(path, line + b"\n") as connection:  # it may not want to hear more
+                connection.recv(1000)
         return ask(path, Request())
 
     assert serve(path, echo, talk) == {"scale": {}}
@@ -171,35 +172,28 @@ asyncio.run(main())
 """
 
 
-@contextmanager
-def killed_run(folder: Path) -> Iterator[list[int]]:
-    """Kills a run and yields its children, which live."""
-    run = subprocess.Popen([sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE, text=True)
+def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     children: list[int] = []
     try:
-        assert run.stdout is not None
-        children += [int(run.stdout.readline()) for _ in range(3)]
-        assert RunDirectory(folder).is_running()
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+        assert process.stdout is not None
+        children += [int(process.stdout.readline()) for _ in range(3)]
+        run = RunDirectory(tmp_path)
+        assert run.is_running()
+        process.kill()
+        process.wait()
         for child in children:
             os.kill(child, 0)
-        yield children
-    finally:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        run.kill()
-        run.communicate()
-
-
-def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) -> None:
-    with killed_run(tmp_path):
-        run = RunDirectory(tmp_path)
         assert not run.is_running()
         run._claim()
         run.release()
         with pytest.raises(ControlError, match=r"is not running here: .*Connection refused"):
             ask(run.control, Request(), timeout_s=5.0)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.communicate()
 
 
 def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:

@@ -77,12 +77,8 @@ class Job:
 
     def files(self) -> dict[str, bytes]:
         """Reads every file but the list of attempts."""
-        found = {path: path.read_bytes() for path in self.run.path.rglob("*") if path.is_file()}
-        return {
-            str(path.relative_to(self.run.path)): content
-            for path, content in found.items()
-            if path != self.run.attempts
-        }
+        found = {path for path in self.run.path.rglob("*") if path.is_file()} - {self.run.attempts}
+        return {str(path.relative_to(self.run.path)): path.read_bytes() for path in found}
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run.path / name).read_bytes().splitlines()]
@@ -93,10 +89,9 @@ class Job:
         ledger = self.lines("ledger.jsonl")
         assert sorted(line["group"] for line in ledger) == [*range(len(ledger))]
         trained = [line["trained_version"] for line in ledger if line["event"] == "trained"]
-        assert sorted(trained) == sorted([*range(1, updates + 1)] * groups)
-        assert [line["update"] for line in self.lines("metrics.jsonl") if "finished" in line] == [
-            *range(1, updates + 1)
-        ]
+        made = [*range(1, updates + 1)]
+        assert sorted(trained) == sorted(made * groups)
+        assert [line["update"] for line in self.lines("metrics.jsonl") if "finished" in line] == made
 
 
 @pytest.fixture
@@ -120,13 +115,9 @@ def test_an_attempt_that_is_interrupted_or_fails_while_it_loads_leaves_a_line_an
     summary = interrupted.attempt()
     assert summary.status == "interrupted" and summary.updates == first.updates >= 3
     assert interrupted.files() == before
-    ended, was_there = interrupted.attempts
-    assert (ended.from_update, ended.to_update, ended.status) == (0, first.updates, "interrupted")
-    assert (was_there.from_update, was_there.to_update, was_there.reason) == (
-        first.updates,
-        first.updates,
-        "before the first update",
-    )
+    (ended, was_there), made = interrupted.attempts, first.updates
+    assert (ended.from_update, ended.to_update, ended.status) == (0, made, "interrupted")
+    assert (was_there.from_update, was_there.to_update, was_there.reason) == (made, made, "before the first update")
     assert ended.began < ended.ended <= was_there.began < was_there.ended
     assert any("made no update" in note and "is as it was" in note for note in interrupted.console.notes)
 
@@ -167,10 +158,15 @@ def test_an_attempt_whose_folder_cannot_be_taken_over_does_not_say_that_it_made_
     assert any("are in the ledger and checkpoints" in note for note in interrupted.console.notes)
 
 
-def test_a_run_that_is_gone_on_with_counts_all_its_attempts(interrupted: Job) -> None:
-    first = read_summary(interrupted.run.summary)
+def test_a_run_that_is_gone_on_with_counts_all_its_attempts_and_keeps_the_summary_of_those_before_aside(interrupted):
+    first, seen = read_summary(interrupted.run.summary), list[tuple[bool, Summary]]()
     (first_line,) = interrupted.attempts
-    summary = interrupted.attempt()
+
+    def look(_: Any) -> None:
+        seen.append((interrupted.run.summary.exists(), read_summary(interrupted.run.former_summary)))
+
+    summary = interrupted.attempt(watch=look)
+    assert seen and all(one == (False, first) for one in seen)
     assert (summary.status, summary.updates, summary.conserved) == ("done", 6, True)
     second_line = interrupted.attempts[-1]
     assert first_line.wall_s == first.wall_s < summary.wall_s == second_line.wall_s
@@ -180,17 +176,6 @@ def test_a_run_that_is_gone_on_with_counts_all_its_attempts(interrupted: Job) ->
     assert walls == sorted(walls) and walls[first.updates] > first.wall_s
     interrupted.require_whole(6)
     assert not interrupted.run.former_summary.exists() and not interrupted.run.spans.exists()
-
-
-def test_while_an_attempt_makes_updates_the_summary_of_those_before_is_kept_aside(interrupted: Job) -> None:
-    first = read_summary(interrupted.run.summary)
-    seen: list[tuple[bool, Summary]] = []
-
-    def look(_: Any) -> None:
-        seen.append((interrupted.run.summary.exists(), read_summary(interrupted.run.former_summary)))
-
-    interrupted.attempt(watch=look)
-    assert seen and all(one == (False, first) for one in seen)
 
 
 def test_a_finished_run_says_so_at_once_and_how_to_go_on_and_keeps_its_results_if_it_is_run_again(
