@@ -179,14 +179,6 @@ def test_everything_is_written_and_read_back(done):
     assert (folder / "out" / "overlap.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"), [([4.0], (4, 4, 4)), ([1.0, 3.0], (2, 1.5, 2.5)), ([5.0, 1.0, 3.0], (3, 2, 4))]
-)
-def test_a_spread_is_the_median_and_the_quartiles(values, expected):
-    found = spread(values)
-    assert (found.median, found.low, found.high) == expected
-
-
 # ---- real runs on emulated devices -----------------------------------------------------------------------------------
 
 

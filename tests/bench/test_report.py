@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
 from omni_async.bench import table
 from omni_async.bench.comparison import CATEGORIES, compare, fastest
-from omni_async.bench.figure import draw, figure_of
+from omni_async.bench.figure import figure_of
 from omni_async.bench.result import (
     ArmRecord,
     Machine,
@@ -168,14 +167,6 @@ def test_the_figure_has_four_panels_with_every_measured_arm():
     assert tops == pytest.approx([9.0, 5.0])
     [heat] = staleness.get_images()
     assert np.asarray(heat.get_array()).tolist() == [[0.75, 0.75], [0, 0], [0.25, 0.25]]
-
-
-@pytest.mark.parametrize("arms", [1, 9])
-def test_the_figure_is_a_file(tmp_path, arms):
-    draw(result(*(arm(f"async:{budget}", budget, runs=runs(5.0)) for budget in range(arms))), tmp_path / "overlap.png")
-    with Image.open(tmp_path / "overlap.png") as image:
-        assert image.format == "PNG" and image.width > image.height > 700
-        assert len(image.convert("L").getcolors()) > 20
 
 
 def test_the_machine_is_described_by_what_it_is():

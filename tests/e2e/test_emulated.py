@@ -10,9 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import samples_per_rank
-from omni_async.performance.law import async_step
 from omni_async.performance.measure import measure
-from omni_async.performance.profile import NOTHING, Profile, ServiceTime, load_profile
+from omni_async.performance.profile import NOTHING, Profile, load_profile
 from omni_async.simulation.result import times_of
 from omni_async.tracking import timeline
 from omni_async.tracking.summary import read_summary
@@ -30,58 +29,17 @@ def mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-# ---- in virtual time, against the law --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["sync", "sync_colocated"])
-def test_one_stage_after_the_other_takes_the_sum_of_all(recipe: Path, schedule: str) -> None:
-    run = emulate(recipe, f"schedule={schedule}", "trainer.updates=4")
-    expected = times_of(run.config, PROFILE).total
-    assert run.steps(1, 4) == pytest.approx([expected] * 3, rel=1e-3)
-
-
-@pytest.mark.parametrize("budget", [1, 2, 4])
-def test_an_asynchronous_step_is_no_quicker_than_the_law_and_close_to_it(recipe: Path, budget: int) -> None:
-    run = emulate(recipe, "schedule=async", f"staleness.max_updates={budget}", "trainer.updates=20")
-    law = async_step(times_of(run.config, PROFILE), budget)
-    assert 0.95 <= law / mean(run.steps(budget + 2, 20 - budget)) <= 1.02
-    assert max(s for update in run.updates for s in update["staleness"]) <= budget
-
-
-@pytest.mark.parametrize("schedule", ["async_reward", "one_step_off"])
-def test_partly_overlapped_schedules_lie_between_the_law_and_the_synchronous_step(recipe: Path, schedule: str) -> None:
-    run = emulate(recipe, f"schedule={schedule}")
-    times = times_of(run.config, PROFILE)
-    assert async_step(times, run.config.staleness.max_updates) <= mean(run.steps(3, 11)) * 1.01 < times.total
-
-
-@pytest.mark.parametrize("slowest", ["score", "train"])
-def test_the_slowest_stage_sets_the_pace(recipe: Path, slowest: str) -> None:
-    write_emulated(recipe.parent, replace(PROFILE, **{slowest: ServiceTime(unit_s=3.0)}))
-    run = emulate(recipe, "schedule=async", "staleness.max_updates=3", "trainer.updates=16")
-    # 32 samples at 3 s.
-    assert mean(run.steps(5, 13)) == pytest.approx(32 * 3.0, rel=0.05)
-
-
-def test_a_trainer_of_many_ranks_is_one_that_does_its_share(recipe: Path) -> None:
-    one, two = (emulate(recipe, "schedule=sync", "trainer.updates=3", f"trainer.workers={n}") for n in (1, 2))
-    # Eight groups of four samples at 0.4 s each, and half of that.
-    assert mean(one.steps(1, 3)) - mean(two.steps(1, 3)) == pytest.approx(8 * 4 * 0.4 / 2, rel=1e-3)
-    assert {span.actor for span in two.spans if Worker.parse(span.actor).role == "trainer"} == {"trainer"}
+# ---- in virtual time (that steps take what the simulator and the law say: tests/simulation) --------------------------
 
 
 @pytest.mark.parametrize("collected", [False, True])
-def test_log_probs_are_recomputed_where_the_algorithm_needs_it(recipe: Path, collected: bool) -> None:
+def test_log_probs_are_recomputed_where_the_algorithm_needs_it_and_many_ranks_are_one_actor(recipe, collected) -> None:
     uncorrected = ["algorithm.correction.mode=none"] if collected else []
-    run = emulate(recipe, "schedule=sync", "trainer.updates=3", "trainer.steps_per_update=2", *uncorrected)
+    steps = ("schedule=sync", "trainer.updates=3", "trainer.steps_per_update=2", "trainer.workers=2")
+    run = emulate(recipe, *steps, *uncorrected)
     assert sum(span.kind == "proximal" for span in run.spans) == (3 * 8 if collected else 0)
     assert run.steps(1, 3) == pytest.approx([times_of(run.config, PROFILE).total] * 2, rel=1e-3)
-
-
-def test_devices_change_hands_three_times_per_update_where_they_are_shared(recipe: Path) -> None:
-    in_turns = ["reward.streaming=false", "trainer.streaming=off", "staleness.max_updates=0", "trainer.updates=3"]
-    shared, own = (emulate(recipe, *in_turns, f"placement.colocated={colocated}") for colocated in ("true", "false"))
-    assert mean(shared.steps(1, 3)) - mean(own.steps(1, 3)) == pytest.approx(3 * 2.0, rel=1e-3)
+    assert {span.actor for span in run.spans if Worker.parse(span.actor).role == "trainer"} == {"trainer"}
 
 
 def test_rewards_differ_within_every_group_and_are_the_same_in_every_run(recipe: Path) -> None:
