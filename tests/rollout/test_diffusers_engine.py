@@ -66,8 +66,9 @@ async def test_trajectories_agree_with_the_policy_contract(policy):
 
 async def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy, checkpoint):
     request = make_request(window=None, noise_level=0.0, true_cfg_scale=2.5, fields=("final", "latents", "log_probs"))
-    [made] = await drawn(policy, [request])
+    made, short = await drawn(policy, [request, make_request(fields=("final",))])
     assert made.tensors["log_probs"].shape == (0,)
+    assert set(short.tensors.keys()) == {"final", "sigmas", "steps"}, "only the requested fields come back"
     pipeline = QwenImagePipeline.from_pretrained(checkpoint)
     pipeline.set_progress_bar_config(disable=True)
     options = {"prompt": request.prompt.text, "num_inference_steps": request.num_inference_steps}
@@ -76,11 +77,6 @@ async def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy, checkpo
     assert_close(made.tensors["final"], pipeline(output_type="latent", **options).images[0], rtol=0, atol=1e-5)
     expected = torch.from_numpy((pipeline(output_type="np", **options).images[0] * 255).round()).permute(2, 0, 1)
     assert (made.media.image - expected).abs().max() <= 1
-
-
-async def test_only_the_requested_fields_come_back(policy):
-    [made] = await drawn(policy, [make_request(fields=("final",))])
-    assert set(made.tensors.keys()) == {"final", "sigmas", "steps"}
 
 
 async def test_batches_depend_on_call_order_alone(policy):
@@ -183,19 +179,16 @@ async def test_weights_that_are_not_what_was_published_are_refused(policy):
     check_against_policy(policy, {0: transformer_with(policy, None)}, make_request(), made)
 
 
-async def test_a_prompt_that_cannot_be_encoded_fails_alone(policy):
+async def test_a_prompt_that_cannot_be_encoded_fails_alone_and_any_other_error_the_batch(policy):
+    class Broken(QwenImagePolicy):
+        def velocity(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise ZeroDivisionError("no velocity")
+
     requests = [make_request(), make_request(1, prompt=Prompt(index=1, text="x y " * 1100))]
     async with running(policy) as engine:
         fine, refused = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
     assert isinstance(fine, Trajectory)
     assert isinstance(refused, ValueError) and "at most 1024" in str(refused)
-
-
-async def test_any_other_error_fails_the_batch_and_names_the_engine(policy):
-    class Broken(QwenImagePolicy):
-        def velocity(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            raise ZeroDivisionError("no velocity")
-
     with pytest.raises(EngineError, match="engine: ZeroDivisionError: no velocity"):
         await drawn(Broken(policy.path), [make_request()])
 

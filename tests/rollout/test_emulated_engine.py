@@ -87,13 +87,6 @@ async def ends(*works: Coroutine[Any, Any, Any]) -> list[float]:
     return list(await asyncio.gather(*(end(work) for work in works)))
 
 
-async def test_a_job_is_a_batch_of_what_waits_and_jobs_follow_one_another():
-    async with replaying() as engine:
-        # Two full batches of 2 + 4 x 2 s, and one sample in 2 + 2 s.
-        times = await ends(*(engine.generate(request(i)) for i in range(9)))
-        assert times == pytest.approx([10.0] * 4 + [20.0] * 4 + [24.0])
-
-
 @pytest.mark.parametrize(
     ("after", "times"),
     [
@@ -235,10 +228,8 @@ async def test_log_probs_are_those_of_a_policy_with_velocity_zero():
     assert all(torch.equal(again.tensors[key], made.tensors[key]) for key in ("latents", "log_probs", "means", "final"))
     assert torch.equal(again.media.image, made.media.image)
     x, sigmas, steps = made.tensors["latents"], made.tensors["sigmas"], made.tensors["steps"]
-    rows = torch.full((3,), request.noise_level)
-    expected = transition(
-        "flow", x[:-1], torch.zeros_like(x[:-1]), sigmas[steps], sigmas[steps + 1], sigmas[1].expand(3), rows
-    )
+    nowhere, first, rows = torch.zeros_like(x[:-1]), sigmas[1].expand(3), torch.full((3,), request.noise_level)
+    expected = transition("flow", x[:-1], nowhere, sigmas[steps], sigmas[steps + 1], first, rows)
     assert_close(made.tensors["log_probs"], log_prob("flow", x[1:], expected.mean, expected.scale), rtol=0, atol=1e-6)
     assert made.media.image.shape == (3, 64, 32)
     assert made.versions.spans == ((0, 6),)

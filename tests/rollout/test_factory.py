@@ -51,10 +51,8 @@ def test_a_family_without_a_vllm_pipeline_is_refused(checkpoint):
 
 
 def test_an_engine_that_is_not_asked_for_is_not_imported():
-    code = (
-        "import sys; from omni_async.rollout.factory import build_engine; "
-        "print([m for m in ('torch', 'diffusers', 'vllm', 'vllm_omni') if m in sys.modules])"
-    )
+    code = "import sys; from omni_async.rollout.factory import build_engine; "
+    code += "print([m for m in ('torch', 'diffusers', 'vllm', 'vllm_omni') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

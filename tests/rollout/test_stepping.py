@@ -28,9 +28,8 @@ def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins():
         tensors = sample.tensors()
         for position, step in enumerate(range(start, start + 3)):
             added = tensors["latents"][position + 1] - tensors["means"][position]
-            assert_close(
-                added, 0.7 * (1 / 6) ** 0.5 * step_noise(sample.request.seed, step, shape), rtol=1e-4, atol=1e-5
-            )
+            expected = 0.7 * (1 / 6) ** 0.5 * step_noise(sample.request.seed, step, shape)
+            assert_close(added, expected, rtol=1e-4, atol=1e-5)
 
 
 class SeeingCodec:

@@ -6,16 +6,7 @@ import contextlib
 import io
 import os
 
-import pytest
-
-from omni_async.tracking.console import (
-    LineConsole,
-    UpdateView,
-    duration,
-    staleness,
-    validated,
-    validation_curve,
-)
+from omni_async.tracking.console import LineConsole, UpdateView, duration, staleness, validated, validation_curve
 from omni_async.tracking.live_console import LiveConsole, for_stream
 from omni_async.tracking.summary import ValidationPoint
 
@@ -108,31 +99,22 @@ def test_the_last_words_say_the_same_numbers_as_the_rounds_did() -> None:
     assert validation_curve([last]) == validated(100, 0.9, {"ocr_exact": 0.956}) == said
 
 
-@pytest.mark.parametrize(
-    ("mean", "counts", "said"),
-    [
-        (1.25, {1: 3, 2: 1}, "1.2 updates on average: 3 groups are 1 update old, 1 is 2"),
-        (0.0, {0: 4}, "0.0 updates on average: 4 groups are 0 updates old"),
-        (1.0, {0: 1, 1: 2, 2: 1}, "1.0 updates on average: 1 group is 0 updates old, 2 are 1, 1 is 2"),
-        (0.5, {}, "0.5 updates on average"),
-    ],
-)
-def test_ages_in_words(mean: float, counts: dict[int, int], said: str) -> None:
-    assert staleness(mean, counts) == said
-
-
-def test_seconds_in_words() -> None:
+def test_ages_and_seconds_in_words() -> None:
+    ages = {
+        staleness(1.25, {1: 3, 2: 1}): "1.2 updates on average: 3 groups are 1 update old, 1 is 2",
+        staleness(0.0, {0: 4}): "0.0 updates on average: 4 groups are 0 updates old",
+        staleness(1.0, {0: 1, 1: 2, 2: 1}): "1.0 updates on average: 1 group is 0 updates old, 2 are 1, 1 is 2",
+        staleness(0.5, {}): "0.5 updates on average",
+    }
+    assert [*ages] == [*ages.values()]
     seconds = (0.4, 59.6, 200, 7500, 3600, 3.2 * 86400, -1)
-    said = ["0 s", "1 min", "3 min 20 s", "2 h 5 min", "1 h", "3 d 4 h", "0 s"]
-    assert [duration(one) for one in seconds] == said
+    assert [duration(one) for one in seconds] == ["0 s", "1 min", "3 min 20 s", "2 h 5 min", "1 h", "3 d 4 h", "0 s"]
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J"
 
 
-def test_a_terminal_obeys_nothing_that_was_said_elsewhere() -> None:
-    """Covers foreign texts: a reward server names the parts of its score, and its exceptions are in a run's last
-    lines."""
+def test_a_terminal_obeys_nothing_that_a_reward_server_named_or_raised() -> None:
     terminal = Terminal()
     console = for_stream(terminal, 120)
     console.phase(EVIL)

@@ -51,21 +51,28 @@ def concurrent_spans() -> list[Span]:
     ]
 
 
-def test_concurrent_spans_of_an_actor_lie_on_lanes_without_overlap(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    timeline.write_trace(path, concurrent_spans())
+def start_of(span: Span) -> tuple[str, str, float]:
+    return span.actor, span.kind, span.start
+
+
+def test_a_trace_holds_every_span_and_its_time_those_of_an_actor_on_lanes_without_overlap(tmp_path: Path) -> None:
+    path, spans = tmp_path / "trace.json", concurrent_spans()
+    timeline.write_trace(path, spans)
+    read = sorted(timeline.read_trace(path), key=start_of)
+    for found, written in zip(read, sorted(spans, key=start_of), strict=True):
+        assert (found.actor, found.kind, found.args) == (written.actor, written.kind, written.args)
+        assert (found.start, found.end) == pytest.approx((written.start, written.end), abs=2e-6)
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names.values()) == ["reward-0", "rollout-0", "trainer-0"]
     complete = [e for e in events if e["ph"] == "X"]
     assert len(complete) == 19
-    assert min(e["ts"] for e in complete) == 0 and all(
-        isinstance(e[k], int) and e[k] >= 0 for e in complete for k in ("ts", "dur")
-    )
+    times = [e[key] for e in complete for key in ("ts", "dur")]
+    assert min(e["ts"] for e in complete) == 0 and all(isinstance(time, int) and time >= 0 for time in times)
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for e in complete:
         lanes.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
-    assert all(end <= start for spans in lanes.values() for (_, end), (start, _) in pairwise(sorted(spans)))
+    assert all(end <= start for lane in lanes.values() for (_, end), (start, _) in pairwise(sorted(lane)))
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert threads.keys() == lanes.keys()
     rollout = next(pid for pid, name in names.items() if name == "rollout-0")
@@ -81,19 +88,6 @@ def test_lanes_hold_after_rounding_to_microseconds(times: list[tuple[float, floa
     for lane in {e["tid"] for e in complete}:
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if e["tid"] == lane)
         assert all(end <= start for (_, end), (start, _) in pairwise(own))
-
-
-def test_a_trace_holds_every_span_and_its_time(tmp_path: Path) -> None:
-    path, spans = tmp_path / "trace.json", concurrent_spans()
-    timeline.write_trace(path, spans)
-    read = timeline.read_trace(path)
-
-    def key(span: Span) -> tuple[str, str, float]:
-        return span.actor, span.kind, span.start
-
-    for found, written in zip(sorted(read, key=key), sorted(spans, key=key), strict=True):
-        assert (found.actor, found.kind, found.args) == (written.actor, written.kind, written.args)
-        assert (found.start, found.end) == pytest.approx((written.start, written.end), abs=2e-6)
 
 
 def test_an_empty_trace_and_odd_arguments_are_written(tmp_path: Path) -> None:
