@@ -1,5 +1,4 @@
-"""Builds what every test world runs: a configuration or a recipe file out of the world's defaults and what a test
-changes of them."""
+"""Builds what test worlds run: configurations and recipe files of a world's defaults and a test's changes."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _SMALLEST: Sections = {
 
 
 def with_sections(recipe: Sections, sections: Sections) -> dict[str, Any]:
-    """Returns a copy of a recipe in which the given keys of a section replace its own; what is no section replaces all
-    of it."""
+    """Returns a copy of a recipe with these keys of its sections; what is no section replaces all of it."""
     merged = dict(recipe)
     for name, keys in sections.items():
         merged[name] = {**merged.get(name, {}), **keys} if isinstance(keys, dict) else keys

@@ -158,8 +158,7 @@ def accelerators(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch in one thread, where a test file has imported it: small tensors gain nothing from more, and there are only
-    two cores."""
+    """Torch in one thread, where a test file has imported it: there are two cores, and small tensors gain nothing."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield

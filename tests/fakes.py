@@ -1,5 +1,4 @@
-"""Small real implementations of our contracts, for tests: a transformer with a policy around it, and groups it could
-have produced."""
+"""Small real implementations of our contracts: a transformer with a policy around it, and groups it could have made."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class TinyTransformer(nn.Module):
 
 
 def load_model(policy: Policy, dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
-    """Returns all of a policy's components as one module, whose parameters are named as on the wire. A policy's
-    `velocity` takes it as its mapping of components."""
+    """Returns a policy's components as one module, named as on the wire; its `velocity` takes it for their mapping."""
     return nn.ModuleDict(policy.load_components(dtype))
 
 
@@ -143,8 +141,7 @@ class TwoExperts(TinyPolicy):
 def tiny_trajectory(
     policy: TinyPolicy, config: Config, seed: int, window: range, model: nn.ModuleDict | None = None
 ) -> TensorDict:
-    """A sample made by the policy itself, as an engine would make it; without `rollout.sde` no step is noisy and
-    `window` is not looked at."""
+    """A sample made by the policy itself; without `rollout.sde` no step is noisy, and `window` is not looked at."""
     r = config.rollout
     generator = torch.Generator().manual_seed(seed)
     model = model or load_model(policy)

@@ -425,8 +425,7 @@ class Disturbed:
         return self.job.lines("ledger.jsonl")
 
     def require_whole(self, summary: Summary) -> None:
-        """Requires that the run ended on request, with every group in exactly one line and every update made of its
-        groups."""
+        """Requires that the run ended on request, every group in one line and every update made of its groups."""
         assert (summary.status, summary.reason) == ("interrupted", "on request")
         found = problems(self.job, summary.updates)
         assert summary.conserved and not found, (found, self.faults)  # pytest explains no asserts of this file

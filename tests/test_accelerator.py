@@ -1,5 +1,4 @@
-"""Tests that an upper bound on the accelerators is known without a driver; where torch sees none, nothing falls back to
-the CPU."""
+"""Tests the bound on accelerators that is known without a driver, and that nothing falls back to the CPU."""
 
 from __future__ import annotations
 

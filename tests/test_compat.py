@@ -1,5 +1,4 @@
-"""Tests the shim for mixed builds: it does nothing where nothing is mixed, and makes the imports work where something
-is."""
+"""Tests the shim for mixed builds: it makes imports work where something is mixed, and does nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests that the framework and its families are written for accelerators of any maker: nothing is one maker's
-alone. What devices have in common is in torch.accelerator, and collectives are found under the device's type."""
+"""Tests that nothing is written for one maker's accelerators: torch.accelerator has what devices have in common."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests that what the documentation prints can be typed: its commands are run as printed where that is a matter of a
-second, and their recipes and overrides are checked where it is not; its Python runs."""
+"""Tests what the documentation prints: commands are accepted, recipes are valid, code runs."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ COMMANDS = list(commands())
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Makes a folder with the repository's recipes, to start commands in, and the scorer that the documentation
-    writes."""
+    """Makes a folder to start commands in, with the repository's recipes and the scorer of the documentation."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "docs").mkdir()
     (tmp_path / "brightness.py").write_text(snippet("# brightness.py"))

@@ -53,8 +53,7 @@ def write_recipe(folder: Path, **sections: Any) -> Path:
 
 
 def sync_spans(updates: int) -> tuple[list[Span], dict[int, float]]:
-    """Returns the spans of a synchronous run of two engines, in the clock's seconds, and when each update was
-    finished."""
+    """Returns the spans of a synchronous run of two engines, in the clock's seconds, and when updates were finished."""
     spans, finished, now = [], {}, ORIGIN
     for version in range(updates + 1):
         spans.append(Span("trainer", "export", now, now + EXPORT, {"version": version}))
@@ -80,8 +79,7 @@ def sync_spans(updates: int) -> tuple[list[Span], dict[int, float]]:
 
 
 def overlapped_spans(updates: int, step: float) -> tuple[list[Span], dict[int, float]]:
-    """Returns the spans of a run whose trainer never waits: it trains for `step`, while two engines and a reward
-    worker work all the time."""
+    """Returns the spans of a run whose trainer trains for `step` and never waits, nor do engines and scorers."""
     end = ORIGIN + step * updates
     spans = [Span(actor, "generate", ORIGIN, end) for actor in ("rollout-0", "rollout-1")]
     spans.append(Span("reward-0", "score", ORIGIN, end, {"samples": 1}))

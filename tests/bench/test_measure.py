@@ -1,5 +1,4 @@
-"""Tests a run's numbers from the folder it left behind: every moment of the trainer in one category, and speed-ups in
-words."""
+"""Tests a run's numbers from the folder it left: each moment of the trainer in one category, and speed-ups in words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests a whole benchmark with runs that take no time: what is run, what is kept, what is reported; and one that really
-runs, on emulated devices."""
+"""Tests a whole benchmark with runs that take no time, and one that really runs, on emulated devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests the tables of overlap: of simulated recipes, whose numbers are the simulator's and miss no target that the
-documentation claims, and of all shipped profiles, on runs that take no time."""
+"""Tests the tables of overlap, of simulated recipes and of all shipped profiles, against what was found and claimed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests the benchmarks of the control plane, the data plane and memory at a tiny size: what counts as a sample, how
-results are printed and written down, and all arms of the data plane once on a real Ray."""
+"""Tests the benchmarks of the control plane, the data plane and memory at a tiny size, all arms once on a real Ray."""
 
 from __future__ import annotations
 

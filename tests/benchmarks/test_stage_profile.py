@@ -1,5 +1,4 @@
-"""Tests the stage profile of a tiny Qwen-Image on the CPU, from end to end, and that the big one is the published
-model."""
+"""Tests the stage profile of a tiny Qwen-Image on the CPU, and that the big one is the published model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests the benchmarks of weights and of publishes: ratios within a repeat, missed targets marked, and how lost steps
-are counted, on an engine whose steps are known and on a real one."""
+"""Tests what the benchmarks of weights and of publishes report, on a fake engine and on a real one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests the preference file: every pair as it was stored, whatever the order, and one line for anything that is wrong
-with it."""
+"""Tests the preference file: every pair as it was stored, in any order, and one line for whatever is wrong with it."""
 
 import io
 import os

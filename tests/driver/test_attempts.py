@@ -1,5 +1,4 @@
-"""Tests that a run that loses a part it cannot do without goes on from its last checkpoint; any other failure ends
-it."""
+"""Tests that a run that loses a part it needs goes on from its last checkpoint, and that any other failure ends it."""
 
 from __future__ import annotations
 

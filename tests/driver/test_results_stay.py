@@ -1,5 +1,4 @@
-"""Tests that what a run has left is changed only by an attempt that has something to record: emulated runs in this
-process, resumed."""
+"""Tests, on resumed emulated runs, that only an attempt with something to record changes what a run has left."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class Job:
         return [json.loads(line) for line in (self.run.path / name).read_bytes().splitlines()]
 
     def require_whole(self, updates: int, groups: int = 8) -> None:
-        """Requires that every group ended in one line, every update was made once of its groups, and the metrics have a
-        line of each."""
+        """Requires that every group ended once, and every update was made once, of its groups, and has a line."""
         ledger = self.lines("ledger.jsonl")
         assert sorted(line["group"] for line in ledger) == [*range(len(ledger))]
         trained = [line["trained_version"] for line in ledger if line["event"] == "trained"]
@@ -242,8 +240,7 @@ def test_a_run_that_was_killed_after_its_last_update_gets_the_summary_it_lacks(t
 
 
 def killed_at(moment: int, *overrides: str, job: Job) -> bool:
-    """Runs an attempt in a process of its own that kills itself (SIGKILL) at its nth step of writing something into the
-    folder. Returns whether it came to that."""
+    """Runs an attempt in a process that kills itself at its nth write, and returns whether it came to that."""
     child = os.fork()
     if child == 0:
         try:
@@ -281,8 +278,7 @@ def killed_at(moment: int, *overrides: str, job: Job) -> bool:
 
 
 def test_a_kill_at_any_moment_of_the_take_over_costs_no_group_and_repeats_none(tmp_path: Path) -> None:
-    """Begins with the folder of an attempt that was killed after a checkpoint: lines of ledger and metrics are to be
-    made void."""
+    """Begins where an attempt was killed after a checkpoint: lines of ledger and metrics are void."""
     job = Job(tmp_path, "trainer.groups_per_update=2")
     assert killed_at(25, "checkpoint.every=1", job=job)
     assert [path.name for path in job.run.checkpoints.glob("update-*")], "there is something to go on from"

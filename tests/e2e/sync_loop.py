@@ -25,8 +25,7 @@ from tests.fakes import load_model
 
 
 def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
-    """Returns the transformer's parameters after `trainer.updates` updates. Full fine-tuning, float32, no KL, one
-    optimizer step per update."""
+    """Returns the parameters after `trainer.updates` updates of float32 weights, without KL, one step each."""
     r, t, a = config.rollout, config.trainer, config.algorithm
     sde, prompt_file = r.sde, config.data.prompts
     assert sde is not None and prompt_file is not None

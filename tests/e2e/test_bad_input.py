@@ -1,5 +1,4 @@
-"""Tests what a user gets to see of wrong input: one line that names the key, and the right exit code, from the real
-command line."""
+"""Tests what the real command line says of wrong input: one line that names the key, and the right exit code."""
 
 from __future__ import annotations
 

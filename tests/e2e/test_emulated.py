@@ -1,5 +1,4 @@
-"""Tests emulated devices under the real roles: they keep the conservation law in virtual time, reproduce their profile,
-and leave what real runs leave."""
+"""Tests emulated devices under the real roles: they reproduce their profile, and leave what real runs leave."""
 
 from __future__ import annotations
 

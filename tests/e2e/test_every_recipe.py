@@ -1,5 +1,4 @@
-"""Runs every recipe that is published, at the size of a test: emulated, with its model family on a random checkpoint in
-one process, or as its own header says on Ray and vLLM-Omni."""
+"""Runs every published recipe at the size of a test: emulated, in one process, and as its own header says."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests whole runs, each with something away from the defaults (a setting, an objective, a correction): they end, train
-the weights, keep the staleness budget, and every admitted group ends once."""
+"""Tests whole runs with a setting, an objective or a correction away from the defaults: they end and train."""
 
 from __future__ import annotations
 

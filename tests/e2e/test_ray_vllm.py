@@ -1,5 +1,4 @@
-"""Tests the real thing, as a user starts it: Ray actors, vLLM-Omni, gloo ranks. One run with everything switched on,
-because it takes most of a minute to come up."""
+"""Tests the real thing, as a user starts it: Ray actors, vLLM-Omni, gloo ranks; one run with everything switched on."""
 
 from __future__ import annotations
 

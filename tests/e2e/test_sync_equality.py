@@ -1,5 +1,4 @@
-"""Tests that `staleness.max_updates: 0` is the synchronous trainer: all roles together give the weights of a plain
-loop, bit for bit in one process, and within rounding on real engines and on ranks that share an update."""
+"""Tests that `staleness.max_updates: 0` is a plain loop, to the bit in one process, else within rounding."""
 
 from __future__ import annotations
 

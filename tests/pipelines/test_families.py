@@ -1,5 +1,4 @@
-"""Tests that every family computes what diffusers' pipeline of it computes: schedule, conditioning, noise-free samples,
-pixels; and that its policy keeps the contract."""
+"""Tests that every family computes what diffusers' pipeline of it does, and that its policy keeps the contract."""
 
 from types import SimpleNamespace
 

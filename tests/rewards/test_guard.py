@@ -1,5 +1,4 @@
-"""Tests scorers that fail in every way they can, on virtual time: what counts against a sample, what against the
-scorer, when it is asked again, and what is known of it before any sample is drawn."""
+"""Tests, on virtual time, scorers that fail in every way: whose fault it is, and when they are asked again."""
 
 import asyncio
 import io

@@ -1,5 +1,4 @@
-"""Tests hostile scorers: every sample that fails gets a reason with the line, no invalid number becomes a score, and no
-credential is in what is said about a failure."""
+"""Tests that a scorer's failure is a reason with its line, never a number, and shows no credential."""
 
 import asyncio
 import concurrent.futures

@@ -1,5 +1,4 @@
-"""Tests how scorers are found, checked, built and weighed; any mistake in a foreign scorer's module becomes one line
-with its location, before anything is started."""
+"""Tests how scorers are found, checked, built and weighed, and that a module's mistake is a line with its place."""
 
 import io
 import math

@@ -1,5 +1,4 @@
-"""Provides a tiny random Qwen-Image, requests for it, published versions of its weights, and the properties of a
-trajectory that hold for every engine."""
+"""Provides a tiny Qwen-Image, requests, published versions, and the properties of every engine's trajectories."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -84,8 +83,7 @@ def check_against_policy(
     made: Trajectory,
     tolerance: float = 1e-5,
 ) -> None:
-    """Recomputes every trained step with the policy contract and the version that took it: mean, and log-prob, per
-    element and in nats of the whole sample."""
+    """Recomputes each trained step by the version that took it: mean and log-prob, per element and in nats of all."""
     t, versions = made.tensors, [*made.versions]
     assert t["steps"].tolist() == list(request.window.steps)
     assert t["latents"].dtype == torch.float32

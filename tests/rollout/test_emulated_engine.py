@@ -1,5 +1,4 @@
-"""Tests the emulated engine in virtual time: one that replays a profile, and one that takes a denoising step at a
-time and makes real trajectories."""
+"""Tests the emulated engine in virtual time: replaying a profile, and step by step with real trajectories."""
 
 import asyncio
 import random

@@ -1,5 +1,4 @@
-"""Tests what every engine does: what is added to samples in flight, which requests share conditioning, and which
-version may be switched to."""
+"""Tests what all engines do: the noise they add, which conditioning they share, which version they may switch to."""
 
 from typing import Any
 

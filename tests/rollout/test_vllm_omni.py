@@ -1,5 +1,4 @@
-"""Tests every family on a real vLLM-Omni, in child processes: step by step against the policy contract, the trainer's
-arithmetic and the reference engine; request batching against step-wise batching."""
+"""Tests families on a real vLLM-Omni against the policy contract, the trainer's arithmetic and the other engines."""
 
 import asyncio
 from collections.abc import Iterator

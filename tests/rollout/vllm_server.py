@@ -1,5 +1,4 @@
-"""Runs a vLLM-Omni engine in a process of its own, driven through a pipe: it initialises torch.distributed and would
-disturb other tests."""
+"""Runs a vLLM-Omni engine in a process of its own, through a pipe: its torch.distributed would disturb other tests."""
 
 import asyncio
 import contextlib
@@ -17,8 +16,7 @@ EXTENSION = "tests.rollout.vllm_extension.CountingExtension"
 
 
 class RemoteEngine:
-    """An engine in a child process. Commands are methods of `_Server` or of the engine;
-    what they raise is raised here."""
+    """An engine in a child process: commands are methods of `_Server` or the engine; what they raise is raised here."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
