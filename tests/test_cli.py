@@ -36,34 +36,26 @@ def recipe(tmp_path: Path) -> str:
 # ---- what it teaches -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["train", "check", "list", "docs"])
-def test_the_help_of_every_command_shows_it_being_used(command, capsys):
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Returns what a command prints that then ends with exit code 0."""
     with pytest.raises(SystemExit) as left:
-        cli.main([command, "--help"])
+        cli.main([*arguments])
     assert left.value.code == 0
-    shown = capsys.readouterr().out
-    assert any(line.startswith(f"  omni-async {command}") for line in shown.splitlines())
-    assert command not in ("train", "check") or ("recipe" in shown and "key.path=value" in shown)
+    return capsys.readouterr().out
 
 
 def test_the_help_names_every_command_and_its_examples_are_accepted_by_the_parser(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    shown = capsys.readouterr().out
-    [commands] = [action for action in cli._parser()._actions if hasattr(action, "choices") and action.choices]
-    assert commands.choices.keys() >= {"train", "check", "bench", "simulate", "tune", "list", "docs"}
-    for command, sub in commands.choices.items():
-        assert command in shown
-        for line in sub.description.splitlines():
-            if line.startswith("  omni-async "):
-                cli._parse(line.split("#")[0].split()[1:])
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as left:
-        cli.main(["--version"])
-    assert left.value.code == 0
-    assert capsys.readouterr().out == f"omni-async {omni_async.__version__}\n"
+    assert shown(capsys, "--version") == f"omni-async {omni_async.__version__}\n"
+    commands = shown(capsys, "--help")
+    [named] = [action for action in cli._parser()._actions if hasattr(action, "choices") and action.choices]
+    assert named.choices.keys() >= {"train", "check", "bench", "simulate", "tune", "list", "docs"}
+    for command in named.choices:
+        said = shown(capsys, command, "--help")
+        examples = [line for line in said.splitlines() if line.startswith(f"  omni-async {command}")]
+        assert command in commands and examples, command
+        for line in examples:
+            cli._parse(line.split("#")[0].split()[1:])
+        assert command not in ("train", "check") or ("recipe" in said and "key.path=value" in said)
 
 
 def test_list_names_what_a_recipe_may_say(capsys):
@@ -146,9 +138,7 @@ def test_an_algorithm_that_contradicts_the_rest_is_one_line_and_exit_code_2(reci
     refused(capsys, *said.split(" ... "))
 
 
-@pytest.mark.parametrize(
-    "overrides", [right for right in RIGHT if not any("preferences" in override for override in right)]
-)
+@pytest.mark.parametrize("overrides", [right for right in RIGHT if "preferences" not in " ".join(right)])
 def test_an_algorithm_that_fits_the_rest_is_accepted(recipe, capsys, overrides):
     assert cli.main(["check", recipe, "run.runtime=ray", *overrides]) == 0, capsys.readouterr().err
 
@@ -214,9 +204,8 @@ def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
         "sys.argv = ['omni-async', 'list']\n"
         "sys.exit(cli.main())"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
     assert process.stdout.readline() == "ending\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20)[1] == ""

@@ -33,13 +33,10 @@ def test_what_is_padded_ends_in_zeros_and_what_is_the_same_is_stacked() -> None:
     assert rows[0]["embeds"].shape == (2, 3), "what is stacked stays as it was"
 
 
-def test_jagged_tensors_stay_as_they_are_and_rows_can_be_chosen() -> None:
+def test_jagged_tensors_stay_as_they_are_rows_can_be_chosen_and_a_key_without_a_rule_is_refused() -> None:
     rows = [row(2), row(5), row(3)]
     chosen = stack_rows(rows, RULES).to("cpu")[[0, 2]]
     assert [tokens.tolist() for tokens in chosen.get("tokens", as_list=True)] == [[0, 1], [0, 1, 2]]
     assert chosen["embeds"].shape == (2, 5, 3) and torch.equal(chosen["pooled"][1], rows[2]["pooled"])
-
-
-def test_a_key_without_a_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'tokens' has no rule to stack it by"):
         stack_rows([row(2)], {key: rule for key, rule in RULES.items() if key != "tokens"})

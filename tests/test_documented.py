@@ -39,9 +39,8 @@ SLOW = ("--updates 1000", "--sweep")
 
 def blocks(page: Path, languages: str) -> Iterator[str]:
     """Yields the fenced code of a page in one of the languages (`|` between them)."""
-    for match in re.finditer(
-        rf"^ *```(?:{languages})\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
-    ):
+    fenced = rf"^ *```(?:{languages})\n(.*?)^ *```$"
+    for match in re.finditer(fenced, page.read_text(encoding="utf-8"), flags=re.M | re.S):
         yield textwrap.dedent(match[1])
 
 
@@ -94,14 +93,11 @@ def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid
         load(recipe, options.overrides)
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        p
-        for p in COMMANDS
-        if p.values[0][0] in ("train", "check") and not any(n in " ".join(p.values[0]) for n in NEED_MORE)
-    ],
-)
+TRAINED = [p for p in COMMANDS if p.values[0][0] in ("train", "check")]
+CHECKED = [p for p in TRAINED if not any(needed in " ".join(p.values[0]) for needed in NEED_MORE)]
+
+
+@pytest.mark.parametrize(("words", "shown"), CHECKED)
 def test_what_is_trained_in_the_documentation_passes_check(words, shown, workplace, capsys):
     code = cli.main(["check", *words[1:]])
     said = capsys.readouterr().err
@@ -112,14 +108,11 @@ def test_what_is_trained_in_the_documentation_passes_check(words, shown, workpla
         assert (code, said) == (0, "")
 
 
-_SIMULATED = {
-    tuple(p.values[0])
-    for p in COMMANDS
-    if p.values[0][0] == "simulate" and not any(s in " ".join(p.values[0]) for s in SLOW)
-}
+_SIMULATED = {tuple(p.values[0]) for p in COMMANDS if p.values[0][0] == "simulate"}
+_QUICK = sorted(words for words in _SIMULATED if not any(slow in " ".join(words) for slow in SLOW))
 
 
-@pytest.mark.parametrize("words", sorted(_SIMULATED), ids=" ".join)
+@pytest.mark.parametrize("words", _QUICK, ids=" ".join)
 def test_a_documented_simulation_runs(words, workplace, capsys):
     assert cli.main(words) == 0
     said = capsys.readouterr()
@@ -144,12 +137,8 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     assert score_all(reward, [tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
 
 
-# All but the whole pyproject.toml of the reader's own package.
-EXCERPTS = [
-    block
-    for block in blocks(ROOT / "docs" / "integrate-a-model.md", "python|toml")
-    if not block.startswith("[project]\n")
-]
+FAMILY = blocks(ROOT / "docs" / "integrate-a-model.md", "python|toml")
+EXCERPTS = [block for block in FAMILY if not block.startswith("[project]\n")]  # that is of the reader's own package
 
 
 @pytest.mark.parametrize("excerpt", EXCERPTS, ids=lambda text: text.splitlines()[0].removeprefix("# "))

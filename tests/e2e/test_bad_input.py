@@ -45,13 +45,10 @@ UNKNOWN_KEY = append("stalenes: {max_updates: 1}\n")
         pytest.param(append("rollout: [1, 2\n"), ("recipe.yaml", "not valid YAML"), id="malformed YAML"),
         pytest.param(remove, ("recipe.yaml: no such file",), id="missing recipe"),
         ("run.dir=/proc/runs", ("run.dir", "/proc/runs")),
-        ("trainer.update=3", ("trainer.update: unknown key", "did you mean 'updates'")),
-        ("trainer.updates", ("trainer.updates", "key.path=value")),
         ("rollout.sde.noise_level=loud", ("rollout.sde.noise_level", "'loud'")),
         ("rollout.sde.window.range=[0, 4]", ("rollout.sde.window.range", "got 4")),
         ("weights.publish_every=3", ("staleness.max_updates", "publish_every - 1 = 2")),
         ("algorithm.correction.kappa_nats=0.5", ("algorithm.correction.kappa_nats", "use mode: decoupled")),
-        ("algorithm.name=mix_grpo", ("rollout.sde.window.schedule: mix_grpo",)),
         ("trainer.sequence_parallel=2", ("2 ranks", "do not divide trainer.workers = 1", "use a divisor")),
     ],
 )

@@ -34,14 +34,11 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> R
     return left_behind(recipe, overrides)
 
 
-def test_every_group_ended_once_within_the_budget(asynchronous: Run) -> None:
+def test_every_group_ended_once_within_the_budget_and_roles_worked_at_the_same_time(asynchronous: Run) -> None:
     asynchronous.check_every_group_ended_once()
     assert asynchronous.summary.updates == 6 and 0 < asynchronous.summary.staleness_max <= 2
     assert len({line["staleness"] for line in asynchronous.ledger}) > 1, "the first update is fresh, later ones are not"
     assert 0 < asynchronous.summary.peak_memory_bytes < 8 * 2**30
-
-
-def test_roles_worked_at_the_same_time_and_the_trace_shows_it(asynchronous: Run) -> None:
     assert asynchronous.summary.overlap_fraction > 0
     assert asynchronous.actors >= {"rollout-0", "rollout-1", "reward-0", "trainer", "publisher"}
     kinds = {event["name"] for event in asynchronous.trace if event["ph"] == "X"}
