@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -169,12 +170,8 @@ def tiny_trajectory(
         means.append(mean)
         if i == noisy[-1]:
             latents.append(x)
-    tensors = {
-        "final": x[0],
-        "sigmas": sigmas,
-        "steps": torch.tensor(list(noisy), dtype=torch.int64),
-        "conditioning": conditioning,
-    }
+    steps = torch.tensor(list(noisy), dtype=torch.int64)
+    tensors = {"final": x[0], "sigmas": sigmas, "steps": steps, "conditioning": conditioning}
     if latents:
         tensors |= {"latents": torch.cat(latents), "log_probs": torch.cat(log_probs), "means": torch.cat(means)}
     return TensorDict(tensors, batch_size=[])
@@ -206,26 +203,16 @@ def tiny_group(
 def tiny_pair(policy: TinyPolicy, config: Config, seed: int = 0) -> GroupBatch:
     """Winner and loser of a preference, which share the seed of their training noise."""
     group = tiny_group(policy, config, seed)
-    return replace(
-        group,
-        trajectories=group.trajectories[:2],
-        advantages=[1.0, -1.0],
-        seeds=group.seeds[:1] * 2,
-        staleness=group.staleness[:2],
-        size=2,
-    )
+    both = {"trajectories": group.trajectories[:2], "seeds": group.seeds[:1] * 2, "staleness": group.staleness[:2]}
+    return replace(group, **both, advantages=[1.0, -1.0], size=2)
 
 
 def share(group: GroupBatch, layout: ParallelLayout, start: int = 0) -> GroupBatch:
     """A rank's samples of a whole group; the first sample as padding where it has none."""
     dealt = layout.dealt(group.size, start)
     mine = dealt or range(1)
-    return replace(
-        group,
-        trajectories=[group.trajectories[i] for i in mine],
-        advantages=[group.advantages[i] for i in mine],
-        seeds=[group.seeds[i] for i in mine],
-        staleness=[group.staleness[i] for i in mine],
-        weights=None if group.weights is None else [group.weights[i] for i in mine],
-        counts=bool(dealt),
-    )
+    picked: dict[str, Any] = {}
+    for name in ("trajectories", "advantages", "seeds", "staleness", "weights"):
+        values = getattr(group, name)
+        picked[name] = None if values is None else [values[i] for i in mine]
+    return replace(group, **picked, counts=bool(dealt))

@@ -18,8 +18,7 @@ def as_media(pixels: np.ndarray) -> Media:
 def score_all(reward: WeightedScorer, media: list[Media], prompts: list[Prompt]) -> list[Score]:
     """Scores without threads, retries and waiting; what a scorer raises is raised."""
     require_media(media, prompts)
-    rows = [
-        require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
-        for label, _, scorer in reward.members
-    ]
+    rows = []
+    for label, _, scorer in reward.members:
+        rows.append(require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts))
     return [reward.combine(row, prompt) for row, prompt in zip(zip(*rows, strict=True), prompts, strict=True)]

@@ -15,10 +15,10 @@ from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, ServiceTime, write_profile
 from omni_async.runtime.inputs import RunInputs
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Counters, Summary, summarise, write_summary
+from omni_async.tracking.summary import Summary, write_summary
 from omni_async.tracking.timeline import write_trace
 from omni_async.types import Span
-from tests.configs import with_sections
+from tests.configs import make_summary, with_sections
 
 ORIGIN = 1_700_000_000.0
 GROUPS, SIZE = 4, 8
@@ -106,20 +106,10 @@ def write_run(
         run.append_metrics(update, {"reward": 0.5, "finished": time})
     run.append_metrics(1, {"validation/reward": 0.5})
     write_trace(run.trace, spans)
-    summary = summarise(
-        run=run.run_id,
-        status=status,
-        reason=reason,
-        started=ORIGIN,
-        finished=max(finished.values(), default=ORIGIN),
-        images=0,
-        rewards=[0.5] * len(finished),
-        staleness=staleness,
-        counters=Counters(admitted=0, trained=0, rejected=0, dropped=0, live=0),
-        spans=spans,
-        devices=num_devices(inputs.config),
-        peak_memory_bytes=memory,
-    )
+    times = {"started": ORIGIN, "finished": max(finished.values(), default=ORIGIN), "spans": spans}
+    ended = {"run": run.run_id, "status": status, "reason": reason, "devices": num_devices(inputs.config)}
+    made = {"rewards": [0.5] * len(finished), "staleness": staleness, "peak_memory_bytes": memory}
+    summary = make_summary(**ended, **times, **made)
     write_summary(run.summary, summary)
     stamp(run.path, inputs)
     if profile is not None:

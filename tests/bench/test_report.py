@@ -26,19 +26,17 @@ from omni_async.bench.result import (
 from omni_async.performance.law import StageTimes
 
 
+def shares(*fractions: float) -> dict[str, float]:
+    return dict(zip(("busy", "starved", "backpressured"), fractions, strict=True))
+
+
 def measured(step: float, **given) -> Measured:
     numbers = {
-        "updates": 10,
-        "step_s": step,
-        "steps_s": (step,) * 10,
-        "images_per_s": 32 / step,
-        "images_per_s_per_device": 8 / step,
+        **{"updates": 10, "step_s": step, "steps_s": (step,) * 10},
+        **{"images_per_s": 32 / step, "images_per_s_per_device": 8 / step},
         "attribution": dict.fromkeys(CATEGORIES, 0.0) | {"training": 4.0, "generation": step - 4.0},
         "stages": {"generation": Stage(3.0, 0.25), "reward": Stage(1.0)},
-        "busy": {
-            "rollout": {"busy": 0.5, "starved": 0.0, "backpressured": 0.375},
-            "trainer": {"busy": 0.25, "starved": 0.5, "backpressured": 0.0},
-        },
+        "busy": {"rollout": shares(0.5, 0.0, 0.375), "trainer": shares(0.25, 0.5, 0.0)},
         "staleness": {0: 30, 2: 10},
         "peak_memory_bytes": 3 * 2**29,
     }

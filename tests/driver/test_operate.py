@@ -17,7 +17,8 @@ import pytest
 from omni_async.cli import main
 from omni_async.driver.control_socket import ControlSocket, Request
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise, write_summary
+from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, write_summary
+from tests.configs import make_summary
 
 STATUS: dict[str, Any] = {
     "progress": {
@@ -133,24 +134,22 @@ def left(
 def over(status: Status, reason: str | None = None) -> Summary:
     rounds = [ValidationPoint(0, 0.25, {"ocr_exact": 0.2}), ValidationPoint(2, 0.5, {"ocr_exact": 0.4})]
     counters = Counters(admitted=3, trained=3, rejected=0, dropped=0, live=0)
-    ended: dict[str, Any] = {"run": "run", "status": status, "reason": reason, "started": 0.0, "finished": 200.0}
-    made: dict[str, Any] = {"images": 4000, "rewards": [0.25, 0.75], "staleness": [1, 1, 2], "counters": counters}
-    return summarise(**ended, **made, spans=[], devices=2, validation=rounds)
+    made = {"images": 4000, "rewards": [0.25, 0.75], "staleness": [1, 1, 2], "counters": counters}
+    return make_summary(status=status, reason=reason, started=0.0, finished=200.0, validation=rounds, **made)
 
 
 def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys):
     folder = left(tmp_path / "run", summary=over("done"))
     assert main(["status", str(folder)]) == 0
+    checkpoint = f"its newest checkpoint is {folder}/checkpoints/update-000002"
+    goes_on = f"the same recipe with checkpoint.resume={folder} and a larger trainer.updates goes on with it"
     assert capsys.readouterr().out.splitlines() == [
         "run: done after 2 updates, 3 min 20 s after loading",
         "reward 0.500 -> 0.500 (means of the first and the last 5 updates)",
         "validation of versions 0 to 2 (2 rounds): reward 0.250 -> 0.500, ocr_exact 0.200 -> 0.400",
         "staleness 1.3 updates on average, 2 at most; images/s 20.0",
         "groups: 3 admitted, 3 trained, 0 rejected, 0 dropped, 0 live",
-        (
-            f"its newest checkpoint is {folder}/checkpoints/update-000002; the same recipe with"
-            f" checkpoint.resume={folder} and a larger trainer.updates goes on with it"
-        ),
+        f"{checkpoint}; {goes_on}",
     ]
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

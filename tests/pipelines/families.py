@@ -81,20 +81,10 @@ FAMILIES = (
 
 def make_request(spec: SamplingSpec, number: int = 0, **changes: Any) -> SampleRequest:
     """Makes a request with a window of three steps, starting at 0, 1 or 2."""
-    fields: dict[str, Any] = {
-        "sample_id": f"s{number}",
-        "kind": "train",
-        "group": 0,
-        "sample": number,
-        "prompt": Prompt(0, PROMPTS[number % 3]),
-        "seed": 1000 + number,
-        "spec": spec,
-        "num_inference_steps": STEPS,
-        "noise_level": 0.7,
-        "sde_kind": "flow",
-        "window": SdeWindow(number % 3, 3),
-        "fields": ("latents", "log_probs", "means", "final", "conditioning"),
-    }
+    which = {"sample_id": f"s{number}", "kind": "train", "group": 0, "sample": number, "seed": 1000 + number}
+    how = {"num_inference_steps": STEPS, "noise_level": 0.7, "sde_kind": "flow", "window": SdeWindow(number % 3, 3)}
+    names = ("latents", "log_probs", "means", "final", "conditioning")
+    fields: dict[str, Any] = {**which, **how, "prompt": Prompt(0, PROMPTS[number % 3]), "spec": spec, "fields": names}
     return SampleRequest(**(fields | changes))
 
 

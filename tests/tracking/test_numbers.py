@@ -18,20 +18,20 @@ from omni_async.media import Media
 from omni_async.tracking import images
 from omni_async.tracking.images import Typeface, _wrap, caption, image_grid, tile, write_media
 from omni_async.tracking.memory import MemorySampler, process_tree_pss
-from omni_async.tracking.summary import Counters, ValidationPoint, read_summary, summarise, write_summary
+from omni_async.tracking.summary import Counters, ValidationPoint, read_summary, write_summary
 from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Prompt, Score, Span
+from tests.configs import make_summary
 
 
 def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
     work = (("rollout-0", "generate", 10, 20), ("trainer", "train", 15, 25), ("reward-0", "score", 15, 16))
-    summary = summarise(
-        **{"run": "r-1", "status": "done", "started": 10.0, "finished": 20.0, "images": 40, "devices": 2},
-        **{"rewards": [0.0] * 5 + [0.5] + [1.0] * 5, "staleness": [0, 1, 1], "peak_memory_bytes": 5},
+    summary = make_summary(
+        **{"images": 40, "rewards": [0.0] * 5 + [0.5] + [1.0] * 5, "staleness": [0, 1, 1], "peak_memory_bytes": 5},
         counters=Counters(admitted=6, trained=3, rejected=1, dropped=1, live=1),
         spans=[Span(*each) for each in work],
-        reject_reasons={"zero variance": 1},
         validation=[ValidationPoint(5, 0.5), ValidationPoint(0, 0.1, {"ocr": 0.1})],
+        reject_reasons={"zero variance": 1},
     )
     write_summary(tmp_path / "summary.json", summary)
     assert read_summary(tmp_path / "summary.json") == summary
@@ -45,14 +45,12 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [2, 0])
 def test_a_summary_of_no_updates_counts_the_images_of_attempts_whose_time_is_known(devices: int) -> None:
-    counters = Counters(admitted=1, trained=0, rejected=0, dropped=0, live=0)
-    nothing = {"run": "r", "rewards": [], "staleness": [], "counters": counters, "spans": [], "devices": devices}
-    ended = {"status": "done", "started": 10, "finished": 20, "images": 90}
-    summary = summarise(**nothing, **ended, wall_before=5.0, untimed_images=60)
+    nothing = {"counters": Counters(admitted=1, trained=0, rejected=0, dropped=0, live=0), "devices": devices}
+    summary = make_summary(**nothing, images=90, wall_before=5.0, untimed_images=60)
     assert (summary.images, summary.wall_s) == (90, 15.0)
     assert (summary.images_per_s, summary.images_per_s_per_device) == (2.0, 1.0 if devices else 2.0)
     assert summary.first_reward is None and summary.staleness_max is None and not summary.conserved
-    assert summarise(**nothing, status="failed", started=1, finished=1, images=0).images_per_s == 0.0
+    assert make_summary(**nothing, started=20.0).images_per_s == 0.0
 
 
 def test_a_grid_enlarges_small_images_and_writes_captions_below() -> None:

@@ -16,16 +16,12 @@ from omni_async.config import schema
 from omni_async.tracking.attempts import Attempt
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, SpanLog, append_jsonl
 from omni_async.types import LedgerEntry, Span
+from tests.configs import build
 from tests.job_world import ENVIRONMENT
 
 
 def config(folder: Path | str) -> schema.Config:
-    return schema.Config(
-        run=schema.Run(name="quick", dir=str(folder)),
-        model=schema.Model(path="model"),
-        data=schema.Data(prompts="prompts.txt"),
-        reward=schema.Reward(scorers=(schema.Scorer(name="ocr"),)),
-    )
+    return build({"run": {"name": "quick", "dir": str(folder)}})
 
 
 def test_a_run_folder_has_its_folders_and_the_resolved_configuration_and_those_of_a_second_get_numbers(tmp_path):
@@ -50,10 +46,8 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     run.append_metrics(1, {"loss": 0.25, "nan": float("nan")})
     run.append_metrics(2, {"loss": 0.5})
     assert msgspec.json.decode(run.ledger.read_bytes(), type=LedgerEntry) == entry
-    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [
-        {"update": 1, "loss": 0.25, "nan": None},
-        {"update": 2, "loss": 0.5},
-    ]
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert lines == [{"update": 1, "loss": 0.25, "nan": None}, {"update": 2, "loss": 0.5}]
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path) -> None:

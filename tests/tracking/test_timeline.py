@@ -43,12 +43,12 @@ def test_at_least_counts_sets_not_intervals(sets: list[list[tuple[int, int]]], c
 
 def concurrent_spans() -> list[Span]:
     generate = [Span("rollout-0", "generate", 100 + 0.1 * i, 102 + 0.1 * i, {"sample": f"g{i}"}) for i in range(16)]
-    return [
-        *generate,
-        Span("trainer-0", "train", 101.0, 103.0),
-        Span("rollout-0", "swap", 110.0, 110.5),
-        Span("reward-0", "score", 99, 99.5),
-    ]
+    others = (
+        ("trainer-0", "train", 101.0, 103.0),
+        ("rollout-0", "swap", 110.0, 110.5),
+        ("reward-0", "score", 99, 99.5),
+    )
+    return [*generate, *(Span(*each) for each in others)]
 
 
 def start_of(span: Span) -> tuple[str, str, float]:
@@ -99,15 +99,10 @@ def test_an_empty_trace_and_odd_arguments_are_written(tmp_path: Path) -> None:
 
 
 def test_fractions_are_unions_per_actor_averaged_over_the_role() -> None:
-    spans = [
-        Span("rollout-0", "generate", 0, 6),
-        Span("rollout-0", "generate", 2, 8),
-        Span("rollout-0", "starved", 7, 10),
-        Span("rollout-1", "generate", -5, 4),
-        Span("rollout-1", "backpressured", 4, 9),
-        Span("trainer", "train", 5, 10),
-        Span("trainer", "starved", 0, 5),
-    ]
+    first = (("generate", 0, 6), ("generate", 2, 8), ("starved", 7, 10))
+    second = (("generate", -5, 4), ("backpressured", 4, 9))
+    of_actors = {"rollout-0": first, "rollout-1": second, "trainer": (("train", 5, 10), ("starved", 0, 5))}
+    spans = [Span(actor, *each) for actor, times in of_actors.items() for each in times]
     fractions = timeline.busy_fractions(spans, 0, 10)
     assert fractions["rollout"] == pytest.approx({"busy": 0.6, "backpressured": 0.25, "starved": 0.1})
     assert fractions["trainer"] == pytest.approx({"busy": 0.5, "backpressured": 0.0, "starved": 0.5})
@@ -116,12 +111,8 @@ def test_fractions_are_unions_per_actor_averaged_over_the_role() -> None:
 
 
 def test_a_replacement_is_the_same_actor_an_outage_is_no_work_and_two_actors_of_a_role_are_no_overlap() -> None:
-    spans = [
-        Span("reward-0", "score", 0, 4),
-        Span("reward-0.2", "score", 6, 10),
-        Span("reward-1", "outage", 0, 10),
-        Span("publisher", "publish", 0, 10),
-    ]
+    spans = [Span("reward-0", "score", 0, 4), Span("reward-0.2", "score", 6, 10), Span("reward-1", "outage", 0, 10)]
+    spans.append(Span("publisher", "publish", 0, 10))
     shares = {"busy": 0.4, "backpressured": 0.0, "starved": 0.0}
     assert timeline.busy_fractions(spans, 0, 10)["reward"] == pytest.approx(shares)
     assert timeline.overlap_fraction([*spans, Span("reward-1", "score", 0, 10)], 0, 10) == 0.0
