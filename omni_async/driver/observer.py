@@ -121,7 +121,7 @@ class Observer:
         self.has_something = True
         self._run.take_over(self._config, self._start.version, self._start.validated)
         self.owns = True
-        self.spans.open()
+        self.spans.begin_file()
         if self._mlflow:
             self._mlflow.begin()
         for fault in self.faults:

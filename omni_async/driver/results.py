@@ -65,7 +65,7 @@ class Results:
         path = self.run.summary
         if observer.owns and not self._try_to_write(path, lambda: write_summary(path, summary)):
             if self.run.trace.name not in self._unwritten:
-                self._remove(observer.spans.close)  # which makes room: they are in memory
+                self._remove(observer.spans.remove_file)  # which makes room: they are in memory
             self._try_to_write(path, lambda: write_summary(path, summary))
         self._try_to_write(self.run.attempts, lambda: append_jsonl(self.run.attempts, attempt))
         if observer.owns and not self.at_once:
@@ -86,7 +86,7 @@ class Results:
         if run.trace.name not in self._unwritten and (observer.made or not run.trace.exists()):
             self._try_to_write(run.trace, lambda: write_trace(run.trace, spans))
         if run.trace.name not in self._unwritten:
-            self._remove(observer.spans.close)
+            self._remove(observer.spans.remove_file)
 
     def _write_profile(self, summary: Summary, spans: list[Span]) -> None:
         replayed = self.inputs.profile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from omni_async.tracking.files import read_lines
+from omni_async.tracking.files import read_records
 from omni_async.tracking.summary import Status
 
 
@@ -39,4 +39,4 @@ class Fault(msgspec.Struct, frozen=True):
 
 def read_faults(path: Path) -> list[Fault]:
     """Read the faults in the order they were repaired; none if there is no file."""
-    return [msgspec.json.decode(line, type=Fault) for line in read_lines(path)]
+    return read_records(path, Fault)

@@ -253,7 +253,7 @@ class SpanLog:
     """The spans of a run.
 
     `keep_s`: how long before the newest span's end a span is kept in memory, without its arguments. `held`: the file is
-    left alone until `open`, because it is an earlier attempt's until a resumed run has an update."""
+    left alone until `begin_file`, because it is an earlier attempt's until a resumed run has an update."""
 
     def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path
@@ -262,9 +262,9 @@ class SpanLog:
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._held: list[Span] | None = []
         if not held:
-            self.open()
+            self.begin_file()
 
-    def open(self) -> None:
+    def begin_file(self) -> None:
         """Begin the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
         held, self._held = self._held, None
         with refusing(f"cannot begin {self._path} anew"):
@@ -297,7 +297,7 @@ class SpanLog:
         """Return every span, in the order they came, except those whose line was cut off."""
         return read_records(self._path, Span) if self._held is None else [*self._held]
 
-    def close(self) -> None:
+    def remove_file(self) -> None:
         """Remove the file, when its spans are in the timeline."""
         if self._held is None:
             self._path.unlink(missing_ok=True)

@@ -46,11 +46,13 @@ def test_a_file_is_a_prompt_a_line_without_the_empty_ones_and_a_byte_order_mark(
 
 
 def test_a_json_line_has_a_prompt_a_target_and_whatever_else(tmp_path):
-    [prompt, plain] = read(
-        tmp_path, '{"prompt": "the digit 7", "target": "7", "font": "serif", "n": 1}\n{"prompt": "x"}\n', "p.jsonl"
-    )
+    line = '{"prompt": "the digit 7", "target": "7", "font": "serif", "n": 1}'
+    deep, colons = nested(49), '{"prompt": "at 10:30", "of": {"a": {"a": 1}}}'
+    prompt, plain, *rest = read(tmp_path, "\n".join([line, '{"prompt": "x"}', deep, colons]), "p.jsonl")
     assert prompt == Prompt(0, "the digit 7", "7", {"font": "serif", "n": 1})
     assert plain == Prompt(1, "x", None, {})
+    assert [one.metadata.keys() for one in rest] == [{"note"}, {"of"}], "it may be nested and hold colons"
+    assert rest[1].metadata == {"of": {"a": {"a": 1}}}
 
 
 NO_PROMPTS = ('["a cat"]', '{"text": "a cat"}', '{"prompt": ""}', '{"prompt": 7}')
@@ -91,11 +93,6 @@ def test_a_file_that_is_not_there_or_empty_or_not_text_is_refused(tmp_path):
         "short\n" + "x" * 51: "prompts.txt:2: the prompt has 51 characters, data.max_prompt_chars allows 50",
     }.items():
         assert why in refusal(tmp_path, content)
-
-
-def test_metadata_may_be_nested_and_hold_colons(tmp_path):
-    deep, colons = read(tmp_path, nested(49) + '\n{"prompt": "at 10:30", "of": {"a": {"a": 1}}}', "p.jsonl")
-    assert deep.metadata.keys() == {"note"} and colons.metadata == {"of": {"a": {"a": 1}}}
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_what_is_reported_of_earlier_attempts_does_not_come_from_the_metrics_fil
 FILM = Media(video=np.zeros((4, 3, 32, 32), np.uint8), fps=8, audio=np.zeros((1, 4000), np.float32), sample_rate=8000)
 
 
-def test_a_round_has_a_grid_and_a_sample_its_video_and_sound_under_the_number_of_its_tile(tmp_path):
+def test_a_round_has_a_grid_and_a_sample_its_video_and_sound_and_a_full_disk_ends_nothing(tmp_path, monkeypatch):
     calls: list[str] = []
     watcher, run, console, _ = observer(tmp_path, RecordingSink(calls))
     show(watcher, validated(1, "gone"), validated(2, "there", FILM))
@@ -213,13 +213,11 @@ def test_a_round_has_a_grid_and_a_sample_its_video_and_sound_under_the_number_of
     assert [call for call in calls if call != "metrics"] == ["validation 2", *(f"samples/{name}" for name in names)]
     assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
 
-
-def test_a_full_disk_is_noted_and_ends_nothing(tmp_path, monkeypatch):
     def full(media: Media, path: Path) -> list[Path]:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sample_files, "write_media", full)
-    watcher, run, console, _ = observer(tmp_path)
+    watcher, run, console, _ = observer(tmp_path / "full")
     show(watcher, validated(10, FILM, FILM))
     assert {path.name for path in run.samples.iterdir()} == {"validation-000010.png"}
     said = "samples of validation-000010 were not written: OSError: [Errno 28] No space left on device"
@@ -279,7 +277,7 @@ def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):
     assert (watcher.progress()["update"], watcher.progress()["eta_s"]) == (62, 38 * 5.0)
 
 
-def test_preferences_show_what_they_teach_and_no_reward(tmp_path):
+def test_preferences_show_what_they_teach_and_no_reward_and_a_gradient_that_vanished_is_said(tmp_path):
     watcher, _, console, _ = observer(tmp_path, **OFFLINE)
     show(watcher, update(1, 0.0, 1.0, accuracy=0.9, margin=1.5, grad_norm=2.0, loss=0.3))
     [view] = console.updates
@@ -287,10 +285,7 @@ def test_preferences_show_what_they_teach_and_no_reward(tmp_path):
     assert watcher.progress()["reward"] is None and watcher.progress()["margin"] == 1.5
     summary = watcher.summary("done", None, None, 1.0, [])
     assert (summary.updates, summary.first_reward, summary.last_reward) == (1, None, None)
-
-
-def test_a_gradient_that_vanished_is_said(tmp_path):
-    watcher, _, console, _ = observer(tmp_path)
+    watcher, _, console, _ = observer(tmp_path / "vanished")
     norms = [1.0] * 5 + [0.0] * 6
     show(watcher, *(update(n, n - 1.0, float(n), grad_norm=norm) for n, norm in enumerate(norms, start=1)))
     assert [note.partition(" (")[0] for note in console.notes] == ["warning: update 8: the gradient has vanished"]

@@ -109,7 +109,7 @@ def test_all_spans_are_kept_on_disk_and_the_recent_ones_in_memory(tmp_path: Path
     assert log.all() == spans(0, 1000)
     assert log.recent(995.0) == [Span(span.actor, span.kind, span.start, span.end) for span in spans(995, 5)]
     assert len(log._recent) <= 20
-    log.close()
+    log.remove_file()
     assert log.all() == [] and not (tmp_path / "spans.jsonl").exists()
 
 
@@ -128,9 +128,9 @@ def test_held_spans_stay_in_memory_until_the_file_is_opened(tmp_path: Path) -> N
     before = path.read_bytes()
     log = SpanLog(path, keep_s=10.0, held=True)
     log.add(spans(5, 2))
-    log.close()
+    log.remove_file()
     assert path.read_bytes() == before
     assert log.all() == spans(5, 2) and len(log.recent(0.0)) == 2
-    log.open()
+    log.begin_file()
     log.add(spans(7, 1))
     assert log.all() == spans(5, 3) and path.read_bytes().count(b"\n") == 3
