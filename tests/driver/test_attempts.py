@@ -225,8 +225,8 @@ def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypat
         await control.over.wait()
         saved.append("checkpoint")
 
-    engine = fails(PeerLost("rollout-0 is gone: killed"))
-    attempts = Attempts(tmp_path, monkeypatch, trainer(trains, workers={"rollout-0": engine}), run={"restarts": 1})
+    cluster = trainer(trains, workers={"rollout-0": fails(PeerLost("rollout-0 is gone: killed"))})
+    attempts = Attempts(tmp_path, monkeypatch, cluster, run={"restarts": 1})
     assert attempts.summary.status == "failed" and "run.restarts" in attempts.summary.reason
     assert saved == ["checkpoint"] and len(attempts.inputs) == 1
 

@@ -148,12 +148,10 @@ def test_the_quickstarts_vae_gives_back_what_it_drew():
 
 def test_encode_is_diffusers_encode_prompt(policy, codec):
     pipeline = QwenImagePipeline.from_pretrained(policy.path)
-    for prompt in PROMPTS:
-        expected, _ = pipeline.encode_prompt(prompt)
-        conditioning = codec.encode(Prompt(0, prompt), GUIDED)
-        assert_close(conditioning["prompt_embeds"], expected[0], rtol=0, atol=1e-6)
-        assert_close(conditioning["negative_prompt_embeds"], pipeline.encode_prompt(" ")[0][0], rtol=0, atol=1e-6)
-        assert conditioning["prompt_mask"].all()
+    conditioning = codec.encode(Prompt(0, PROMPTS[1]), GUIDED)
+    for name, text in (("prompt_embeds", PROMPTS[1]), ("negative_prompt_embeds", " ")):
+        assert_close(conditioning[name], pipeline.encode_prompt(text)[0][0], rtol=0, atol=1e-6)
+    assert conditioning["prompt_mask"].all()
     assert "negative_prompt_embeds" not in codec.encode(Prompt(0, "x"), PLAIN)
 
 

@@ -241,6 +241,12 @@ def test_a_class_that_cannot_be_built_is_refused_with_the_reason(folder, content
     assert expected.format(folder=folder) in message and "lib-dynload" not in message
 
 
+def test_ctrl_c_during_an_import_stays_ctrl_c(folder):
+    (folder / "own_module.py").write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        registry.check(config("own_module:Own"), (IMAGE,))
+
+
 WRONG_NAMES = ("..x:Y", ".x:Y", "x.:Y", "scorers/own.py:Own", "own.py :Own", ":Own", "own:", "own:Own:x", "own:Own[a]")
 
 
@@ -257,12 +263,6 @@ def test_a_name_that_two_packages_register_is_refused_with_both(monkeypatch, nam
     said = "built in, and registered as" if name == "jpeg_size" else "registered more than once, as"
     assert refusal(name).startswith(f"scorer {name!r}: {name!r} is {said} ['package_a:Own', 'package_b:Own']; uninst")
     assert registry.names().count(name) == 1 and refusal("package_a:Own").startswith("scorer 'package_a:Own': cannot")
-
-
-def test_ctrl_c_during_an_import_stays_ctrl_c(folder):
-    (folder / "own_module.py").write_text("raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        registry.check(config("own_module:Own"), (IMAGE,))
 
 
 # ---- what a scorer needs of a prompt ---------------------------------------------------------------------------------

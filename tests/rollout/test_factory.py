@@ -37,14 +37,11 @@ def test_engines_batch_as_the_configuration_says(engine, checkpoint):
         assert built._stepwise == (batching == "step")  # type: ignore[attr-defined]
 
 
-def test_a_profile_is_replayed_whatever_engine_and_checkpoint_are_named():
+def test_a_profile_is_replayed_whatever_is_named_and_a_family_without_a_vllm_pipeline_is_refused(checkpoint):
     profile = Profile(name="p", source="a test", generate=NOTHING, score=NOTHING, train=NOTHING)
     engine = build_engine(config("vllm_omni", "no/checkpoint"), "e0", find_family("qwen_image"), profile)
     assert isinstance(engine, EmulatedEngine) and engine.name == "e0"
     assert isinstance(engine._times, ReplayedTimes)
-
-
-def test_a_family_without_a_vllm_pipeline_is_refused(checkpoint):
     family = msgspec.structs.replace(find_family("qwen_image"), vllm_pipeline=None)
     with pytest.raises(ValueError, match="use 'diffusers'"):
         build_engine(config("vllm_omni", checkpoint), "e0", family)
