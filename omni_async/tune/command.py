@@ -106,9 +106,9 @@ def tune_recipe(options: argparse.Namespace) -> int:
         write_tuned(out, options.recipe, config, options.overrides, tuned)
         written.append(out)
     if options.plot:
-        from omni_async.tune.plot import draw
+        from omni_async.tune.plot import picture
 
-        draw(tuned, out.with_suffix(".png"))
+        picture(tuned).savefig(out.with_suffix(".png"), dpi=130)
         written.append(out.with_suffix(".png"))
     if options.json is not None:
         write_json(options.json, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")

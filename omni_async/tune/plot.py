@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -14,10 +13,6 @@ from omni_async.tune.tuning import Tuned
 
 # Okabe and Ito's, which colour-blind readers tell apart.
 _FRONT, _CHOSEN, _RECIPE, _OTHER = "#0072B2", "#D55E00", "#009E73", "#999999"
-
-
-def draw(tuned: Tuned, path: Path) -> None:
-    picture(tuned).savefig(path, dpi=130)
 
 
 def picture(tuned: Tuned) -> Figure:

@@ -3,7 +3,6 @@ name what is assumed in them."""
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, ServiceTime, load_profile, shipped_profiles, write_profile
 from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, with_keys
+from omni_async.tune.keys import RANKS, REWARDERS, ranked_splits
 
 NAMES = sorted(profile.name for profile in shipped())
 SAMPLES = 512
@@ -39,9 +38,8 @@ def test_the_law_gives_back_a_published_step(arrangement: Reproduced) -> None:
 def test_virtual_time_gives_back_the_published_step_of_gpus_that_take_turns() -> None:
     """Simulates 512 images one by one on 4 GPUs, every stage on all of them: no job is left over, so law and
     simulation agree."""
-    arrangement = REPRODUCED[0]
-    config, profile = recipe(arrangement.profile, *arrangement.overrides), load_profile(arrangement.profile)
-    simulated = simulate(config, profile, updates=8)
+    name, overrides = REPRODUCED[0].profile, REPRODUCED[0].overrides
+    simulated = simulate(recipe(name, *overrides), load_profile(name), updates=8)
     assert simulated.step_s == pytest.approx(420, rel=0.02)
 
 
@@ -60,17 +58,13 @@ def test_a_profile_says_where_it_is_from_and_what_is_assumed(name: str) -> None:
     assert min(profile.payload.trajectory, profile.payload.media, profile.payload.weights) > 0
 
 
-def test_generation_with_lora_takes_what_is_published_one_by_one_and_in_batches() -> None:
-    generate = load_profile("qwen_image_lora_h800").generate
-    assert generate.mean(1) * SAMPLES / 4 == pytest.approx(226.4, rel=1e-4)
-    assert generate.mean(32) / 32 * SAMPLES / 4 == pytest.approx(107.9, rel=1e-4)
-
-
-def test_the_wan_log_is_split_into_its_own_stages() -> None:
-    profile, per_npu = load_profile("wan22_dance"), SAMPLES / 8
-    assert profile.proximal.mean(per_npu) == pytest.approx(548.9, rel=1e-4)
-    assert profile.train.mean(per_npu) + 4 * profile.step.mean() == pytest.approx(735.3, rel=1e-4)
-    assert profile.export.mean() + profile.publish.mean() + profile.swap.mean() == pytest.approx(6.8, rel=1e-4)
+def test_stages_take_what_is_published_of_them() -> None:
+    generate = load_profile("qwen_image_lora_h800").generate  # one by one, and in batches
+    assert [generate.mean(n) / n * SAMPLES / 4 for n in (1, 32)] == pytest.approx([226.4, 107.9], rel=1e-4)
+    wan, per_npu = load_profile("wan22_dance"), SAMPLES / 8  # the log, split into its own stages
+    assert wan.proximal.mean(per_npu) == pytest.approx(548.9, rel=1e-4)
+    assert wan.train.mean(per_npu) + 4 * wan.step.mean() == pytest.approx(735.3, rel=1e-4)
+    assert wan.export.mean() + wan.publish.mean() + wan.swap.mean() == pytest.approx(6.8, rel=1e-4)
 
 
 def test_a_node_of_eight_gpus_does_the_work_of_eight_gpus() -> None:
@@ -91,22 +85,12 @@ def test_the_judge_takes_three_seconds_in_the_median_and_a_minute_once_in_a_hund
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_deals_its_devices_as_the_law_likes_best(name: str) -> None:
+    """Counts ranks that divide a group; reward workers on no device stay."""
     config, profile = recipe(name), load_profile(name)
-    best = min(times_of(candidate, profile).bottleneck[1] for candidate in splits(config))
-    assert times_of(config, profile).bottleneck[1] <= best * 1.001
-
-
-def splits(config: Config) -> list[Config]:
-    """Returns every way to split as many devices between the roles, where ranks divide a group; reward workers on no
-    device stay."""
-    size, beside = config.placement.trainer.gpus, not config.placement.reward.gpus
-    devices = int(num_devices(config) / size)
-    found = []
-    for rollout, ranks in product(range(1, devices), repeat=2):
-        reward = config.reward.workers if beside else devices - rollout - ranks
-        if not (config.rollout.group_size % ranks or reward < 1 or (beside and rollout + ranks != devices)):
-            found.append(with_keys(config, {ENGINES: rollout, REWARDERS: reward, RANKS: ranks}))
-    return found
+    beside = {} if config.placement.reward.gpus else {REWARDERS: config.reward.workers}
+    ranked = ranked_splits(config, profile, int(num_devices(config)), beside)
+    best = next(split for split in ranked if not config.rollout.group_size % split.keys[RANKS])
+    assert times_of(config, profile).bottleneck[1] <= best.step_s * 1.001
 
 
 @pytest.mark.parametrize("name", NAMES)
