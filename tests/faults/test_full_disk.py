@@ -49,15 +49,16 @@ def obstructed(path: Path) -> None:
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None], str], None]:
-    create = RunDirectory.create.__func__  # type: ignore[attr-defined]
+    """Spoils a file of the run's folder as soon as there is one."""
+    create = RunDirectory.create
 
     def spoil_in_the_run_folder(how: Callable[[Path], None], name: str) -> None:
-        def created(cls: type[RunDirectory], config: Config, clock: Clock) -> RunDirectory:
-            run: RunDirectory = create(cls, config, clock)
+        def created(config: Config, clock: Clock) -> RunDirectory:
+            run = create(config, clock)
             how(run.path / name)
             return run
 
-        monkeypatch.setattr(RunDirectory, "create", classmethod(created))
+        monkeypatch.setattr(RunDirectory, "create", created)
 
     return spoil_in_the_run_folder
 

@@ -47,14 +47,8 @@ def test_everything_that_may_happen_has_happened() -> None:
 
 ENGINE = ("idle", "generating", "joining", "staging", "swapping")
 TRAINER = (
-    "accumulating",
-    "stepping",
-    "exporting",
-    "saving",
-    "writing",
+    *["accumulating", "stepping", "exporting", "saving", "writing", "closing", "between"],
     "before the first version",
-    "closing",
-    "between",
 )
 EXPECTED = [
     *FAULTS,

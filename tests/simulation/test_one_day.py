@@ -294,9 +294,8 @@ class Attempt:
             fleet.updates.append(self.loop.time())
             await self._publish()
             if self.version % self.config.checkpoint.every == 0:
-                self.loop.call_when(
-                    self.loop.time() + self.times.checkpoint_s, self._keep, await self.coordinator.continuation()
-                )
+                kept = await self.coordinator.continuation()
+                self.loop.call_when(self.loop.time() + self.times.checkpoint_s, self._keep, kept)
         self._end()
 
     def _keep(self, checkpoint: ControlState) -> None:
