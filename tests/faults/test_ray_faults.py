@@ -34,23 +34,17 @@ def local_ray() -> Iterator[None]:
 
 def strike(run: Disturbed, blows: Blows, after: int = 2) -> Summary:
     """Strikes one after the other, the first after some updates, each when the one before is mended and the run has
-    moved on; those of one name (`a+b`) at once. The run must lose nothing."""
+    moved on. The run must lose nothing."""
 
     def disturb(run: Disturbed) -> None:
         run.updated(after)
-        mended = 0
-        for slots, number in blows:
-            there, pids = run.parts(), {}
-            for slot in slots.split("+"):
-                part = max((name for name in there if name.partition(".")[0] == slot), default=slot)
-                pids[part] = there[part]["pid"]
-            for pid in pids.values():
-                os.kill(pid, number)
-            mended += len(pids)
+        for mended, (slot, number) in enumerate(blows, start=1):
+            parts = run.parts()
+            part = max((name for name in parts if name.partition(".")[0] == slot), default=slot)
+            os.kill(pid := parts[part]["pid"], number)
             run.wait_for(lambda mended=mended: len(run.faults) == mended)  # type: ignore[misc]
-            assert {fault.part for fault in run.faults[-len(pids) :]} == {*pids}
-            left = [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()]
-            assert not left, "a stopped process would keep its memory and its accelerator"
+            assert run.faults[-1].part == part
+            assert not Path(f"/proc/{pid}").exists(), "a stopped process would keep its memory and its accelerator"
             updates = len(run.console.updates)
             run.wait_for(lambda updates=updates: len(run.console.updates) > updates)  # type: ignore[misc]
         run.stop()
@@ -66,18 +60,26 @@ BROADCAST = slow_at("swap", 0.05, Payload(trajectory=20_000, media=3_000, weight
 @pytest.mark.parametrize(
     ("made", "transport", "blows"),
     [
-        (slow_at("generate", 0.05), "object_store", [("rollout-0", KILL), ("rollout-1", STOP), ("rollout-1", KILL)]),
-        (slow_at("score", 0.05), "object_store", [("reward-0", KILL), ("reward-1", STOP), ("rollout-0", KILL)]),
+        pytest.param(
+            slow_at("generate", 0.05),
+            "object_store",
+            [("rollout-0", KILL), ("rollout-1", STOP), ("rollout-1", KILL)],
+            id="at work: engines",
+        ),
+        pytest.param(
+            slow_at("score", 0.05),
+            "object_store",
+            [("reward-0", KILL), ("reward-1", STOP), ("rollout-0", KILL)],
+            id="at work: reward workers",
+        ),
         # Transfers weights that take longer than everything else together.
-        (BROADCAST, "object_store", [("rollout-0", KILL), ("rollout-1", STOP)]),
-        (BROADCAST, "collective", [("rollout-0", KILL), ("rollout-1", STOP)]),
-        (slow_at("generate", 0.1), "object_store", [("rollout-0+rollout-1", KILL)]),
+        pytest.param(BROADCAST, "object_store", [("rollout-0", KILL), ("rollout-1", STOP)], id="in a publish"),
+        pytest.param(BROADCAST, "collective", [("rollout-0", KILL), ("rollout-1", STOP)], id="in a broadcast"),
     ],
-    ids=["at work: engines", "at work: reward workers", "in a publish", "in a broadcast", "all engines at once"],
 )
 def test_workers_that_die_or_hang_are_replaced_and_nothing_is_lost(tmp_path, made, transport, blows):
-    faults = strike(Disturbed.emulated(tmp_path, made, weights={"transport": transport}), blows).faults
-    assert faults == sum(len(slots.split("+")) for slots, _ in blows)
+    run = Disturbed.emulated(tmp_path, made, weights={"transport": transport})
+    assert strike(run, blows).faults == len([*blows])
 
 
 def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_stored_is_generated_again(tmp_path):
@@ -96,6 +98,19 @@ def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_store
 
     strike(run, blows())
     assert generated_again(), "samples were lost with their engine"
+
+
+def test_all_engines_at_once(tmp_path):
+    def disturb(run: Disturbed) -> None:
+        run.updated(2)
+        parts = run.parts()
+        for name in ("rollout-0", "rollout-1"):
+            os.kill(parts[name]["pid"], KILL)
+        run.wait_for(lambda: len(run.faults) == 2)
+        run.stop()
+
+    run = Disturbed.emulated(tmp_path, slow_at("generate", 0.1))
+    run.require_whole(run.run(disturb))
 
 
 def test_a_run_that_loses_its_trainer_or_coordinator_goes_on_from_its_last_checkpoint(tmp_path):

@@ -88,18 +88,20 @@ def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil
     """Starts a Ray node of this machine with an address of its own, as it would be started by hand. With `head` it
     joins that one."""
     low, high = PORT_RANGES[address]
-    role = f"--address={head}" if head else f"--head --port=6411 --include-dashboard=false --temp-dir={folder}"
-    options = f"--node-ip-address={address} --num-cpus=4 --disable-usage-stats --block --object-store-memory=100000000"
-    ports = f"--min-worker-port={low} --max-worker-port={high}"
-    command = [Path(sys.executable).with_name("ray"), "start", *f"{role} {options} {ports}".split()]
+    of_head = ["--head", "--port=6411", "--include-dashboard=false", "--temp-dir", str(folder)]
+    command = [str(Path(sys.executable).with_name("ray")), "start", *(["--address", head] if head else of_head)]
+    command += ["--node-ip-address", address, "--num-cpus=4", "--disable-usage-stats", "--block"]
+    command += [f"--min-worker-port={low}", f"--max-worker-port={high}", "--object-store-memory=100000000"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = subprocess.Popen(command, **pipes, env=environment(), start_new_session=True)
     try:
         assert started.stdout is not None
-        said = ""
-        while "Ray runtime started" not in said:
-            said += (line := started.stdout.readline())
-            assert line, said
+        said = []
+        for line in started.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        assert said and "Ray runtime started" in said[-1], "".join(said)
         threading.Thread(target=started.stdout.read, daemon=True).start()
         yield psutil.Process(started.pid)
     finally:
