@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from control_world import Bench, make_config, make_prompts, now, play
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -188,6 +188,7 @@ sliding = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(
     options=sliding,
     lo=st.integers(0, 3),
