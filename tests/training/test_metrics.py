@@ -232,17 +232,12 @@ def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(mode, 
         assert metrics["fresh_fraction"] == 1
 
 
-def test_a_stale_step_is_no_mismatch():
-    engine = started(make_config())
+def test_neither_a_stale_step_nor_a_later_one_of_an_update_can_tell_a_mismatch():
+    engine = started(make_config(steps_per_update=2))
     group = group_of(engine)
     group.trajectories[2]["log_probs"][1] -= 0.1
     metrics = step_on(engine, replace(group, staleness=[[0, 0], [0, 0], [0, 1], [0, 0]]))
     assert metrics["engine_mismatch_nats"] < 1e-4
     assert metrics["log_ratio_nats/absmax"] == pytest.approx(2.4, rel=1e-3)
     assert (metrics["fresh_fraction"], metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (7 / 8, 1 / 8, 1)
-
-
-def test_only_the_first_step_of_an_update_can_tell_a_mismatch():
-    engine = started(make_config(steps_per_update=2))
-    alarms = ["engine_mismatch_nats" in update(engine, seed) for seed in range(4)]
-    assert alarms == [True, False, True, False]
+    assert ["engine_mismatch_nats" in update(engine, seed) for seed in range(3)] == [False, True, False]
