@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 # Before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`).
 import omni_async  # noqa: F401
@@ -29,6 +30,10 @@ from tests.loops import play
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
+
+# A busy machine takes its time, which says nothing about the code.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @dataclass

@@ -73,8 +73,8 @@ class EmulatedRewarder(Rewarder):
         self._turn = -1
 
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
-        turn = int(jobs[0].sample_id[1:].split(".")[0]) // self._config.trainer.groups_per_update
-        if self._config.placement.reward_in_turn and turn != self._turn:
+        turn = int(jobs[0].sample_id[1:].split(".")[0]) // self.config.trainer.groups_per_update
+        if self.config.placement.reward_in_turn and turn != self._turn:
             self._turn = turn
             with self._tracer.span("switch"):
                 await self._device.busy(self._draws.seconds("switch"), self._device.now())

@@ -38,20 +38,20 @@ class _Share:
     trajectories: list[Any]
 
 
+@dataclass(eq=False)
 class Rank:
     """A trainer rank, at its place in `layout`.
 
     `build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it.
     `paired`: the objective trains preference pairs."""
 
-    def __init__(
-        self, layout: ParallelLayout, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False
-    ) -> None:
-        self._layout = layout
-        self._build = build
-        self._store = store
-        self._paired = paired
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{layout.rank}")
+    layout: ParallelLayout
+    build: Callable[[], TrainEngine]
+    store: ObjectStore
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{self.layout.rank}")
         self._free: list[BucketSet] = []
         self._exported: dict[int, Snapshot] = {}  # what `share` hands over
         self._sharing = asyncio.Lock()  # of the memory of exported rows
@@ -63,11 +63,11 @@ class Rank:
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         def work() -> None:
-            self._engine = self._build()
+            self._engine = self.build()
             if rendezvous is not None:
                 from omni_async.training.device import init_process_group
 
-                rank, world = self._layout.rank, self._layout.world_size
+                rank, world = self.layout.rank, self.layout.world_size
                 init_process_group(rank, world, rendezvous, _COLLECTIVE_TIMEOUT_S, self._engine.device)
             self._engine.setup()
             if resume is not None:
@@ -79,9 +79,9 @@ class Rank:
         """Read this rank's share of a group: see `RankApi`."""
         number = len(trajectories)
         # Of a preference pair every rank takes both: its noise draws are dealt instead.
-        dealt = range(number) if self._paired else self._layout.dealt(number, start)
+        dealt = range(number) if self.paired else self.layout.dealt(number, start)
         samples = dealt or range(1)
-        read = await asyncio.gather(*(self._store.get(trajectories[i]) for i in samples))
+        read = await asyncio.gather(*(self.store.get(trajectories[i]) for i in samples))
         self._fetched[group] = _Share(samples, bool(dealt), read)
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
@@ -130,7 +130,7 @@ class Rank:
         next is taken, and one elsewhere, where the next waits."""
         async with self._sharing:
             snapshot = await self._in_thread(lambda: self._snapshot(version))
-        if self._layout.rank == 0 or snapshot is None:
+        if self.layout.rank == 0 or snapshot is None:
             return snapshot
         self._exported[version] = snapshot
         return None
@@ -141,7 +141,7 @@ class Rank:
         async with self._sharing:
             try:
                 # One after the other: many writing threads would take the cores from the training thread.
-                references = [await self._store.put(bucket) for bucket in snapshot.buckets]
+                references = [await self.store.put(bucket) for bucket in snapshot.buckets]
             finally:
                 snapshot.release()
         return SharedRows(snapshot.tensors, references)

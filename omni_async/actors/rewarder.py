@@ -12,6 +12,7 @@ run then, while engines still load.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
@@ -30,27 +31,23 @@ from omni_async.types import Score, ScoreJob, ScoreResult
 _START_S = 30.0
 
 
+@dataclass(eq=False)
 class Rewarder:
     """The reward worker. `probe`: the sample that the scorers are tried with at the start; None: none."""
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        reward: WeightedScorer,
-        coordinator: CoordinatorApi,
-        store: ObjectStore,
-        clock: Clock,
-        probe: Probe | None = None,
-    ) -> None:
-        self.name = name
-        self._config = config
-        self._panel = Panel(name, reward, config.reward, clock, coordinator.phase, probe=probe)
+    name: str
+    config: Config
+    reward: WeightedScorer
+    coordinator: CoordinatorApi
+    store: ObjectStore
+    clock: Clock
+    probe: Probe | None = None
+
+    def __post_init__(self) -> None:
+        config, report = self.config.reward, self.coordinator.phase
+        self._panel = Panel(self.name, self.reward, config, self.clock, report, probe=self.probe)
         self._trial: asyncio.Task[str | None] | None = None
-        self._coordinator = coordinator
-        self._store = store
-        self._clock = clock
-        self._tracer = Tracer(name, coordinator, clock)
+        self._tracer = Tracer(self.name, self.coordinator, self.clock)
 
     async def start(self) -> None:
         """Try the scorers, which were built with their models loaded. WrongScorer if that has ended the run."""
@@ -67,19 +64,19 @@ class Rewarder:
     async def _try_out(self) -> str | None:
         """Return why the run is over, if the scorers are wrong."""
         wrong = await self._panel.try_out()
-        return wrong if wrong is not None and await self._coordinator.scorer_wrong(wrong) else None
+        return wrong if wrong is not None and await self.coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
         """Score until the run is over, whose last scores nobody needs. ScorerHangs if a worker has to take over."""
         async with self._tracer.task_group():
             try:
-                await first_of(self._work(), self._coordinator.closing())
+                await first_of(self._work(), self.coordinator.closing())
             finally:
                 self._panel.close()
 
     async def leave(self) -> None:
         """Take no more samples, and ends when those under way are scored."""
-        await self._coordinator.scorer_leaves(self.name)
+        await self.coordinator.scorer_leaves(self.name)
 
     async def _work(self) -> None:
         if self._trial is not None and await self._trial is not None:
@@ -88,14 +85,14 @@ class Rewarder:
         while jobs:
             results = await self._score_all(jobs)
             # Reported and asked at once: one message's time between two batches instead of two.
-            _, jobs = await asyncio.gather(self._coordinator.scored(self.name, results), self._next_jobs())
+            _, jobs = await asyncio.gather(self.coordinator.scored(self.name, results), self._next_jobs())
 
     async def _next_jobs(self) -> list[ScoreJob]:
         if self._panel.down:
             with self._tracer.span("outage"):
                 await self._panel.recover()
         with self._tracer.span("starved"):
-            return await self._coordinator.next_to_score(self.name, self._config.reward.batch)
+            return await self.coordinator.next_to_score(self.name, self.config.reward.batch)
 
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
         with self._tracer.span("score", samples=len(jobs)):
@@ -115,10 +112,10 @@ class Rewarder:
         return await self._panel.score(media, [job.prompt for job in jobs])
 
     async def _media(self, job: ScoreJob) -> Media | Failure:
-        timeout_s = self._config.reward.timeout_s
+        timeout_s = self.config.reward.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                media: Media = await self._store.get(job.media)
+                media: Media = await self.store.get(job.media)
                 return media
         except TimeoutError:
             return Failure(f"its media did not arrive within {timeout_s:g} s")

@@ -1,39 +1,31 @@
-"""Tests the preference reader: a dataset's pairs become scored samples, one bad pair stays one bad pair, and the
-coordinator sees no difference."""
+"""Tests the preference reader: a dataset's pairs become scored samples, and one bad pair stays one bad pair. With a
+real file, codec and coordinator it runs in tests/e2e/test_inprocess.py."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from actor_world import PREFERENCES, Desk, failure_of, make_config, make_request
+from actor_world import Desk, failure_of, make_config, make_request
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from PIL import Image
 from tensordict import TensorDict
 
 from omni_async.actors.preferences import PreferenceReader, fit
 from omni_async.aio.clock import ManualClock
 from omni_async.config import ConfigError
-from omni_async.control.coordinator import Coordinator
-from omni_async.data.preferences import PreferencePairs
 from omni_async.media import Media
 from omni_async.rollout.base import EngineError
 from omni_async.store import LocalStore
-from omni_async.types import LedgerEntry, Prompt, SampleRequest, Score, ScoreJob, WeightReport
-from pipelines.qwen_image.policy import QwenImagePolicy
+from omni_async.types import Prompt, SampleRequest, Score, ScoreJob
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
 from tests.loops import settle
@@ -268,51 +260,6 @@ async def test_its_times_are_told():
     }
     assert [span.args for span in desk.spans if span.kind == "score"] == [{"samples": 1}]
     assert (desk.done[0].started, desk.done[0].finished) == (102.0, 105.0)
-
-
-async def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
-    ledger: list[LedgerEntry] = []
-    config = make_config(**PREFERENCES, **{"rollout.retries": 1, "rollout.max_inflight": 3})
-    coordinator = Coordinator(config, "run", [Prompt(i, f"prompt {i}") for i in range(4)], [], ledger.append)
-    reader = PreferenceReader("reader", config, PlainPairs(1), FlatPolicy(), coordinator, LocalStore(), ManualClock())
-    await reader.start()
-    run = asyncio.create_task(reader.run())
-    await coordinator.announce(0, "digest")
-    await coordinator.engine_holds(WeightReport("reader", 0, "digest"))
-    groups = [(await coordinator.next_groups(0, 1))[0] for _ in range(3)]
-    await coordinator.stop("enough")
-    await run
-    assert [group.prompt.index for group in groups] == [0, 2, 3]
-    for group in groups:
-        assert group.rewards == [1.0, 0.0]
-        assert [s.trajectory["final"].mean() - 10 * group.prompt.index for s in group.samples] == [0, 1]
-    [bad] = [entry for entry in ledger if entry.group == 1]
-    assert (bad.event, bad.attempts) == ("dropped", 2)
-    assert bad.reason == "generation failed 2 times: ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
-
-
-async def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
-    from pipelines.qwen_image.tiny import build
-
-    images = [np.random.default_rng(i).integers(0, 256, (40, 50, 3), np.uint8) for i in range(2)]
-    columns: dict[str, Any] = {"prompt": ["the digit 7"]}
-    for name, image in zip(("chosen", "rejected"), images, strict=True):
-        Image.fromarray(image).save(file := io.BytesIO(), "PNG")
-        columns[name] = [file.getvalue()]
-    pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
-    policy = QwenImagePolicy(str(build(tmp_path / "model", layers=1)))
-    pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
-    [prompt] = pairs.prompts()
-
-    desk = await read(*both(0, prompt=prompt), pairs=pairs, policy=policy)
-    codec = policy.load_codec(torch.float32)
-    for image, result in zip(images, desk.done, strict=True):
-        assert_array_equal(result.media.pixels, fitted(image, 32, 48))
-        expected = codec.encode_media([result.media], SPEC)[0]
-        torch.testing.assert_close(result.trajectory["final"], expected, rtol=0, atol=1e-5)
-        assert result.trajectory["final"].shape == policy.latent_shape(SPEC)
-        assert torch.equal(result.trajectory["sigmas"], policy.sigmas(5, SPEC))
-        torch.testing.assert_close(result.trajectory["conditioning"], codec.encode(Prompt(0, "the digit 7"), SPEC))
 
 
 def fitted(image: np.ndarray, height: int, width: int) -> np.ndarray:
