@@ -170,27 +170,19 @@ class Desk:
     run."""
 
     def __init__(self) -> None:
-        self.requests: list[SampleRequest] = []
-        self.jobs: list[ScoreJob] = []
-        self.groups: list[ReadyGroup] = []
+        self.requests, self.jobs, self.groups = list[SampleRequest](), list[ScoreJob](), list[ReadyGroup]()
         self.closed = False
         self.asked: list[tuple[int, int]] = []
-        self.done: list[SampleResult] = []
-        self.failed: list[tuple[str, str]] = []
+        self.done, self.failed = list[SampleResult](), list[tuple[str, str]]()
         self.scored_batches: list[list[ScoreResult]] = []
         self.wrong: list[str] = []  # reasons reported about scorers
         self.fields: tuple[str, ...] = ()
         self.version = 0  # before the first update
-        self.waiting: list[ReadyGroup] = []  # ready groups that a checkpoint has to keep
-        self.taken_up: list[ReadyGroup] = []
-        self.gone: list[tuple[int, str]] = []
-        self.lost: list[tuple[str, str]] = []
-        self.updates: list[UpdateReport] = []
+        self.waiting, self.taken_up = list[ReadyGroup](), list[ReadyGroup]()  # what a checkpoint has to keep, and kept
+        self.gone, self.lost = list[tuple[int, str]](), list[tuple[str, str]]()  # groups, engines
+        self.updates, self.held = list[UpdateReport](), list[WeightReport]()
         self.announced: list[tuple[int, str]] = []
-        self.held: list[WeightReport] = []
-        self.spans: list[Span] = []
-        self.phases: list[str] = []
-        self.log: list[str] = []
+        self.spans, self.phases, self.log = list[Span](), list[str](), list[str]()
         self.addresses: dict[str, str] = {}  # of services
         self.refuses: Exception | None = None  # what `samples_done` and `report_spans` raise
         self._event = Event()
@@ -371,10 +363,8 @@ class AccountingRank:
         self.disk_is_full = False
         self.theta = self.gradient = 0.0
         self.weight = 0.0  # of the rows since the last step
-        self.step_weights: list[float] = []
-        self.scales: list[float] = []
-        self.recomputed: list[TrainGroup] = []
-        self.batches: list[TrainGroup] = []
+        self.step_weights, self.scales = list[float](), list[float]()
+        self.recomputed, self.batches = list[TrainGroup](), list[TrainGroup]()
         self.fetched: dict[int, tuple[Any, ...]] = {}  # whole groups
         self.mine: dict[int, range] = {}  # samples of each
         self.lost: set[Any] = set()

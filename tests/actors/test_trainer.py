@@ -55,15 +55,6 @@ class Publications:
         self.whole.append(asyncio.ensure_future(snapshot.whole()))
         self._log.append(f"publish {snapshot.version}")
 
-    async def run(self) -> None:
-        self._log.append("run publisher")
-
-    async def admit(self, name: str, producer: Any) -> None:
-        self._log.append(f"admit {name}")
-
-    def remove_engine(self, name: str) -> None:
-        self._log.append(f"remove {name}")
-
 
 class Stage:
     """A trainer with a model-free rank; `groups` are ready for it, of as many prompts or of `prompts` in turn, and the
@@ -128,14 +119,6 @@ def test_an_update_is_reported_before_its_version_is_published_and_published_bef
     log = Stage(tmp_path, 2, **ONE).play().desk.log
     publish = [["withdraw", f"export {version}", f"publish {version}"] for version in (0, 1)]
     assert log == [*publish[0], "accumulate", "accumulate", "step", "update 1", *publish[1], "save update-000001"]
-
-
-async def test_the_publisher_runs_beside_it_and_engines_that_come_and_go_are_its_affair(tmp_path):
-    stage = Stage(tmp_path, 0)
-    await stage.trainer.run_publisher()
-    await stage.trainer.admit("rollout-1", object())
-    await stage.trainer.remove_engine("rollout-0")
-    assert stage.desk.log == ["run publisher", "admit rollout-1", "remove rollout-0"]
 
 
 def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_again(tmp_path):
