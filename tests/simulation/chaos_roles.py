@@ -152,7 +152,7 @@ class SimulatedRewarder(Rewarder):
     def __init__(self, name: str, config: Config, scorer: Scorer, *args: Any) -> None:
         super().__init__(name, config, WeightedScorer.alone(scorer), *args)
         self._scorer = scorer
-        self._tracer = QuietTracer(name, self._coordinator, self._clock)
+        self._tracer = QuietTracer(name, self.coordinator, self.clock)
 
     async def _score(self, images: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
         return [self._score_one(image, job) for image, job in zip(images, jobs, strict=True)]
