@@ -87,15 +87,13 @@ def test_a_tiny_run_measures_every_arm_and_leaves_its_numbers(
     arguments = ["--sizes", "1", "100000", "--repeats", "2", "--window", "0.1", "--every", "0.05"]
     assert weights.main([*arguments, "--recipe", str(tiny_recipe), "--out", str(tmp_path)]) == 0
     results = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Results)
-    assert [(r.transport, r.repeat) for r in results.publishes] == [
-        (t, repeat) for repeat in range(2) for t in weights.TRANSPORTS
-    ]
+    repeated = [(transport, repeat) for repeat in range(2) for transport in weights.TRANSPORTS]
+    assert [(r.transport, r.repeat) for r in results.publishes] == repeated
     for record in results.publishes:
         assert 0 < record.blocked < record.swapped
         assert record.nbytes == 1_048_576 and min(record.copy_tensors, record.copy_blocks, record.copy_new) > 0
-    assert [(r.arm, r.repeat) for r in results.throughput] == [
-        (a, n) for n in range(2) for a in ("quiet", "periodic", "back_to_back")
-    ]
+    arms = [(arm, repeat) for repeat in range(2) for arm in ("quiet", "periodic", "back_to_back")]
+    assert [(r.arm, r.repeat) for r in results.throughput] == arms
     assert [r.publishes == 0 for r in results.throughput] == [True, False, False] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     shown = capsys.readouterr().out

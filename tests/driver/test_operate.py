@@ -183,10 +183,8 @@ def test_edited_metrics_show_what_numbers_they_still_have_and_a_run_that_another
     tmp_path, capsys
 ):
     folder = left(tmp_path / "run")
-    (folder / "metrics.jsonl").write_text(
-        '{"update":1,"reward":"high","finished":1e300,"staleness/mean":0.5}\n'
-        '{"update":1,"validation/reward":"?","validation/ocr":[]}\n'
-    )
+    edited = '{"update":1,"reward":"high","finished":1e300,"staleness/mean":0.5}\n'
+    (folder / "metrics.jsonl").write_text(edited + '{"update":1,"validation/reward":"?","validation/ocr":[]}\n')
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "the last update was 1, staleness/mean 0.5"
     folder = left(tmp_path / "other", updates=0)
