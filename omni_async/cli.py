@@ -23,6 +23,7 @@ from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
 from omni_async.driver.operate import add_command, add_operations, operate
 from omni_async.entry_points import not_one_of
+from omni_async.parity.command import add_parity
 from omni_async.simulation.command import add_simulate
 from omni_async.tune.command import add_tune
 
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_simulate(commands)
     add_tune(commands)
+    add_parity(commands)
     return parser
 
 
@@ -139,6 +141,10 @@ def _run(options: argparse.Namespace) -> int:
                 from omni_async.simulation.command import simulate_recipe
 
                 return simulate_recipe(options)
+            case "parity":
+                from omni_async.parity.command import parity
+
+                return parity(options)
             case "tune":
                 from omni_async.tune.command import tune_recipe
 

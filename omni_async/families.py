@@ -67,7 +67,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     have; `components` are the checkpoint's folders with what is trained; `prompt_images` is the number of images that a
     prompt may carry (its codec reads them by `omni_async.data.image_files.read_prompt_image`); `attention_heads` is the
     key of a component's config.json with the number of its attention heads, None where ranks cannot share a row's
-    tokens (`omni_async.policy.SequencePlan`)."""
+    tokens (`omni_async.policy.SequencePlan`); `parity` is the `module:NAME` of the tuple of its
+    `omni_async.parity.case.Case`s."""
 
     name: str
     policy: str
@@ -78,6 +79,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     components: tuple[str, ...] = ("transformer",)
     prompt_images: int = 0
     attention_heads: str | None = None
+    parity: str | None = None
 
 
 @cache

@@ -12,4 +12,5 @@ FAMILY = PipelineFamily(
     model_index_class="QwenImagePipeline",
     vllm_pipeline="pipelines.qwen_image.rollout.QwenImageRolloutPipeline",
     attention_heads="num_attention_heads",
+    parity="pipelines.qwen_image.parity:CASES",
 )

@@ -12,4 +12,5 @@ FAMILY = PipelineFamily(
     model_index_class="StableDiffusion3Pipeline",
     vllm_pipeline="pipelines.stable_diffusion_3.rollout.StableDiffusion3RolloutPipeline",
     attention_heads="num_attention_heads",
+    parity="pipelines.stable_diffusion_3.parity:CASES",
 )

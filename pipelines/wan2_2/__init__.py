@@ -13,4 +13,5 @@ FAMILY = PipelineFamily(
     components=("transformer", "transformer_2"),
     vllm_pipeline="pipelines.wan2_2.rollout.Wan22RolloutPipeline",
     attention_heads="num_attention_heads",
+    parity="pipelines.wan2_2.parity:CASES",
 )

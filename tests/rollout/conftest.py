@@ -40,10 +40,14 @@ def make_request(number: int = 0, **changes: Any) -> SampleRequest:
     return families.make_request(spec, number, **({"num_inference_steps": 6} | changes))
 
 
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
 def new_weights(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
     """Returns the checkpoint's denoisers with noise on every weight."""
     generator = torch.Generator().manual_seed(seed)
-    weights = families.parameters(load_model(policy))
+    weights = parameters(load_model(policy))
     return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
 
 

@@ -6,17 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline
-from torch.testing import assert_close
 
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
-from omni_async.sde.noise import initial_noise
 from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
 from pipelines.qwen_image.policy import QwenImagePolicy
 from tests.fakes import load_model
-from tests.pipelines import families
 from tests.rollout.conftest import (
     adapters,
     assert_same,
@@ -64,19 +60,9 @@ async def test_trajectories_agree_with_the_policy_contract(policy):
         assert one.media.image.shape == (3, 64, 32) and one.media.image.dtype == torch.uint8
 
 
-async def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy, checkpoint):
-    request = make_request(window=None, noise_level=0.0, true_cfg_scale=2.5, fields=("final", "latents", "log_probs"))
-    made, short = await drawn(policy, [request, make_request(fields=("final",))])
-    assert made.tensors["log_probs"].shape == (0,)
-    assert set(short.tensors.keys()) == {"final", "sigmas", "steps"}, "only the requested fields come back"
-    pipeline = QwenImagePipeline.from_pretrained(checkpoint)
-    pipeline.set_progress_bar_config(disable=True)
-    options = {"prompt": request.prompt.text, "num_inference_steps": request.num_inference_steps}
-    options |= families.call(request.spec)
-    options["latents"] = initial_noise(request.seed, policy.latent_shape(request.spec))[None]
-    assert_close(made.tensors["final"], pipeline(output_type="latent", **options).images[0], rtol=0, atol=1e-5)
-    expected = torch.from_numpy((pipeline(output_type="np", **options).images[0] * 255).round()).permute(2, 0, 1)
-    assert (made.media.image - expected).abs().max() <= 1
+async def test_only_the_requested_fields_come_back(policy):
+    [made] = await drawn(policy, [make_request(fields=("final",))])
+    assert set(made.tensors.keys()) == {"final", "sigmas", "steps"}
 
 
 async def test_batches_depend_on_call_order_alone(policy):

@@ -1,4 +1,5 @@
-"""Tests families on a real vLLM-Omni against the policy contract, the trainer's arithmetic and the other engines."""
+"""Tests a real vLLM-Omni, in child processes: Qwen-Image against the reference engine, weights that are swapped and
+refused, and request batching against step-wise batching. `tests/pipelines/test_parity.py` compares every family."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 pytest.importorskip("vllm_omni")
 
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
-from omni_async.sde.noise import initial_noise
 from omni_async.types import Prompt, SampleRequest, SdeWindow
 from omni_async.weights.lora import merged_weights
 from tests.fakes import load_model
 from tests.pipelines import families
-from tests.pipelines.families import FAMILIES, STEPS, euler, parameters
+from tests.pipelines.families import FAMILIES, STEPS
 from tests.rollout.conftest import (
     adapters,
     assert_same,
@@ -26,6 +25,7 @@ from tests.rollout.conftest import (
     damaged,
     make_request,
     new_weights,
+    parameters,
     publish,
     transformer_with,
 )
@@ -33,8 +33,8 @@ from tests.rollout.vllm_server import RemoteEngine, running_engine
 
 pytestmark = pytest.mark.slow
 
-FIRST, *OTHERS = FAMILIES  # Qwen-Image, whose samples are also compared with the reference engine's
-_SOME = [FIRST, *(pytest.param(other, marks=pytest.mark.thorough) for other in OTHERS)]
+FIRST = families.QWEN_IMAGE  # whose samples are also compared with the reference engine's
+_SOME = [FIRST, *(pytest.param(other, marks=pytest.mark.thorough) for other in FAMILIES if other is not FIRST)]
 REQUEST_BATCHING = pytest.mark.parametrize("family", _SOME, indirect=True, ids=lambda family: family.label)
 QWEN_IMAGE = pytest.mark.parametrize("family", [FIRST], indirect=True, ids=[FIRST.label])
 
@@ -78,43 +78,6 @@ def mixed(family: SimpleNamespace) -> list[SampleRequest]:
         families.make_request(guided, 5, num_inference_steps=5, window=SdeWindow(0, 3)),
         families.make_request(guided, 6, window=SdeWindow(0, STEPS - 1)),  # over the boundary of two experts
     ]
-
-
-def test_noise_free_samples_are_those_of_the_diffusers_denoiser(family):
-    noise_free = {"window": None, "noise_level": 0.0}
-    requests = [families.make_request(spec, i, **noise_free) for spec in family.case.specs for i in range(2)]
-    for request, made in zip(requests, family.engine("generate", requests), strict=True):
-        noise = initial_noise(request.seed, family.policy.latent_shape(request.spec))[None]
-        expected = euler(family.policy, family.model, noise, made.tensors["conditioning"], request.spec)
-        assert_close(made.tensors["final"][None], expected, rtol=0, atol=1e-4)
-        assert torch.equal(made.tensors["sigmas"], family.policy.sigmas(STEPS, request.spec))
-
-
-def test_samples_are_the_same_alone_and_in_a_batch_and_their_log_probs_are_the_trainers(family):
-    requests = mixed(family)
-    for request, one in zip(requests, family.engine("generate", requests), strict=True):
-        [alone] = family.engine("generate", [request])
-        assert_same(one, alone, 1e-5)
-        check_against_policy(family.policy, {0: family.model}, request, one)
-
-
-def test_weights_arrive_in_mid_trajectory_and_old_ones_come_back_bit_for_bit(family):
-    spec = family.case.specs[1]
-    [before] = family.engine("generate", [families.make_request(spec)])  # alone: batches may differ by their rounding
-    weights = new_weights(family.policy, seed=1)
-    published = publish(1, weights)
-    requests = [families.make_request(spec, i, num_inference_steps=60, window=SdeWindow(2, 50)) for i in range(3)]
-    assert family.engine("stage", *published) == published[0].digest
-    report, made = family.engine("swap_in_flight", requests, 1, 5)
-    assert (report.version, report.digest) == (1, published[0].digest)
-    models = {0: family.model, 1: transformer_with(family.policy, weights)}
-    for request, one in zip(requests, made, strict=True):
-        assert {0, 1} == set(one.versions) and list(one.versions) == sorted(one.versions)
-        assert one.versions.spans[0][1] >= 4
-        check_against_policy(family.policy, models, request, one)
-    restore(family.engine, family)
-    [after] = family.engine("generate", [families.make_request(spec)])
-    assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in ("final", "log_probs"))
 
 
 # ---- against the reference engine ------------------------------------------------------------------------------------

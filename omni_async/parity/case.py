@@ -1,0 +1,113 @@
+"""Says what a family is compared on: a checkpoint, samples of it, and how its upstream pipeline draws them.
+
+Imports no torch: families list their cases where nothing is loaded yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_async.entry_points import load_named
+from omni_async.families import SamplingSpec
+from omni_async.types import Prompt, SampleRequest, SdeWindow
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7")
+STEPS = 8
+
+
+class Upstream:
+    """diffusers' pipeline of a checkpoint, which is called with a spec's own keys.
+
+    A family whose pipeline is called otherwise, or returns something else, subclasses it."""
+
+    # Keys of specs that only say how media are written.
+    not_arguments = ("fps",)
+
+    def __init__(self, path: str) -> None:
+        from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+
+        self.pipeline: Any = DiffusionPipeline.from_pretrained(path, local_files_only=True)
+        self.pipeline.set_progress_bar_config(disable=True)
+        if shift := self.pipeline.scheduler.config.get("flow_shift"):  # a multistep solver has no steps to add noise to
+            self.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+
+    def arguments(self, prompt: Prompt, spec: SamplingSpec) -> dict[str, Any]:
+        """Return the pipeline's arguments for a sample, besides its noise and what comes out."""
+        keys = {name: value for name, value in msgspec.structs.asdict(spec).items() if name not in self.not_arguments}
+        return {"prompt": prompt.text, "num_inference_steps": STEPS, **keys}
+
+    def latents(self, prompt: Prompt, spec: SamplingSpec, noise: Tensor) -> Tensor:
+        """Draw the latents (1, *shape) of a sample without noise from its initial latents, as the policy has them."""
+        found: Tensor = self.pipeline(
+            **self.arguments(prompt, spec), latents=noise.clone(), output_type="latent", return_dict=False
+        )[0]
+        return found
+
+    def media(self, prompt: Prompt, spec: SamplingSpec, noise: Tensor) -> dict[str, Tensor]:
+        """Draw a sample's media by part: images and videos as numbers from 0 to 255, audio from -1 to 1."""
+        [shape] = spec.media()
+        made = self.pipeline(
+            **self.arguments(prompt, spec), latents=noise.clone(), output_type="pt", return_dict=False
+        )[0][0]
+        return {shape.part: made * 255}
+
+    def denoisers(self, components: tuple[str, ...]) -> dict[str, nn.Module]:
+        """Return the pipeline's own of a policy's components."""
+        return {name: getattr(self.pipeline, name) for name in components}
+
+
+def built(builder: str, **shape: Any) -> Callable[[Path], Any]:
+    """Return what writes a tiny checkpoint to a folder by the function `builder`, a `module:name` that is loaded then.
+
+    Args:
+        builder: takes the folder and `shape`.
+        shape: how many layers, say."""
+    return lambda folder: load_named(builder)(folder, **shape)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared of one checkpoint.
+
+    specs: samples of two sizes; the second is guided where the family's models are.
+    build: writes a checkpoint to a folder and returns its path (`built`).
+    label: of the checkpoint, where a family has several.
+    idle: parameters, as `component.name`, that no gradient reaches, since they feed nothing. Up to `{last}`, which is
+        the number of a list's last layer, a name as it is; then a regular expression.
+    upstream: makes the upstream pipeline of the checkpoint.
+    prompts: of different lengths.
+    targets: suffixes of the layers that get adapters."""
+
+    specs: tuple[SamplingSpec, ...]
+    build: Callable[[Path], Any]
+    label: str = ""
+    idle: tuple[str, ...] = ()
+    upstream: Callable[[str], Upstream] = Upstream
+    prompts: tuple[Prompt, ...] = tuple(Prompt(index, text) for index, text in enumerate(PROMPTS))
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def request(self, spec: SamplingSpec, number: int = 0, **changes: Any) -> SampleRequest:
+        """Make a request whose window of three steps starts at 0, 1 or 2, by its number."""
+        fields: dict[str, Any] = {
+            "sample_id": f"s{number}",
+            "kind": "train",
+            "group": 0,
+            "sample": number,
+            "prompt": self.prompts[number % len(self.prompts)],
+            "seed": 1000 + number,
+            "spec": spec,
+            "num_inference_steps": STEPS,
+            "noise_level": 0.7,
+            "sde_kind": "flow",
+            "window": SdeWindow(number % 3, 3),
+            "fields": ("latents", "log_probs", "means", "final", "conditioning"),
+        }
+        return SampleRequest(**(fields | changes))

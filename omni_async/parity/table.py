@@ -1,0 +1,74 @@
+"""Measures what a comparison yields, and shows it as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+
+class Found(NamedTuple):
+    """What a check measured, the most that is allowed (None: it is only reported), and what there is to say of it."""
+
+    value: float
+    bound: float | None
+    note: str = ""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A line of the table. `value` is None where the check could not be made, and `note` says why."""
+
+    subject: str
+    check: str
+    value: float | None
+    bound: float | None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.value is not None and (self.bound is None or self.value <= self.bound)
+
+
+def measure(subject: str, check: str, made: Callable[[], Found]) -> Row:
+    """Make a check. What it raises is a row too: the checks that follow may say more."""
+    try:
+        found = made()
+    except Exception as error:  # noqa: BLE001 (a family is foreign code)
+        return failed(subject, check, error)
+    return Row(subject, check, float(found.value), found.bound, found.note)
+
+
+def failed(subject: str, check: str, error: Exception) -> Row:
+    """Make the row of a check that raised."""
+    return Row(subject, check, None, None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+# Columns are as wide as what is known to stand in them, so that a line can be shown as soon as it is made.
+_WIDTHS = (6, 9, 28, 8, 8)
+HEADER = ("", "of", "check", "measured", "allowed", "")
+
+
+def line(cells: tuple[str, ...]) -> str:
+    """Return a line of the table, as markdown that is aligned to be read as it is."""
+    state, subject, check, value, bound = (
+        cell.rjust(width) if number > 2 else cell.ljust(width)
+        for number, (cell, width) in enumerate(zip(cells[:-1], _WIDTHS, strict=True))
+    )
+    return f"| {state} | {subject} | {check} | {value} | {bound} | {cells[-1]} |"
+
+
+def rule() -> str:
+    """Return the line below the header."""
+    return f"|{'|'.join('-' * (width + 2) for width in _WIDTHS)}|---|"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row's cells; a check without a bound is only reported."""
+    value = "-" if row.value is None else _number(row.value)
+    bound = "" if row.bound is None else _number(row.bound)
+    return "ok" if row.passed else "FAILED", row.subject, row.check, value, bound, row.note
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if value in (0, float("inf")) or value >= 1 else f"{value:.1e}"

@@ -1,0 +1,185 @@
+"""Tests that every family passes `omni-async parity`, and that parity catches what is wrong with one or an engine."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni_async.cli import main
+from omni_async.families import find_family
+from omni_async.parity.engine import check_engine
+from omni_async.parity.model import Subject, check_model
+from omni_async.parity.table import Row
+from omni_async.rollout.diffusers_engine import DiffusersEngine
+from omni_async.sde.schedules import linear
+from pipelines.qwen_image.policy import QwenImagePolicy
+from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
+from pipelines.wan2_2.policy import Wan22Policy
+from tests.pipelines.families import FAMILIES, NAMES, QWEN_IMAGE, SD3, WAN, Family
+
+ALL = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
+
+
+def engine_rows(subject: Subject, engine: DiffusersEngine | None = None) -> list[Row]:
+    async def collect() -> list[Row]:
+        started = engine or DiffusersEngine("diffusers", subject.policy, dtype=torch.float32, max_batch=8, device="cpu")
+        await started.start()
+        rows = [row async for row in check_engine(subject, started)]
+        await started.close()
+        return rows
+
+    return asyncio.run(collect())
+
+
+@ALL
+def test_a_family_computes_what_its_pipeline_does_and_the_reference_engine_what_the_trainer_does(family, tmp_path):
+    subject = family.subject(tmp_path)
+    rows = [*check_model(subject), *engine_rows(subject)]
+    assert [row for row in rows if not row.passed] == []
+    assert len(rows) == 6 * len(family.specs) + 4 + any(spec.guided for spec in family.specs) + 8
+    measured = {row.check: row for row in rows}
+    assert "layers" in measured["adapters"].note and measured["gradient"].note.split()[0] != "0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_vllm_omni_computes_what_the_trainer_does(name, tmp_path):
+    """Runs the command itself: an engine claims its process."""
+    command = [sys.executable, "-m", "omni_async.cli", "parity", name, "--engine", "vllm_omni", "--json", "rows.json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [row for found in json.loads((tmp_path / "rows.json").read_text()).values() for row in found]
+    assert sum(row["subject"] == "vllm_omni" for row in rows) == 8 * sum(family.name == name for family in FAMILIES)
+    assert done.stdout.count("| ok     |") == len(rows) and "FAILED" not in done.stdout
+
+
+@ALL
+def test_another_checkpoint_is_refused(family, tmp_path):
+    with pytest.raises(ValueError, match="is missing"):
+        family.policy(str(tmp_path))
+    checkpoint = Path(family.build(tmp_path))
+    assert (
+        json.loads((checkpoint / "model_index.json").read_text())["_class_name"]
+        == find_family(family.name).model_index_class
+    )
+
+
+# ---- what it catches -------------------------------------------------------------------------------------------------
+
+
+class WrongSign(StableDiffusion3Policy):
+    def velocity(self, *args: Any, **options: Any) -> torch.Tensor:
+        return -super().velocity(*args, **options)
+
+
+class WrongTime(StableDiffusion3Policy):
+    def inputs(self, latents: Any, sigma: Any, text: Any, spec: Any) -> dict[str, Any]:
+        return super().inputs(latents, 1 - sigma, text, spec)
+
+
+class WrongSchedule(StableDiffusion3Policy):
+    def sigmas(self, num_inference_steps: int, spec: Any) -> torch.Tensor:
+        return linear(num_inference_steps)
+
+
+class WrongOrderOfGuidance(StableDiffusion3Policy):
+    def combine(self, cond: Any, uncond: Any, scale: float) -> torch.Tensor:
+        return super().combine(uncond, cond, scale)
+
+
+class WrongDtype(StableDiffusion3Policy):
+    def velocity(self, components: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return super().velocity(components, *args, **options).to(next(components["transformer"].parameters()).dtype)
+
+
+class PaddingTakesPart(QwenImagePolicy):
+    def inputs(self, latents: Any, sigma: Any, text: Any, spec: Any) -> dict[str, Any]:
+        return super().inputs(latents, sigma, text | {"mask": torch.ones_like(text["mask"])}, spec)
+
+
+class DroppedComponent(Wan22Policy):
+    def component_of(self, sigma: float) -> str:
+        return self.components[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong", "caught", "because"),
+    [
+        (SD3, WrongSign, "noise-free samples, spec 1", "look at what is made of its output"),
+        (SD3, WrongTime, "noise-free samples, spec 1", "argument 'transformer.timestep'"),
+        (SD3, WrongSchedule, "schedule, spec 1", "sigmas"),
+        (SD3, WrongOrderOfGuidance, "noise-free samples, guided", "guidance"),
+        (SD3, WrongDtype, "float32 from bfloat16", "the velocity is torch.bfloat16"),
+        (QWEN_IMAGE, PaddingTakesPart, "rows of a batch, spec 1", "different lengths"),
+        (WAN, DroppedComponent, "gradient", "no gradient reaches ['transformer_2."),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_wrong_policy_is_caught(
+    family: Family, wrong: Callable[[str], Any], caught: str, because: str, tmp_path: Path
+) -> None:
+    right = family.subject(tmp_path)
+    rows = check_model(Subject(right.case, right.path, wrong(right.path)))
+    found = next(row for row in rows if row.check == caught)
+    assert not found.passed and because in found.note
+
+
+class Stale(DiffusersEngine):
+    """Says that it has the new version, and keeps the weights of the old one."""
+
+    def _swap_in(self, staged: Any) -> Any:
+        self._version, self._digest = staged.manifest.version, staged.manifest.digest
+        return self._report()
+
+
+def test_an_engine_that_keeps_its_old_weights_or_takes_any_is_caught(tmp_path):
+    subject = SD3.subject(tmp_path)
+    rows = engine_rows(subject, Stale("stale", subject.policy, dtype=torch.float32, max_batch=8, device="cpu"))
+    wrong = {row.check: row.note for row in rows if not row.passed}
+    assert list(wrong) == [
+        "weights in mid-trajectory",
+        "old weights come back",
+        "adapters",
+        "wrong weights are refused",
+    ]
+    assert (
+        "old weights after a push" in wrong["old weights come back"] and wrong["adapters"] == "adapters change nothing"
+    )
+    assert "a version without one parameter" in wrong["wrong weights are refused"]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["no_such_family"], "expected one of"),
+        (["wan2_2", "rollout.max_batch=1"], "only a recipe has values to override"),
+        (["no_such_recipe.yaml"], "no_such_recipe.yaml"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, why, capsys):
+    assert main(["parity", *arguments]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_recipe_is_compared_by_its_own_checkpoint_and_settings(tmp_path, capfd):
+    checkpoint = SD3.build(tmp_path / "checkpoint")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {checkpoint}}}\ndata: {{prompts: none.txt}}\nreward: {{scorers: [{{name: ocr}}]}}\n"
+    )
+    small = ["rollout.sampling.height=32", "rollout.sampling.width=48", "rollout.sampling.max_sequence_length=32"]
+    assert main(["parity", str(recipe), "--engine", "none", *small]) == 0
+    shown = capfd.readouterr().out
+    assert "noise-free samples, spec 1" in shown and "FAILED" not in shown
