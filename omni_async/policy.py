@@ -9,7 +9,7 @@ known of a family without torch is in `omni_async.families`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -132,6 +132,16 @@ class BuildsEmpty(Protocol):
 
         Persistent buffers may be there, too, if that is easier; other buffers and tensors have their values. The files
         of each are in the folder of its name, and call weights as the module does."""
+
+
+@runtime_checkable
+class ReadsLess(Protocol):
+    """A codec whose conditioning does not depend on all of a spec. Optional.
+
+    Samples of one prompt whose specs have the same key then share it: those of other sizes, say."""
+
+    def conditioning_key(self, spec: Any) -> Hashable:
+        """Return what of the spec `encode` reads, besides whether it is guided."""
 
 
 class Codec(Protocol):

@@ -6,7 +6,7 @@ diffusers and transformers, which take seconds to import, are imported when a mo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -216,7 +216,12 @@ class DiffusersPolicy(ABC):
 class DiffusersCodec(ABC):
     """What is the same of every `omni_async.policy.Codec` around a VAE and text encoders.
 
-    The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface.
+
+    text_settings: the spec's keys that `encode_text` reads, or that are encoded; a codec that also reads others, such
+        as the size for an image that it encodes, overrides `conditioning_key`."""
+
+    text_settings: ClassVar[tuple[str, ...]] = ("negative_prompt", "max_sequence_length")
 
     def __init__(self, *, vae: Any, **text_parts: Any) -> None:
         self.vae = vae
@@ -226,6 +231,9 @@ class DiffusersCodec(ABC):
         for model in self._models:
             model.to(device)
         return self
+
+    def conditioning_key(self, spec: Any) -> Hashable:
+        return spec.guided, *(getattr(spec, key) for key in self.text_settings if hasattr(spec, key))
 
     @torch.no_grad()
     def encode(self, prompt: Prompt, spec: Any) -> TensorDict:

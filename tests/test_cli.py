@@ -121,7 +121,7 @@ def refused(capsys: pytest.CaptureFixture[str], *messages: str) -> None:
         ("trainer.updates=0", "trainer.updates: expected"),
         ("trainer.updtes=5", "trainer.updtes: unknown key; did you mean 'updates'?"),
         ("nonsense", "expected key.path=value"),
-        ("model.path=/nowhere", "model.path: /nowhere is not a checkpoint folder"),
+        ("model.path=/nowhere", "model.path: there is no folder /nowhere; a checkpoint of a hub is found"),
         ("data.prompts=/nowhere.txt", "data.prompts: no such file: /nowhere.txt"),
         ("algorithm.name=ppo", "algorithm.name: expected one of ['awm', 'dance_grpo', 'diffusion_dpo',"),
     ],

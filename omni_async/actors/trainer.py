@@ -25,6 +25,7 @@ from omni_async.checkpoint.state import fitting, read_state
 from omni_async.config import Config
 from omni_async.layout import ParallelLayout
 from omni_async.store import ObjectLost, ObjectStore
+from omni_async.training import TrainingError
 from omni_async.types import ReadyGroup, UpdateReport, WeightReport
 from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
 
@@ -123,6 +124,7 @@ class Trainer:
             metrics = await update.finish()
         except Abandoned:
             return False
+        self._require_same_arithmetic(metrics)
         self._version += 1
         await self._warn(metrics)
         trained = tuple(group.group for group in update.groups)
@@ -135,6 +137,20 @@ class Trainer:
             await update.add(group)
         except ObjectLost as error:
             await self.coordinator.group_gone(group.group, str(error))
+
+    def _require_same_arithmetic(self, metrics: dict[str, float]) -> None:
+        """Refuse a run whose first update shows that engines do not draw what is trained.
+
+        Nothing is published or saved by then. Engines and trainer hold the checkpoint's weights, so ratios are 1 but
+        for rounding; with another sign, time, guidance or schedule, or weights that did not arrive, reward would only
+        move by chance."""
+        most, mismatch = self.config.trainer.max_mismatch, metrics.get("engine_mismatch", 0.0)
+        if self._version == 0 and most is not None and mismatch > most:
+            raise TrainingError(
+                f"the first update's samples are not the policy's: under the same weights, log-probs of engine and"
+                f" trainer differ by up to {mismatch:.2g} per latent element (trainer.max_mismatch is {most:g});"
+                f" `omni-async parity` shows where they part"
+            )
 
     async def _warn(self, metrics: dict[str, float]) -> None:
         """Report a mismatch of engine and trainer on fresh samples that is larger than the policy's own drift."""

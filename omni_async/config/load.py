@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, names_in, reason, struct_of
+from omni_async.config.hub import no_checkpoint
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import redact, shown
 from omni_async.config.schedule import SCHEDULES, apply_schedule
@@ -149,7 +150,7 @@ def family_of(folder: Path) -> str:
 def read_model_index(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's model_index.json; ConfigError if there is none."""
     if not (folder / INDEX).is_file():
-        raise ConfigError(f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no {INDEX}")
+        raise ConfigError(no_checkpoint(folder))
     return read_model_json(folder / INDEX)
 
 

@@ -83,7 +83,8 @@ class Model(Section, kw_only=True, frozen=True):
     """Model family, a name of the entry-point group `omni_async.pipelines`; null: the one that takes the checkpoint at
     `model.path`."""
     path: Plain
-    """Checkpoint folder in diffusers layout; relative paths start at the recipe's folder."""
+    """Checkpoint folder in diffusers layout; relative paths start at the recipe's folder. Or `owner/name` of a model
+    hub, whose cache on this machine has it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engines' weights, and of the trainer's compute."""
     lora: Lora | None = None

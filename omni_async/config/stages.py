@@ -22,6 +22,7 @@ from omni_async.config.section import (
     Retries,
     Seconds,
     Section,
+    SizeText,
     Updates,
     Workers,
     most,
@@ -98,6 +99,9 @@ class Rollout(Section, kw_only=True, frozen=True):
     """`step`: samples join and leave an engine's batch at every denoising step, and new weights are swapped in between
     steps. `request`: a batch is drawn from noise to the end before the next begins, which costs less per step; needs
     `weights.swap: request` or `drain`."""
+    conditioning_cache: SizeText = "512MiB"
+    """Encoded prompts that an engine keeps, on its device: what is repeated in a group, an epoch or a validation round
+    is encoded once. The prompt that was not drawn for the longest goes first."""
     timeout_s: Seconds = 600.0
     """Longest a sample may take before the engine counts as hung."""
     retries: Retries = 2
@@ -211,6 +215,9 @@ class Trainer(Section, kw_only=True, frozen=True):
     """Optimizer steps an update is cut into."""
     micro_batch_size: InMemory = 8
     """Rows (sample x trained step) per forward and backward on one rank."""
+    max_mismatch: Positive | None = 0.01
+    """Most that log-probs of engine and trainer may differ by in the first update, where they hold the same weights,
+    per latent element. Rounding is far below it, bfloat16's too; above it the run fails. Null: only warn."""
     streaming: Literal["auto", "on", "off"] = "auto"
     """Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is
     exact."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.config.describe import annotation_at, describe
+from omni_async.config.hub import downloaded
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import is_secret_key, redact_text, shown
 from omni_async.config.schema import Config
@@ -157,6 +158,8 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
             raise ValueError(f"a name in it has {long[0]} bytes, file systems take {_LONGEST_NAME}")
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{path}: expected a path, got {shown(given)}: {error}") from None
+    if path == "model.path" and not resolved.exists() and (found := downloaded(given)) is not None:
+        resolved = found
     section[key] = str(resolved)
 
 

@@ -60,6 +60,7 @@ class DiffusersEngine:
         max_batch: int,
         batching: Literal["step", "request"] = "step",
         device: torch.device | str | None = None,
+        conditioning_bytes: int = 512 * 2**20,
     ) -> None:
         self.name = name
         self._policy = policy
@@ -67,6 +68,7 @@ class DiffusersEngine:
         self._max_batch = max_batch
         self._stepwise = batching == "step"
         self._device = torch.device(device or torch.accelerator.current_accelerator(True) or "cpu")
+        self._conditioning_bytes = conditioning_bytes
         self._version = 0
         self._digest = ""
         self._staged: StagedVersion[Staged] = StagedVersion(name)
@@ -87,7 +89,7 @@ class DiffusersEngine:
         loaded = self._policy.load_components(self._dtype)
         self._components = {name: module.to(self._device).requires_grad_(False) for name, module in loaded.items()}
         self._codec: Codec = self._policy.load_codec(self._dtype).to(self._device)
-        self._conditioning = ConditioningCache(self._codec)
+        self._conditioning = ConditioningCache(self._codec, self._conditioning_bytes)
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         check_request(request)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from omni_async.accelerator import require_accelerator
 from omni_async.config.schema import Config
+from omni_async.config.section import bytes_of
 from omni_async.families import PipelineFamily
 from omni_async.performance.profile import Profile
 from omni_async.policy import load_policy
@@ -25,7 +26,7 @@ def build_engine(
 
     Raises:
         ValueError: the checkpoint is not the family's, or the family does not run on that engine."""
-    rollout = config.rollout
+    rollout, conditioning_bytes = config.rollout, bytes_of(config.rollout.conditioning_cache)
     if profile is not None:
         from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes
 
@@ -54,6 +55,7 @@ def build_engine(
                 max_batch=rollout.max_batch,
                 batching=rollout.batching,
                 device=device,
+                conditioning_bytes=conditioning_bytes,
             )
         case "vllm_omni":
             from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
@@ -71,5 +73,6 @@ def build_engine(
                 batching=rollout.batching,
                 start_timeout_s=config.run.startup_timeout_s,
                 rpc_timeout_s=config.weights.timeout_s,
+                conditioning_bytes=conditioning_bytes,
             )
     raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from omni_async.algorithms.registry import TRAJECTORY_FIELDS
 from omni_async.families import SamplingSpec
 from omni_async.media import Media
-from omni_async.policy import Codec
+from omni_async.policy import Codec, ReadsLess
 from omni_async.rollout.base import Trajectory
 from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.schedules import linear
@@ -176,27 +176,37 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
 
 
 class ConditioningCache:
-    """The conditioning of the latest prompts, for one thread: a group repeats its prompt, and text encoders are frozen.
+    """The conditioning of the latest prompts, for one thread: groups, epochs and validation repeat prompts.
 
-    `size` prompts are kept, the least recently used one goes first."""
+    Text encoders are frozen, so no version of the policy makes it old. At most `most_bytes` are kept, on the codec's
+    device; the prompt that was not asked for the longest goes first. `encoded` and `found` count the requests that were
+    encoded, and those whose conditioning was there."""
 
-    def __init__(self, codec: Codec, size: int = 64) -> None:
+    def __init__(self, codec: Codec, most_bytes: int = 512 * 2**20) -> None:
         self.codec = codec
-        self._size = size
+        self.most_bytes = most_bytes
+        self.encoded = self.found = 0
         self._kept: OrderedDict[tuple[Any, ...], TensorDict] = OrderedDict()
+        self._bytes = 0
 
     def of(self, request: SampleRequest) -> TensorDict:
         """Return the request's conditioning, batch size []; with the unconditional branch if the request is guided.
 
         Shared between callers: not to be written to."""
-        prompt = request.prompt
-        key = (prompt.text, tuple(image.digest for image in prompt.images), request.spec)
-        if key not in self._kept:
-            self._kept[key] = self.codec.encode(prompt, request.spec)
-            if len(self._kept) > self._size:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        prompt, codec = request.prompt, self.codec
+        of_spec = codec.conditioning_key(request.spec) if isinstance(codec, ReadsLess) else request.spec
+        key = (prompt.text, tuple(image.digest for image in prompt.images), of_spec)
+        if key in self._kept:
+            self.found += 1
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        self.encoded += 1
+        made = self._kept[key] = codec.encode(prompt, request.spec)
+        self._bytes += made.bytes()
+        while self._bytes > self.most_bytes and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.bytes()
+        return made
 
 
 def flat_media(seed: int, spec: SamplingSpec) -> Media:

@@ -57,6 +57,7 @@ class VllmOmniEngine:
         batching: Literal["step", "request"] = "step",
         start_timeout_s: float = 600.0,
         rpc_timeout_s: float = 600.0,
+        conditioning_bytes: int = 512 * 2**20,
     ) -> None:
         self.name = name
         self._family = family
@@ -67,6 +68,7 @@ class VllmOmniEngine:
         self._stepwise = batching == "step"
         self._start_timeout_s = start_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
+        self._conditioning_bytes = conditioning_bytes
         self._omni: Any = None
         self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._serial = 0
@@ -76,7 +78,7 @@ class VllmOmniEngine:
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         self._omni = await asyncio.to_thread(self._build)
-        held = await self._call("held_weights")
+        held = await self._call("begin", self._conditioning_bytes)
         return WeightReport(engine=self.name, version=held["version"], digest=held["digest"])
 
     def _build(self) -> Any:

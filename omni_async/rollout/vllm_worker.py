@@ -43,6 +43,7 @@ RESULT_KEY = "omni_async"
 _SAMPLE = "omni_async_sample"
 _CONDITIONING = "omni_async_conditioning"
 _MEDIA = "omni_async_media"
+_PROBES = 4
 
 
 def pass_through(od_config: Any) -> Callable[..., Any]:
@@ -214,15 +215,19 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Load a version and return the version and digest the pipeline holds now.
 
         ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
-        of the load."""
+        of the load, or still has another value."""
         started = time.perf_counter()
         pipeline = self.model_runner.pipeline
         components: dict[str, torch.nn.Module] = pipeline.components
         wanted: set[str] = set()
+        live = dict(named_parameters(components))
+        probes: dict[str, torch.Tensor] = {}  # some weights that vLLM-Omni keeps as they are, not fused or sharded
 
         def named(base: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in staged.weights(base, pipeline.model_device):
                 wanted.add(name)
+                if len(probes) < _PROBES and name in live and live[name].shape == weight.shape:
+                    probes[name] = weight
                 yield name, weight
 
         with ExitStack() as stack:
@@ -235,8 +240,16 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             raise RuntimeError(
                 f"{len(missing)} of {len(wanted)} parameters were not loaded, beginning with {missing[0]!r}"
             )
+        for name, weight in probes.items():
+            if not torch.equal(live[name].detach(), weight.to(live[name])):
+                raise RuntimeError(f"{name!r} was loaded, and still has another value than what was pushed")
         pipeline.weight_version, pipeline.weight_digest = staged.manifest.version, staged.manifest.digest
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
+
+    def begin(self, conditioning_bytes: int) -> dict[str, Any]:
+        """Bound the encoded prompts that are kept."""
+        self.model_runner.pipeline.conditioning.most_bytes = conditioning_bytes
+        return self.held_weights()
 
     def held_weights(self) -> dict[str, Any]:
         pipeline = self.model_runner.pipeline

@@ -8,7 +8,7 @@ reference is the module with its adapters off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -119,9 +119,23 @@ def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
             inject_adapter_in_model(config, components, ADAPTER)
         except ValueError as error:
             raise ValueError(f"model.lora.target_modules: {error}") from error
+    _require_bound(components, lora.target_modules)
     for name, parameter in components.named_parameters():
         if is_injected_adapter(name):
             parameter.data = parameter.data.float()
+
+
+def _require_bound(components: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ValueError for a target that is no layer's name, and for a component without an adapter.
+
+    Both would be trained as if all were well."""
+    adapted = [name.partition(".lora_A")[0] for name, _ in components.named_modules() if name.endswith(".lora_A")]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+            raise ValueError(f"model.lora.target_modules: no linear layer is called {target!r}")
+    for component, _ in components.named_children():
+        if not any(name.startswith(f"{component}.") for name in adapted):
+            raise ValueError(f"model.lora.target_modules: no layer of {component} is called as one of {[*targets]}")
 
 
 @contextmanager

@@ -375,7 +375,9 @@ class TransitionLoss(LossOfObjective):
         """Record the log-ratios between engine and trainer under the same weights."""
         if self._first_step:  # later steps of an update have moved away on purpose
             fresh = rows.staleness == 0
-            self._metrics.record("engine_mismatch_nats", torch.where(fresh, nats, 0.0), "absmax")
+            mismatch = torch.where(fresh, nats, 0.0)
+            self._metrics.record("engine_mismatch_nats", mismatch, "absmax")
+            self._metrics.record("engine_mismatch", mismatch / rows.num_elements, "absmax")
             self._metrics.record("fresh_fraction", fresh.double())
 
     def _record_weights(self, rows: TransitionRows, weight: Tensor) -> None:

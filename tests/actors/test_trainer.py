@@ -235,6 +235,15 @@ def test_an_engine_that_computes_something_else_is_told_of_update_by_update(tmp_
     assert "reward_history" not in stage.state("update-000005").rule, "that was not asked for"
 
 
+async def test_a_first_update_whose_samples_are_not_the_policys_fails_before_anything_is_published(tmp_path):
+    wrong = Stage(tmp_path / "wrong", 10, metrics=[{"engine_mismatch": 0.3}])
+    refused = str(await failure_of(wrong.main()))
+    assert "differ by up to 0.3 per latent element (trainer.max_mismatch is 0.01)" in refused and "parity" in refused
+    later = [{"engine_mismatch": 0.002}, {"engine_mismatch": 0.3}]  # the policy's own drift, say
+    await Stage(tmp_path / "later", 10, metrics=later).main()
+    await Stage(tmp_path / "off", 10, metrics=[{"engine_mismatch": 0.3}], **{"trainer.max_mismatch": None}).main()
+
+
 def test_several_ranks_meet_at_one_address_and_others_of_the_first_copy_share_their_rows_once_per_export(tmp_path):
     stage = Stage(tmp_path, 2, ranks=4, **ONE, **{"trainer.shard": 2}).play()
     [(_, address)], *others = (rank.setup_calls for rank in stage.ranks)

@@ -244,6 +244,26 @@ def test_the_family_is_the_one_that_takes_the_checkpoint(tmp_path: Path, family:
     assert config.rollout.sampling.height == 32
 
 
+def test_a_hubs_name_is_found_in_its_cache_and_what_is_not_there_is_said_how_to_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "hub" / "models--owner--some.model"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    (snapshot / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: owner/some.model}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\n")
+    config = load(recipe)
+    assert Path(config.model.path).resolve() == snapshot.resolve() and config.model.pipeline == "stable_diffusion_3"
+    assert load(recipe, ["model.path=/owner/some.model"]).model.path == "/owner/some.model"
+    other = load(recipe, ["model.path=owner/other"]).model.path
+    with pytest.raises(ValueError, match=r"there is no folder .*/owner/other; .*`hf download owner/other`"):
+        family_of(Path(other))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

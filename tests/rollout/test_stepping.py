@@ -64,6 +64,31 @@ def test_a_prompt_is_encoded_once_and_the_negative_one_only_where_it_guides():
     assert codec.asked == [(unguided.prompt.text, None), (guided.prompt.text, "blur")]
 
 
+def test_what_is_kept_is_bounded_by_bytes_and_the_prompt_not_asked_for_the_longest_goes_first():
+    class Wide(SeeingCodec):
+        def encode(self, prompt: Prompt, spec: Any) -> TensorDict:
+            super().encode(prompt, spec)
+            return TensorDict({"embeds": torch.zeros(100)}, batch_size=[])
+
+    cache = ConditioningCache(codec := Wide(), most_bytes=1000)  # two of 400 bytes
+    for text in ("a", "b", "a", "c", "a", "b"):
+        cache.of(make_request(prompt=Prompt(0, text)))
+    assert [text for text, _ in codec.asked] == ["a", "b", "c", "b"] and (cache.encoded, cache.found) == (4, 2)
+    tight = ConditioningCache(Wide(), most_bytes=1)
+    assert tight.of(make_request()) is tight.of(make_request()), "one is always kept: a group's samples share it"
+
+
+def test_samples_of_other_sizes_share_conditioning_that_does_not_depend_on_it():
+    class Reads(SeeingCodec):
+        def conditioning_key(self, spec: Any) -> Any:
+            return spec.guided, spec.negative_prompt
+
+    cache = ConditioningCache(codec := Reads())
+    for changes in ({}, {"height": 32}, {"true_cfg_scale": 4.0}, {"true_cfg_scale": 3.0}):
+        cache.of(make_request(**changes))
+    assert len(codec.asked) == 2
+
+
 def test_a_version_is_taken_once_and_by_its_number():
     staged: StagedVersion[str] = StagedVersion("rollout-0")
     with pytest.raises(EngineError, match=r"^rollout-0: asked for version 1, staged is None$"):

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from omni_async.config.schema import Lora
 from omni_async.training import TrainingError
+from omni_async.training.auxiliary import add_adapters
 from omni_async.training.engine import TrainEngine
 from omni_async.weights.buckets import digest_tensors, unpack
 from omni_async.weights.digest import verify
@@ -76,8 +79,12 @@ def test_adapters_start_alike_for_one_seed_alone():
 def test_impossible_lora_settings_name_their_key():
     with pytest.raises(ValueError, match=r"weights\.payload: lora needs model\.lora"):
         started(make_config(payload="lora"))
-    with pytest.raises(ValueError, match=r"model\.lora\.target_modules: .*nowhere"):
-        started(make_config(lora={"rank": 2, "alpha": 1.0, "target_modules": ["nowhere"]}))
+    for targets in (["nowhere"], ["to_q", "nowhere"]):
+        with pytest.raises(ValueError, match=r"model\.lora\.target_modules: .*nowhere"):
+            started(make_config(lora={"rank": 2, "alpha": 1.0, "target_modules": targets}))
+    half = nn.ModuleDict({"transformer": nn.ModuleDict({"to_q": nn.Linear(2, 2)}), "transformer_2": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"no layer of transformer_2 is called as one of \['to_q'\]"):
+        add_adapters(half, Lora(rank=2, target_modules=("to_q",)), seed=0)
 
 
 @backends
