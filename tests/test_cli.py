@@ -155,7 +155,7 @@ def test_wrong_usage_is_exit_code_2_and_names_nothing_that_may_be_left_out(argum
     said = capsys.readouterr().err
     assert left.value.code == 2 and "usage: omni-async" in said
     assert "key.path=value" not in said.splitlines()[-1]
-    assert arguments != "trian" or said.endswith("'tune'], got 'trian'; did you mean 'train'?\n")
+    assert arguments != "trian" or said.endswith("], got 'trian'; did you mean 'train'?\n")
 
 
 FULL = {"trace.json": "No space left on device"}

@@ -104,7 +104,7 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         # unknown keys, and missing ones
         (
             "rollout.gruop_size=3",
-            "~: unknown key; did you mean 'group_size'? allowed: batching, buckets, conditioning_cache",
+            "~: unknown key; did you mean 'group_size'? allowed: batching, buckets, ",
         ),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
         ("reward.scorers.0.wieght=3", "~: unknown key; did you mean 'weight'? allowed: name, params, weight"),
