@@ -83,7 +83,7 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
 
     `step_versions` are the policy versions that took the trained steps; `version` took step 0. In a training sample
     without a window every step counts as trained, because its final latents are trained on. `nbytes` are those of its
-    trajectory and its media."""
+    trajectory and its media. `encoded`: its prompt was encoded for it, and not for an earlier sample."""
 
     sample_id: str
     engine: str
@@ -94,6 +94,7 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
     started: float
     finished: float
     nbytes: int = 0
+    encoded: bool = False
 
 
 class ScoreJob(msgspec.Struct, frozen=True, gc=False):

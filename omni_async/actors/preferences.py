@@ -159,7 +159,7 @@ class PreferenceReader:
         media, latents = self._encode(request.prompt.index, request.spec)
         tensors = {
             "final": latents[request.sample].clone(),  # a view would keep both alive
-            "conditioning": self._conditioning.of(request),
+            "conditioning": self._conditioning.of(request)[0],
             "sigmas": self.policy.sigmas(request.num_inference_steps, request.spec),
             "steps": torch.zeros(0, dtype=torch.int64),
         }

@@ -41,6 +41,7 @@ class _Finished(NamedTuple):
     versions: VersionSpans
     started: float
     finished: float
+    encoded: bool
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
         """Return the coordinator's message about the sample that `engine` made, with references to what is stored."""
@@ -56,6 +57,7 @@ class _Finished(NamedTuple):
             started=self.started,
             finished=self.finished,
             nbytes=nbytes(self.tensors) + nbytes(self.media),
+            encoded=self.encoded,
         )
 
 
@@ -169,7 +171,7 @@ class Producer:
         finished, versions = self.clock.now(), trajectory.versions
         media: Any = trajectory.media
         media = media.numpy() if isinstance(media, Media) else media
-        found = _Finished(request, trajectory.tensors, media, versions, started, finished)
+        found = _Finished(request, trajectory.tensors, media, versions, started, finished, trajectory.encoded)
         taken = {version for version, _ in versions.spans}
         oldest, newest = min(taken), max(taken)
         self._tracer.add(  # for the timeline, and for profiles that are made from it

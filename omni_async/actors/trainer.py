@@ -145,7 +145,8 @@ class Trainer:
         for rounding; with another sign, time, guidance or schedule, or weights that did not arrive, reward would only
         move by chance."""
         most, mismatch = self.config.trainer.max_mismatch, metrics.get("engine_mismatch", 0.0)
-        if self._version == 0 and most is not None and mismatch > most:
+        drawn = self.config.rollout.engine != "emulated"  # whose samples are of no policy
+        if drawn and self._version == 0 and most is not None and mismatch > most:
             raise TrainingError(
                 f"the first update's samples are not the policy's: under the same weights, log-probs of engine and"
                 f" trainer differ by up to {mismatch:.2g} per latent element (trainer.max_mismatch is {most:g});"

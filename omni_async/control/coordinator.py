@@ -275,11 +275,13 @@ class Coordinator(Bulletin):
         data, shown = update_event(report, [ready for _, ready in trained], self._config)
         data |= {
             "images": self._samples.images,
+            "drawn": self._samples.drawn,
+            "encoded": self._samples.encoded,
             "held": self.versions.held,
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),
         }
-        self._samples.bytes.begin_update()
+        self._samples.begin_update()
         self._record.updated(data["reward"])
         self._log.add("update", data, shown)
         if self.ledger.problem is not None:

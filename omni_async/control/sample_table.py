@@ -198,6 +198,7 @@ class SampleTable:
         self.engines: set[str] = set()
         self.lost_workers: set[str] = set()
         self.images = images
+        self.drawn = self.encoded = 0
         self.blame = Blame(config, has_scored)
         # Indexes and counts over `samples`; what left QUEUED meanwhile is skipped when its turn comes.
         self._slots = 0
@@ -341,10 +342,17 @@ class SampleTable:
         """Take the result of a leased sample. Returns what is wrong with `buffer.max_bytes`, if it is too small."""
         sample.result = result
         self._move(sample, GENERATE)
+        self.drawn += 1
+        self.encoded += result.encoded
         if sample.owner.kind == "validation":
             return None
         self.images += 1
         return self.bytes.problem(result.sample_id, result.nbytes)
+
+    def begin_update(self) -> None:
+        """Count anew what is reported update by update."""
+        self.drawn = self.encoded = 0
+        self.bytes.begin_update()
 
     def generation_failed(self, sample: Sample, error: str) -> Outcome | None:
         """Make the sample again from the same seed; after `rollout.retries` it has no future."""

@@ -215,6 +215,8 @@ class Observer:
             "staleness/max": max(staleness),
             "images": data["images"],
             "images_per_s": rate,
+            "encoder/calls": data["encoded"],
+            **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
             "update_s": data["finished"] - data["started"],
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],

@@ -15,6 +15,7 @@ import asyncio
 import queue
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
@@ -158,15 +159,18 @@ class DiffusersEngine:
         A prompt that cannot be encoded fails alone; any other error fails the batch, as an EngineError."""
         self._swap_pending(loop)
         conditioning: dict[int, TensorDict] = {}
+        encoded: list[bool] = []
         results: dict[int, Trajectory | Exception] = {}
         try:
             for row, request in enumerate(requests):
                 try:
-                    conditioning[row] = self._conditioning.of(request)
+                    conditioning[row], new = self._conditioning.of(request)
+                    encoded.append(new)
                 except ValueError as error:
                     results[row] = error
             if conditioning:
                 made = self._denoise(loop, [requests[row] for row in conditioning], list(conditioning.values()))
+                made = [replace(one, encoded=new) for one, new in zip(made, encoded, strict=True)]
                 results.update(zip(conditioning, made, strict=True))
         except Exception as error:  # noqa: BLE001 - any error goes to every caller of the batch
             failure = error

@@ -179,34 +179,30 @@ class ConditioningCache:
     """The conditioning of the latest prompts, for one thread: groups, epochs and validation repeat prompts.
 
     Text encoders are frozen, so no version of the policy makes it old. At most `most_bytes` are kept, on the codec's
-    device; the prompt that was not asked for the longest goes first. `encoded` and `found` count the requests that were
-    encoded, and those whose conditioning was there."""
+    device; the prompt that was not asked for the longest goes first."""
 
     def __init__(self, codec: Codec, most_bytes: int = 512 * 2**20) -> None:
         self.codec = codec
         self.most_bytes = most_bytes
-        self.encoded = self.found = 0
         self._kept: OrderedDict[tuple[Any, ...], TensorDict] = OrderedDict()
         self._bytes = 0
 
-    def of(self, request: SampleRequest) -> TensorDict:
-        """Return the request's conditioning, batch size []; with the unconditional branch if the request is guided.
+    def of(self, request: SampleRequest) -> tuple[TensorDict, bool]:
+        """Return the request's conditioning, batch size [], and whether it was encoded now.
 
-        Shared between callers: not to be written to."""
+        With the unconditional branch if the request is guided. Shared between callers: not to be written to."""
         prompt, codec = request.prompt, self.codec
         of_spec = codec.conditioning_key(request.spec) if isinstance(codec, ReadsLess) else request.spec
         key = (prompt.text, tuple(image.digest for image in prompt.images), of_spec)
         if key in self._kept:
-            self.found += 1
             self._kept.move_to_end(key)
-            return self._kept[key]
-        self.encoded += 1
+            return self._kept[key], False
         made = self._kept[key] = codec.encode(prompt, request.spec)
         self._bytes += made.bytes()
         while self._bytes > self.most_bytes and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= oldest.bytes()
-        return made
+        return made, True
 
 
 def flat_media(seed: int, spec: SamplingSpec) -> Media:

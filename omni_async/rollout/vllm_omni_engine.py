@@ -152,7 +152,7 @@ class VllmOmniEngine:
         # ones.
         tensors = {name: value.clone() for name, value in result["tensors"].items()}
         versions = VersionSpans(tuple(result["versions"]))
-        return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions)
+        return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions, result["encoded"])
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         return await take_in(self.name, self._staged, manifest, buckets)

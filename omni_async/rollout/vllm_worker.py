@@ -42,6 +42,7 @@ REQUEST_KEY = "omni_async_request"
 RESULT_KEY = "omni_async"
 _SAMPLE = "omni_async_sample"
 _CONDITIONING = "omni_async_conditioning"
+_ENCODED = "omni_async_encoded"
 _MEDIA = "omni_async_media"
 _PROBES = 4
 
@@ -99,12 +100,12 @@ class RolloutPipelineMixin:
         sigmas = self.policy.sigmas(request.num_inference_steps, request.spec)
         shape = self.policy.latent_shape(request.spec)
         try:
-            conditioning = self.conditioning.of(request)
+            conditioning, encoded = self.conditioning.of(request)
         except ValueError as error:
             # The one kind of error that vLLM-Omni hands on as the request's fault and not the engine's.
             raise OmniClientError(str(error)) from error
         state.extra[_SAMPLE] = InFlight(request, sigmas, shape, self.model_device)
-        state.extra[_CONDITIONING] = conditioning
+        state.extra[_CONDITIONING], state.extra[_ENCODED] = conditioning, encoded
         state.latents = torch.zeros(1, 1, device=self.model_device)
         state.timesteps = (sigmas[:-1] * 1000.0).to(self.model_device)
         state.step_index = 0
@@ -153,6 +154,7 @@ class RolloutPipelineMixin:
         tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
         versions = VersionSpans.of(sample.versions).spans
         result = {"tensors": tensors, "media": state.extra[_MEDIA], "versions": versions}
+        result["encoded"] = state.extra[_ENCODED]
         # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from omni_async.config import load
+from omni_async.data.prompts import load_prompts
 from omni_async.families import MediaShape
 from pipelines.qwen_image.sampling import QwenImageSampling
 from recipes.quickstart import build_preferences
@@ -104,6 +105,10 @@ def test_groups_of_several_resolutions_are_trained_in_one_update(recipe: Path, e
     assert rewards == {f"reward/bucket{number}" for number in range(3)}
     if engine == "diffusers":  # every group was recomputed in its own shape, and with its own guidance
         assert finished.metrics[0]["engine_mismatch_nats"] < 0.01
+        # Sizes share what is encoded; guidance has a branch more.
+        num_prompts = len(load_prompts(load(recipe).data.prompts or "", "data.prompts", 1000))
+        assert 0 < sum(line.get("encoder/calls", 0) for line in finished.metrics) <= 2 * num_prompts
+        assert finished.metrics[-1].get("encoder/hits", 1) > 0.5
 
 
 def test_validation_curve_and_images(recipe: Path) -> None:

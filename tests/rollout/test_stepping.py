@@ -52,7 +52,7 @@ def test_the_same_text_with_other_images_is_another_prompt(tmp_path):
     codec = SeeingCodec()
     cache = ConditioningCache(codec)
     requests = [make_request(prompt=one) for one in load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 100)]
-    assert [cache.of(request)["means"].tolist() for request in requests * 2] == [[10.0], [200.0], [10.0]] * 2
+    assert [cache.of(request)[0]["means"].tolist() for request in requests * 2] == [[10.0], [200.0], [10.0]] * 2
     assert len(codec.asked) == 2  # the copy has the same bytes
 
 
@@ -71,11 +71,10 @@ def test_what_is_kept_is_bounded_by_bytes_and_the_prompt_not_asked_for_the_longe
             return TensorDict({"embeds": torch.zeros(100)}, batch_size=[])
 
     cache = ConditioningCache(codec := Wide(), most_bytes=1000)  # two of 400 bytes
-    for text in ("a", "b", "a", "c", "a", "b"):
-        cache.of(make_request(prompt=Prompt(0, text)))
-    assert [text for text, _ in codec.asked] == ["a", "b", "c", "b"] and (cache.encoded, cache.found) == (4, 2)
+    new = [cache.of(make_request(prompt=Prompt(0, text)))[1] for text in ("a", "b", "a", "c", "a", "b")]
+    assert new == [True, True, False, True, False, True] and [text for text, _ in codec.asked] == ["a", "b", "c", "b"]
     tight = ConditioningCache(Wide(), most_bytes=1)
-    assert tight.of(make_request()) is tight.of(make_request()), "one is always kept: a group's samples share it"
+    assert tight.of(make_request())[0] is tight.of(make_request())[0], "one is always kept: a group's samples share it"
 
 
 def test_samples_of_other_sizes_share_conditioning_that_does_not_depend_on_it():
