@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from importlib import import_module
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from tensordict import TensorDict
@@ -78,6 +78,18 @@ def stack_pixels(media: list[Media], spec: Any) -> Tensor:
     return torch.stack([torch.as_tensor(getattr(one, spec.media()[0].part)) for one in media]).float() / 127.5 - 1.0
 
 
+def pack_patches(maps: Tensor) -> Tensor:
+    """Make tokens of 2 x 2 patches: (B, C, 2 rows, 2 columns) to (B, rows * columns, 4 C)."""
+    patches = maps.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack_patches(tokens: Tensor, rows: int, columns: int) -> Tensor:
+    """Invert `pack_patches`: (B, rows * columns, 4 C) to (B, C, 2 rows, 2 columns)."""
+    patches = tokens.unflatten(2, (-1, 2, 2)).unflatten(1, (rows, columns))
+    return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
 def latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of the latents (B, C, F, h, w) of a video VAE, per channel."""
     both = (vae.config.latents_mean, vae.config.latents_std)
@@ -115,13 +127,14 @@ class DiffusersPolicy(ABC):
         """See `omni_async.policy.Policy`."""
 
     @abstractmethod
-    def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor], spec: Any) -> dict[str, Any]:
+    def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: Any) -> dict[str, Any]:
         """Return what the denoiser takes besides `hidden_states`, which are the latents.
 
         Args:
             latents: (B, *shape) in the denoiser's dtype.
             sigma: (B,) float32.
-            text: the tensors of `text_rules`, (B, ...), floats in the denoiser's dtype.
+            text: the tensors of `text_rules`, (B, ...), and lists of B where they are jagged; floats in the denoiser's
+                dtype.
             spec: the samples'."""
 
     @abstractmethod
@@ -129,7 +142,7 @@ class DiffusersPolicy(ABC):
         """Return the tensors of `text_rules` of a short text, with nothing in them."""
 
     def scale(self, spec: Any, component: str) -> float:
-        """Return the scale of the guidance; 1 where there is none."""
+        """Return the scale of the guidance as `combine` takes it; 1 where there is none."""
         scale: float = getattr(spec, self.guidance)
         return scale
 
@@ -178,9 +191,14 @@ class DiffusersPolicy(ABC):
         latents = latents.to(next(denoiser.parameters()).dtype)
         sigma = sigma.to(latents.device)
 
+        def ready(tensor: Tensor) -> Tensor:
+            return tensor.to(latents.device, latents.dtype if tensor.is_floating_point() else tensor.dtype)
+
         def predict(branch: str) -> Tensor:
-            text = {name: conditioning[f"{branch}_{name}"].to(latents.device) for name in self.text_rules}
-            text = {name: t.to(latents.dtype) if t.is_floating_point() else t for name, t in text.items()}
+            text: dict[str, Any] = {}
+            for name, rule in self.text_rules.items():
+                found = cast(Any, conditioning).get(f"{branch}_{name}", as_list=rule == "jagged")
+                text[name] = [ready(row) for row in found] if rule == "jagged" else ready(found)
             inputs = self.inputs(latents, sigma, text, spec)
             v: Tensor = self.call(denoiser, hidden_states=latents, return_dict=False, **inputs)[0]
             return v.float()
@@ -189,7 +207,7 @@ class DiffusersPolicy(ABC):
         if scale <= 1:
             return cond
         if f"negative_prompt_{next(iter(self.text_rules))}" not in conditioning:
-            raise ValueError(f"{self.guidance} = {scale} needs conditioning with a negative prompt")
+            raise ValueError(f"classifier-free guidance of {scale} needs conditioning with a negative prompt")
         with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
             uncond = predict("negative_prompt")
         return self.combine(cond, uncond, scale)
@@ -253,6 +271,31 @@ class DiffusersCodec(ABC):
     @abstractmethod
     def encode_media(self, media: list[Media], spec: Any) -> Tensor:
         """See `omni_async.policy.Codec`."""
+
+
+class ImageCodec(DiffusersCodec):
+    """A codec whose VAE is an `AutoencoderKL`, with one scale and shift for all channels of its latents."""
+
+    def to_maps(self, latents: Tensor, spec: Any) -> Tensor:
+        """Return latents (B, *shape) as the VAE takes them, (B, C, h, w)."""
+        return latents
+
+    def from_maps(self, maps: Tensor) -> Tensor:
+        """Invert `to_maps`."""
+        return maps
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, spec: Any) -> list[Media]:
+        config = self.vae.config
+        maps = self.to_maps(latents, spec) / config.scaling_factor + config.shift_factor
+        return as_images(self.vae.decode(maps.to(self.vae.device, self.vae.dtype), return_dict=False)[0])
+
+    @torch.no_grad()
+    def encode_media(self, media: list[Media], spec: Any) -> Tensor:
+        config = self.vae.config
+        images = stack_pixels(media, spec).to(self.vae.device, self.vae.dtype)
+        maps: Tensor = self.vae.encode(images).latent_dist.mode().float()
+        return self.from_maps((maps - config.shift_factor) * config.scaling_factor)
 
 
 def _conditioning(guided: bool, tensors_of: Callable[[str], dict[str, Tensor]]) -> TensorDict:

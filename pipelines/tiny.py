@@ -13,14 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 from diffusers.utils import logging as diffusers_logging
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import CLIPTokenizer, T5Tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import CLIPTextConfig, CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 from transformers.utils import logging as transformers_logging
 
 CORPUS = ("the digit 7", "a photo of a red circle on a white background", "a blue square moves to the right")
+QWEN_PADDING = "<|endoftext|>"
 _CLIP_TOKENS = 77
 _T5_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'\"-()"
+
+_QWEN_NAMES = ("im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
+_QWEN_SPECIAL_TOKENS = (QWEN_PADDING, *(f"<|{name}|>" for name in _QWEN_NAMES))
+# Qwen2Tokenizer splits by this pattern after every load; merges learnt under another one could never apply.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def fill_zeros(model: Any) -> None:
@@ -67,6 +76,26 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=_CLIP_TOKENS)
 
 
+def qwen2_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
+    """Train a byte-level BPE tokenizer of Qwen's, which has at most `vocab_size` tokens.
+
+    Its special tokens do not belong to the texts: they separate words there."""
+    plain = list(texts)
+    for special in _QWEN_SPECIAL_TOKENS:
+        plain = [text.replace(special, "\n") for text in plain]
+    split = pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated")
+    vocab, merges = train_bpe(plain, vocab_size - len(_QWEN_SPECIAL_TOKENS), split)
+    return Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        unk_token=QWEN_PADDING,
+        eos_token="<|im_end|>",
+        pad_token=QWEN_PADDING,
+        extra_special_tokens=list(_QWEN_SPECIAL_TOKENS[1:]),
+        model_max_length=4096,
+    )
+
+
 def t5_tokenizer() -> T5Tokenizer:
     """Train a Unigram tokenizer, which serves T5 and UMT5."""
     unigram = Tokenizer(models.Unigram())
@@ -92,6 +121,39 @@ def t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:
     """Return the arguments of a small `T5Config` or `UMT5Config` of `width` features."""
     sizes = {"vocab_size": len(tokenizer) + 4, "d_model": width, "d_kv": 16, "d_ff": 64}
     return sizes | {"num_layers": 2, "num_heads": 2, "feed_forward_proj": "gated-gelu"}
+
+
+def clip_encoder(cls: Any, tokenizer: CLIPTokenizer, width: int) -> Any:
+    """Build one of transformers' CLIP text encoders with random weights, of `width` features and as many pooled."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=width,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return cls(config).eval()
+
+
+def image_vae(scaling_factor: float, shift_factor: float) -> Any:
+    """Build an `AutoencoderKL` with random weights, 16 latent channels, and each latent 8 x 8 pixels."""
+    blocks = 4
+    vae: Any = AutoencoderKL(
+        latent_channels=16,
+        block_out_channels=(8,) * blocks,
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+    )
+    return vae.eval()
 
 
 def build(make: Callable[..., Any], path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:

@@ -84,8 +84,10 @@ def reason(annotation: Any, value: Any) -> str:
 
 
 def description(annotation: Any) -> str:
-    """Return the documentation attached to a field, or an empty string."""
-    return next((m.description for m in reversed(_strip(annotation)[1]) if m.description), "")
+    """Return the documentation attached to a field, or to what it is if it is not null; or an empty string."""
+    base, metas = _strip(annotation)
+    inner = (description(a) for a in get_args(base) if type(None) in get_args(base))
+    return next(filter(None, (*(m.description for m in reversed(metas)), *inner)), "")
 
 
 def struct_of(annotation: Any) -> type[msgspec.Struct] | None:

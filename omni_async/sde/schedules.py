@@ -55,7 +55,9 @@ def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> fl
     return image_seq_len * slope + (base_shift - slope * base_len)
 
 
-def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_config: Mapping[str, Any]) -> Tensor:
+def scheduler_sigmas(
+    num_inference_steps: int, image_seq_len: int, scheduler_config: Mapping[str, Any], *, torch_spacing: bool = False
+) -> Tensor:
     """Return bit for bit the sigmas of a FlowMatchEulerDiscreteScheduler of this configuration.
 
     It is used as a diffusers pipeline (Qwen-Image, FLUX, Z-Image, ...) does, which hands it the sigmas 1, ..., 1/N and
@@ -66,6 +68,7 @@ def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_con
         image_seq_len: as `resolution_mu` takes it.
         scheduler_config: `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
             shift 1, no terminal).
+        torch_spacing: the pipeline spaces the sigmas it hands over by torch, in float32, and not by numpy (Z-Image).
 
     Raises:
         ValueError: an argument or option is out of range, or an option changes the schedule in a way not written here
@@ -73,6 +76,8 @@ def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_con
     refuse_options(scheduler_config, *OTHER_SCHEDULES)
     mu = resolution_mu(image_seq_len, scheduler_config)
     sigmas = _linspace(num_inference_steps)
+    if torch_spacing:
+        sigmas = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps, dtype=torch.float32).numpy()
     if scheduler_config.get("use_dynamic_shifting", False):
         sigmas = _shift_dynamic(sigmas, mu, scheduler_config.get("time_shift_type", "exponential"))
     else:

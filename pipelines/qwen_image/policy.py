@@ -22,7 +22,9 @@ from pipelines.parts import (
     as_images,
     latent_grid,
     latent_statistics,
+    pack_patches,
     stack_pixels,
+    unpack_patches,
 )
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
@@ -72,8 +74,7 @@ class QwenImageCodec(DiffusersCodec):
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: QwenImageSampling) -> list[Media]:
         rows, columns = latent_grid(spec, self._pixels_per_token)
-        maps = latents.view(len(latents), rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
-        maps = maps.reshape(len(latents), -1, 1, rows * PATCH, columns * PATCH).to(self.vae.device, self.vae.dtype)
+        maps = unpack_patches(latents, rows, columns)[:, :, None].to(self.vae.device, self.vae.dtype)
         mean, std = latent_statistics(self.vae, maps)
         parts = torch.split(maps, _rows_at_once(spec))
         return as_images(torch.cat([single_frame.decode(self.vae, part * std + mean) for part in parts]))
@@ -84,9 +85,7 @@ class QwenImageCodec(DiffusersCodec):
         frames = (part.to(self.vae.device, self.vae.dtype) for part in parts)
         maps = torch.cat([single_frame.encode(self.vae, some).float() for some in frames])
         mean, std = latent_statistics(self.vae, maps)
-        rows, columns = latent_grid(spec, self._pixels_per_token)
-        maps = ((maps - mean) / std).reshape(len(media), -1, rows, PATCH, columns, PATCH)
-        return maps.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return pack_patches(((maps - mean) / std)[:, :, 0])
 
 
 class QwenImagePolicy(DiffusersPolicy):
@@ -123,9 +122,7 @@ class QwenImagePolicy(DiffusersPolicy):
     def sigmas(self, num_inference_steps: int, spec: QwenImageSampling) -> Tensor:
         return scheduler_sigmas(num_inference_steps, self.latent_shape(spec)[0], self.scheduler_config)
 
-    def inputs(
-        self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor], spec: QwenImageSampling
-    ) -> dict[str, Any]:
+    def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: QwenImageSampling) -> dict[str, Any]:
         return {
             "timestep": sigma,
             "encoder_hidden_states": text["embeds"],

@@ -20,7 +20,6 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from tokenizers import Regex, pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from pipelines import tiny
@@ -31,13 +30,6 @@ PROMPT_PREFIX, PROMPT_SUFFIX = PROMPT_TEMPLATE.split("{}")
 
 LATENT_CHANNELS = 16
 
-_PADDING_TOKEN = "<|endoftext|>"
-_NAMES = ("im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
-_SPECIAL_TOKENS = (_PADDING_TOKEN, *(f"<|{name}|>" for name in _NAMES))
-# Qwen2Tokenizer splits by this pattern after every load; merges learnt under another one could never apply.
-_QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _SAMPLE_CORPUS = tiny.CORPUS[:2]
 
 
@@ -48,21 +40,7 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
 
     Raises:
         ValueError: if ``vocab_size`` is too small for the template's prefix to take 34 tokens."""
-    # Special tokens are added afterwards, so they only separate words here.
-    texts = [PROMPT_PREFIX, PROMPT_SUFFIX, *corpus]
-    for special in _SPECIAL_TOKENS:
-        texts = [text.replace(special, "\n") for text in texts]
-    split = pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated")
-    vocab, merges = tiny.train_bpe(texts, vocab_size - len(_SPECIAL_TOKENS), split)
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,
-        unk_token=_PADDING_TOKEN,
-        eos_token="<|im_end|>",
-        pad_token=_PADDING_TOKEN,
-        extra_special_tokens=list(_SPECIAL_TOKENS[1:]),
-        model_max_length=4096,
-    )
+    tokenizer = tiny.qwen2_tokenizer([PROMPT_PREFIX, PROMPT_SUFFIX, *corpus], vocab_size)
     num_prefix_tokens = len(tokenizer(PROMPT_PREFIX)["input_ids"])
     if num_prefix_tokens != NUM_TEMPLATE_TOKENS:
         raise ValueError(
@@ -93,7 +71,7 @@ def build_text_encoder(
     text_config = {
         **{"hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
         **{"intermediate_size": 2 * hidden, "vocab_size": vocab_size, "max_position_embeddings": 4096},
-        **{"bos_token_id": token_id(_PADDING_TOKEN), "eos_token_id": token_id("<|im_end|>")},
+        **{"bos_token_id": token_id(tiny.QWEN_PADDING), "eos_token_id": token_id("<|im_end|>")},
         "initializer_range": init_std,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
     }

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from omni_async.media import Media
 from omni_async.policy import OwnExchange, SequencePlan
 from omni_async.sde.schedules import OTHER_SCHEDULES, refuse_options, static_shift
-from pipelines.parts import DiffusersCodec, DiffusersPolicy, as_images, latent_grid, stack_pixels
+from pipelines.parts import DiffusersPolicy, ImageCodec, latent_grid
 from pipelines.sampling import read_config
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 
@@ -23,7 +22,7 @@ PATCH = 2
 CLIP_TOKENS = 77
 
 
-class StableDiffusion3Codec(DiffusersCodec):
+class StableDiffusion3Codec(ImageCodec):
     """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts."""
 
     def __init__(self, *, vae: Any, **text_parts: Any) -> None:
@@ -42,19 +41,6 @@ class StableDiffusion3Codec(DiffusersCodec):
             max_sequence_length=spec.max_sequence_length,
         )
         return {"embeds": embeds[0], "pooled": pooled[0]}
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor, spec: StableDiffusion3Sampling) -> list[Media]:
-        config = self.vae.config
-        maps = (latents / config.scaling_factor + config.shift_factor).to(self.vae.device, self.vae.dtype)
-        return as_images(self.vae.decode(maps, return_dict=False)[0])
-
-    @torch.no_grad()
-    def encode_media(self, media: list[Media], spec: StableDiffusion3Sampling) -> Tensor:
-        config = self.vae.config
-        images = stack_pixels(media, spec).to(self.vae.device, self.vae.dtype)
-        latents: Tensor = self.vae.encode(images).latent_dist.mode().float()
-        return (latents - config.shift_factor) * config.scaling_factor
 
 
 class StableDiffusion3Policy(DiffusersPolicy):
@@ -96,7 +82,7 @@ class StableDiffusion3Policy(DiffusersPolicy):
         return static_shift(self.scheduler_config.get("shift", 1.0), num_inference_steps)
 
     def inputs(
-        self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor], spec: StableDiffusion3Sampling
+        self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: StableDiffusion3Sampling
     ) -> dict[str, Any]:
         return {
             "timestep": sigma * 1000,

@@ -11,13 +11,8 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from pipelines import tiny
 
@@ -50,44 +45,18 @@ def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed:
             qk_norm="rms_norm",
         )
         tiny.fill_zeros(transformer)
-        blocks = 4
-        vae = AutoencoderKL(
-            latent_channels=LATENT_CHANNELS,
-            block_out_channels=(8,) * blocks,
-            layers_per_block=1,
-            norm_num_groups=4,
-            down_block_types=("DownEncoderBlock2D",) * blocks,
-            up_block_types=("UpDecoderBlock2D",) * blocks,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            scaling_factor=1.5305,
-            shift_factor=0.0609,
-        )
+        vae = tiny.image_vae(scaling_factor=1.5305, shift_factor=0.0609)
         return StableDiffusion3Pipeline(
             transformer=transformer.eval(),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=cast(Any, vae).eval(),
-            text_encoder=_clip_encoder(clip, hidden),
+            vae=vae,
+            text_encoder=tiny.clip_encoder(CLIPTextModelWithProjection, clip, hidden),
             tokenizer=clip,
-            text_encoder_2=_clip_encoder(clip, hidden),
+            text_encoder_2=tiny.clip_encoder(CLIPTextModelWithProjection, clip, hidden),
             tokenizer_2=clip,
             text_encoder_3=T5EncoderModel(T5Config(**tiny.t5_sizes(t5, 2 * hidden))).eval(),
             tokenizer_3=cast(Any, t5),
         )
-
-
-def _clip_encoder(tokenizer: CLIPTokenizer, hidden: int) -> CLIPTextModelWithProjection:
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        projection_dim=hidden,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return CLIPTextModelWithProjection(config).eval()
 
 
 build = partial(tiny.build, build_components)

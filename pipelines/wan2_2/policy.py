@@ -95,7 +95,7 @@ class Wan22Policy(DiffusersPolicy):
     def sigmas(self, num_inference_steps: int, spec: Wan22Sampling) -> Tensor:
         return static_shift(self.shift, num_inference_steps)
 
-    def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor], spec: Wan22Sampling) -> dict[str, Any]:
+    def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: Wan22Sampling) -> dict[str, Any]:
         timestep = sigma * 1000
         if self.expand_timesteps:
             tokens = latents.shape[2] * (latents.shape[3] // self.patch[1]) * (latents.shape[4] // self.patch[2])

@@ -23,9 +23,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 ONLINE = [path for path in sorted(RECIPES.rglob("*.yaml")) if "offline" not in path.name]  # they generate their samples
 PUBLISHED = [
     path
-    for folder in ("qwen_image_ocr", "sd35_ocr", "wan22_dance")
-    for path in sorted((RECIPES / folder).glob("*.yaml"))
-    if load(path).model.pipeline in family_names()
+    for path in sorted(RECIPES.glob("*/*.yaml"))
+    if path.parent.name not in ("emulated", "quickstart", "tiny") and load(path).model.pipeline in family_names()
 ]
 
 

@@ -20,9 +20,11 @@ from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.families import SamplingSpec, find_family
 from omni_async.preflight.model_files import check_sequence
+from pipelines.flux.sampling import FluxSampling
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 from pipelines.wan2_2.sampling import Wan22Sampling
+from pipelines.z_image.sampling import ZImageSampling
 from tests.runtime.runtime_world import write_world
 
 CLASSES = {
@@ -222,6 +224,36 @@ def test_a_family_whose_package_is_broken(
     assert "model.pipeline: 'mine' is registered as 'my_family:FAMILY', which " in said and why in said
     assert main(["check", str(recipe), "--no-probe"]) == 0, "other families are not affected"
     assert main(["docs", "--out", str(recipe.parent / "page.md")]) == 2, "its keys cannot be documented"
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "said"),
+    [
+        (FluxSampling(guidance_scale=3.5), {"guidance_embeds": True}, None),
+        (FluxSampling(), {"guidance_embeds": False}, None),
+        (FluxSampling(guidance_scale=3.5), {"guidance_embeds": False}, "guidance_scale: this checkpoint's transformer"),
+        (ZImageSampling(), {"axes_lens": [514, 32, 32]}, None),
+        (ZImageSampling(), {"axes_lens": [513, 32, 32]}, "max_sequence_length: this checkpoint's position table ends"),
+        (
+            ZImageSampling(height=528),
+            {"axes_lens": [514, 32, 32]},
+            "height: this checkpoint's position table ends at 51",
+        ),
+        (
+            ZImageSampling(),
+            {"axes_lens": [514, 32, 16]},
+            "width: this checkpoint's position table ends at 256, got 512",
+        ),
+        (ZImageSampling(), {"axes_lens": [514]}, "height: "),
+    ],
+)
+def test_a_sample_that_the_transformer_cannot_make(
+    tmp_path: Path, spec: SamplingSpec, config: dict[str, Any], said: str | None
+) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    problem = spec.problem(tmp_path)
+    assert problem is None if said is None else problem is not None and problem.startswith(said)
 
 
 # ---- ranks that share the tokens of a sample -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from omni_async.training.model import PlainBackend
 from omni_async.types import SdeWindow
 from omni_async.weights.buckets import unpack
 from tests.fakes import share
-from tests.pipelines.families import QWEN_IMAGE, SD3, STEPS, WAN
+from tests.pipelines.families import QWEN_IMAGE, SD3, STEPS, WAN, Z_IMAGE
 from tests.training.drawn import drawn
 from tests.training.training_world import (
     assert_close,
@@ -42,6 +42,7 @@ GUIDANCE: dict[str, dict[str, Any]] = {
     "qwen_image": {"true_cfg_scale": 2.0},
     "stable_diffusion_3": {"guidance_scale": 2.0, "max_sequence_length": 16},
     "wan2_2": {"num_frames": 5, "guidance_scale": 2.0, "max_sequence_length": 16},
+    "z_image": {"guidance_scale": 1.0},
 }
 WINDOW = SdeWindow(1, 3)  # over both experts of Wan2.2
 
@@ -92,7 +93,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
 def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path):
     jobs: dict[str, tuple[Config, GroupBatch, Path]] = {}
     alone: dict[str, tuple[TrainEngine, dict[str, Any]]] = {}
-    for family in (QWEN_IMAGE, SD3, WAN):
+    for family in (QWEN_IMAGE, SD3, WAN, Z_IMAGE):
         path = family.build(tmp_path / family.name)
         group = drawn(family.policy(path), config_of(family, path, ""), WINDOW)
         for layout, trainer in LAYOUTS.items():

@@ -1,0 +1,15 @@
+"""Supports Z-Image and Z-Image-Turbo: text-to-image, captions and image in one stream of tokens.
+
+Importing this package imports no torch."""
+
+from omni_async.families import PipelineFamily
+from pipelines.z_image.sampling import ZImageSampling
+
+FAMILY = PipelineFamily(
+    name="z_image",
+    policy="pipelines.z_image.policy:ZImagePolicy",
+    sampling=ZImageSampling,
+    model_index_class="ZImagePipeline",
+    vllm_pipeline="pipelines.z_image.rollout.ZImageRolloutPipeline",
+    parity="pipelines.z_image.parity:CASES",
+)
