@@ -41,9 +41,14 @@ class Family:
 
 
 FAMILIES = tuple(Family(name, case) for name in NAMES for case in load_named(str(find_family(name).parity)))
-_FIRST = {family.name: family for family in reversed(FAMILIES)}
-QWEN_IMAGE, SD3, WAN = _FIRST["qwen_image"], _FIRST["stable_diffusion_3"], _FIRST["wan2_2"]
-Z_IMAGE = _FIRST["z_image"]
+
+
+def first_of(name: str) -> Family:
+    """Returns the family's first case."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+QWEN_IMAGE, SD3, WAN = map(first_of, ("qwen_image", "stable_diffusion_3", "wan2_2"))
 
 
 def make_request(spec: SamplingSpec, number: int = 0, **changes: Any) -> SampleRequest:

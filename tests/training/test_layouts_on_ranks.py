@@ -14,7 +14,7 @@ from omni_async.training.model import PlainBackend
 from omni_async.types import SdeWindow
 from omni_async.weights.buckets import unpack
 from tests.fakes import share
-from tests.pipelines.families import QWEN_IMAGE, SD3, STEPS, WAN, Z_IMAGE
+from tests.pipelines.families import QWEN_IMAGE, SD3, STEPS, WAN, first_of
 from tests.training.drawn import drawn
 from tests.training.training_world import (
     assert_close,
@@ -93,7 +93,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
 def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path):
     jobs: dict[str, tuple[Config, GroupBatch, Path]] = {}
     alone: dict[str, tuple[TrainEngine, dict[str, Any]]] = {}
-    for family in (QWEN_IMAGE, SD3, WAN, Z_IMAGE):
+    for family in (QWEN_IMAGE, SD3, WAN, first_of("z_image")):
         path = family.build(tmp_path / family.name)
         group = drawn(family.policy(path), config_of(family, path, ""), WINDOW)
         for layout, trainer in LAYOUTS.items():
