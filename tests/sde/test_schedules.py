@@ -35,13 +35,14 @@ CONFIGS = {
 }
 
 
-def diffusers_sigmas(steps, seq_len, config):
-    """Does what QwenImagePipeline.__call__ does with the scheduler (written out: importing it needs torchvision)."""
+def diffusers_sigmas(steps, seq_len, config, linspace=np.linspace):
+    """Does what QwenImagePipeline.__call__ does with the scheduler (written out: importing it needs torchvision), and
+    with torch's `linspace` what ZImagePipeline's does."""
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
     base_len, base_shift = config.get("base_image_seq_len", 256), config.get("base_shift", 0.5)
     m = (config.get("max_shift", 1.15) - base_shift) / (config.get("max_image_seq_len", 4096) - base_len)
     mu = seq_len * m + (base_shift - m * base_len)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    scheduler.set_timesteps(sigmas=linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
     return scheduler.sigmas
 
 
@@ -53,6 +54,8 @@ def test_scheduler_sigmas_are_diffusers_bits(name, steps, seq_len):
     got = scheduler_sigmas(steps, seq_len, config)
     assert got.dtype == torch.float32
     assert torch.equal(got, diffusers_sigmas(steps, seq_len, config))
+    torchs = scheduler_sigmas(steps, seq_len, config, torch_spacing=True)
+    assert torch.equal(torchs, diffusers_sigmas(steps, seq_len, config, torch.linspace))
     assert got[0] == 1
     assert got[-1] == 0
     assert (got.diff() < 0).all()
