@@ -144,6 +144,21 @@ class ReadsLess(Protocol):
         """Return what of the spec `encode` reads, besides whether it is guided."""
 
 
+@runtime_checkable
+class HasModalities(Protocol):
+    """A policy whose latents are of several media, one after the other along their first axis.
+
+    Engines then return log-probabilities of each besides those of the whole, and the trainer reports both. Optional."""
+
+    def modalities(self, spec: Any) -> dict[str, slice]:
+        """Return where each medium lies in the first axis of a sample's latents; names and their order are fixed."""
+
+
+def modalities_of(policy: Policy, spec: Any) -> dict[str, slice]:
+    """Return the policy's modalities, none where its latents are of one medium."""
+    return policy.modalities(spec) if isinstance(policy, HasModalities) else {}
+
+
 class Codec(Protocol):
     def to(self, device: Any) -> Codec: ...
 

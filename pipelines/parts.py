@@ -104,7 +104,7 @@ class DiffusersPolicy(ABC):
     `negative_prompt_<name>`.
 
     denoiser: name of the denoisers' class in diffusers.
-    parts: the other parts as `library.Class`, by folder, which is also their argument of `codec`.
+    parts: the other parts as `module.Class`, by folder, which is also their argument of `codec`.
     codec: class of the family's codec.
     text_rules: how the tensors of a text are stacked (`omni_async.components.stack_rows`).
     guidance: key of the spec that has the scale of classifier-free guidance."""
@@ -128,7 +128,7 @@ class DiffusersPolicy(ABC):
 
     @abstractmethod
     def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: Any) -> dict[str, Any]:
-        """Return what the denoiser takes besides `hidden_states`, which are the latents.
+        """Return what the denoiser takes besides `hidden_states`, which are the latents unless they are returned, too.
 
         Args:
             latents: (B, *shape) in the denoiser's dtype.
@@ -146,12 +146,13 @@ class DiffusersPolicy(ABC):
         scale: float = getattr(spec, self.guidance)
         return scale
 
-    def combine(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+    def combine(self, cond: Tensor, uncond: Tensor, scale: float, spec: Any) -> Tensor:
         """Apply classifier-free guidance.
 
         Args:
             cond, uncond: predictions with the prompt and with the negative one, float32 (B, *shape).
-            scale: that of the guidance, > 1."""
+            scale: that of the guidance, > 1.
+            spec: the samples'."""
         return uncond + scale * (cond - uncond)
 
     def call(self, denoiser: nn.Module, **inputs: Any) -> Any:
@@ -200,7 +201,7 @@ class DiffusersPolicy(ABC):
                 found = cast(Any, conditioning).get(f"{branch}_{name}", as_list=rule == "jagged")
                 text[name] = [ready(row) for row in found] if rule == "jagged" else ready(found)
             inputs = self.inputs(latents, sigma, text, spec)
-            v: Tensor = self.call(denoiser, hidden_states=latents, return_dict=False, **inputs)[0]
+            v: Tensor = self.call(denoiser, **{"hidden_states": latents, "return_dict": False} | inputs)[0]
             return v.float()
 
         cond, scale = predict("prompt"), self.scale(spec, component)
@@ -210,7 +211,7 @@ class DiffusersPolicy(ABC):
             raise ValueError(f"classifier-free guidance of {scale} needs conditioning with a negative prompt")
         with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
             uncond = predict("negative_prompt")
-        return self.combine(cond, uncond, scale)
+        return self.combine(cond, uncond, scale, spec)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         branches = ("prompt", "negative_prompt")
@@ -222,7 +223,7 @@ class DiffusersPolicy(ABC):
     def load_codec(self, dtype: torch.dtype) -> DiffusersCodec:
         found = {}
         for folder, cls in self.parts.items():
-            library, _, name = cls.partition(".")
+            library, _, name = cls.rpartition(".")
             loaded = getattr(import_module(library), name)
             if folder.startswith("tokenizer"):
                 found[folder] = loaded.from_pretrained(self.path, subfolder=folder, local_files_only=True)
@@ -234,16 +235,16 @@ class DiffusersPolicy(ABC):
 class DiffusersCodec(ABC):
     """What is the same of every `omni_async.policy.Codec` around a VAE and text encoders.
 
-    The parts may be diffusers' or vLLM-Omni's: they have the same interface.
+    The parts may be diffusers' or vLLM-Omni's: they have the same interface. Those that are models move to a device.
 
     text_settings: the spec's keys that `encode_text` reads, or that are encoded; a codec that also reads others, such
         as the size for an image that it encodes, overrides `conditioning_key`."""
 
     text_settings: ClassVar[tuple[str, ...]] = ("negative_prompt", "max_sequence_length")
 
-    def __init__(self, *, vae: Any, **text_parts: Any) -> None:
+    def __init__(self, *, vae: Any, **parts: Any) -> None:
         self.vae = vae
-        self._models = [vae, *(part for name, part in text_parts.items() if name.startswith("text_encoder"))]
+        self._models = [vae, *(part for part in parts.values() if isinstance(part, nn.Module))]
 
     def to(self, device: Any) -> Self:
         for model in self._models:

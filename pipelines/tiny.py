@@ -10,13 +10,13 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import AutoencoderKL
 from diffusers.utils import logging as diffusers_logging
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import CLIPTextConfig, CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import CLIPTextConfig, CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
 from transformers.utils import logging as transformers_logging
 
 CORPUS = ("the digit 7", "a photo of a red circle on a white background", "a blue square moves to the right")
@@ -112,6 +112,19 @@ def t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=512)
 
 
+def gemma_tokenizer() -> GemmaTokenizer:
+    """Train a BPE over characters, with bytes for those that it has not seen."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    bpe.normalizer = normalizers.Replace(" ", "▁")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    bpe.train_from_iterator(
+        [*CORPUS] * 4, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    )
+    trained = _trained_model(bpe)
+    merges = [tuple(merge) for merge in trained["merges"]]
+    return GemmaTokenizer(vocab=trained["vocab"], merges=cast(Any, merges), model_max_length=1024)
+
+
 def _trained_model(tokenizer: Tokenizer) -> dict[str, Any]:
     model: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
     return model
@@ -185,6 +198,7 @@ def main(build: Callable[..., Path], model: str, **flags: str) -> None:
         parser.add_argument(f"--{flag}", action="store_true", help=what)
     options = vars(parser.parse_args())
     diffusers_logging.set_verbosity_error()  # warns of casts that change nothing
+    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     out = build(options.pop("out"), **options)
     num_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

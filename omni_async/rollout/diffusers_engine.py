@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.components import compute_velocity, named_parameters
-from omni_async.policy import Codec, Policy
+from omni_async.policy import Codec, Policy, modalities_of
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, adapted_weights, take_in
 from omni_async.rollout.stepping import ConditioningCache, InFlight, check_request, take_steps
@@ -187,7 +187,8 @@ class DiffusersEngine:
         first = requests[0]
         sigmas = self._policy.sigmas(first.num_inference_steps, first.spec)
         shape = self._policy.latent_shape(first.spec)
-        samples = [InFlight(request, sigmas, shape, self._device) for request in requests]
+        parts = modalities_of(self._policy, first.spec)
+        samples = [InFlight(request, sigmas, shape, self._device, parts) for request in requests]
         stacked = self._policy.stack_conditioning(conditioning)
         latents = torch.stack([s.latents for s in samples])
         while not samples[0].done:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from omni_async.policy import Codec, ReadsLess
 from omni_async.rollout.base import Trajectory
 from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.schedules import linear
-from omni_async.sde.transitions import KINDS, step_mixed
+from omni_async.sde.transitions import KINDS, log_prob_by_part, step_mixed, transition
 from omni_async.types import SampleRequest
 from omni_async.version_spans import VersionSpans
 
@@ -53,15 +53,22 @@ def check_request(request: SampleRequest) -> None:
 class InFlight:
     """A sample in flight.
 
-    `latents` (*shape) float32 on `device` is its present state; `step` the denoising step it takes next."""
+    `latents` (*shape) float32 on `device` is its present state; `step` the denoising step it takes next. `modalities`:
+    `omni_async.policy.modalities_of` it."""
 
     def __init__(
-        self, request: SampleRequest, sigmas: torch.Tensor, shape: tuple[int, ...], device: torch.device | str = "cpu"
+        self,
+        request: SampleRequest,
+        sigmas: torch.Tensor,
+        shape: tuple[int, ...],
+        device: torch.device | str = "cpu",
+        modalities: Mapping[str, slice] | None = None,
     ) -> None:
         check_request(request)
         self.request = request
         self.sigmas = sigmas
         self.shape = shape
+        self.modalities = modalities or {}
         self.step = 0
         seed = request.seed if request.initial_seed is None else request.initial_seed
         self.latents = initial_noise(seed, shape).to(device)
@@ -71,6 +78,7 @@ class InFlight:
         self._sigmas: list[float] = sigmas.tolist()
         self._latents: list[torch.Tensor] = []
         self._log_probs: list[torch.Tensor] = []
+        self._modality_log_probs: list[torch.Tensor] = []
         self._means: list[torch.Tensor] = []
 
     @property
@@ -89,19 +97,29 @@ class InFlight:
         """Return sigma, sigma_next, sigma_max, noise_level of the next step."""
         return self.sigma, self._sigmas[self.step + 1], self._sigmas[1], self.request.noise_level
 
-    def advance(self, latents: torch.Tensor, log_prob: torch.Tensor, mean: torch.Tensor, version: int) -> None:
+    def advance(
+        self,
+        latents: torch.Tensor,
+        log_prob: torch.Tensor,
+        mean: torch.Tensor,
+        version: int,
+        modality_log_probs: torch.Tensor | None = None,
+    ) -> None:
         """Record a denoising step, with all of its tensors if it is a trained one.
 
         Args:
             latents: (*shape), the sample after the step.
             log_prob: (), of the transition.
             mean: (*shape), of the transition.
-            version: the policy version that took the step."""
+            version: the policy version that took the step.
+            modality_log_probs: (M,), of the transition, if it is noisy and the sample has M modalities."""
         if self.noisy:
             if not self._latents:
                 self._latents.append(self.latents)
             self._latents.append(latents)
             self._log_probs.append(log_prob)
+            if modality_log_probs is not None:
+                self._modality_log_probs.append(modality_log_probs)
             self._means.append(mean)
         self.latents = latents
         self.versions.append(version)
@@ -120,6 +138,9 @@ class InFlight:
             found["latents"] = torch.stack(self._latents or [self.latents])
         if "log_probs" in fields:
             found["log_probs"] = torch.stack(self._log_probs) if self._log_probs else torch.zeros(0)
+            if self.modalities:
+                own = self._modality_log_probs
+                found["modality_log_probs"] = torch.stack(own) if own else torch.zeros(0, len(self.modalities))
         if "means" in fields:
             found["means"] = torch.stack(self._means) if self._means else torch.zeros(0, *self.shape)
         if "final" in fields:
@@ -168,10 +189,18 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
         noise.to(device),
         torch.tensor(noisy, device=device),
     )
-    for sample, latents, log_prob, mean in zip(
-        samples, moved.unbind(), log_probs.unbind(), means.unbind(), strict=True
+    modalities = samples[0].modalities
+    of_modalities: Sequence[torch.Tensor | None] = [None] * len(samples)
+    if modalities and any(noisy):
+        # Noise-free rows have no log-prob, and any scale will do.
+        usual = torch.where(torch.tensor(noisy, device=device), level, 1.0)
+        scale = transition(kinds[0], moved, velocity, sigma, sigma_next, sigma_max, usual).scale
+        parts = log_prob_by_part(kinds[0], moved, means, scale, modalities.values())
+        of_modalities = torch.stack(parts, dim=1).unbind()
+    for sample, latents, log_prob, mean, of_its in zip(
+        samples, moved.unbind(), log_probs.unbind(), means.unbind(), of_modalities, strict=True
     ):
-        sample.advance(latents, log_prob, mean, version)
+        sample.advance(latents, log_prob, mean, version, of_its)
     return moved
 
 

@@ -32,7 +32,7 @@ from vllm_omni.errors import OmniClientError
 
 from omni_async.components import compute_velocity, named_parameters
 from omni_async.families import SamplingSpec
-from omni_async.policy import Codec, Policy
+from omni_async.policy import Codec, Policy, modalities_of
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.types import Prompt, SampleRequest
@@ -104,7 +104,9 @@ class RolloutPipelineMixin:
         except ValueError as error:
             # The one kind of error that vLLM-Omni hands on as the request's fault and not the engine's.
             raise OmniClientError(str(error)) from error
-        state.extra[_SAMPLE] = InFlight(request, sigmas, shape, self.model_device)
+        state.extra[_SAMPLE] = InFlight(
+            request, sigmas, shape, self.model_device, modalities_of(self.policy, request.spec)
+        )
         state.extra[_CONDITIONING], state.extra[_ENCODED] = conditioning, encoded
         state.latents = torch.zeros(1, 1, device=self.model_device)
         state.timesteps = (sigmas[:-1] * 1000.0).to(self.model_device)

@@ -22,6 +22,7 @@ the mean over latent elements accumulates in float64: so a float32 row comes out
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +105,17 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         return (-mean_square).to(mean.dtype)
     value = -mean_square / (2 * scale.square()) - scale.log() - 0.5 * math.log(2 * math.pi)
     return value.to(mean.dtype)
+
+
+def log_prob_by_part(
+    kind: str, x_next: Tensor, mean: Tensor, scale: Tensor, parts: Iterable[slice]
+) -> tuple[Tensor, ...]:
+    """Return the `log_prob` (B,) of each part of the latents.
+
+    Args:
+        kind, x_next, mean, scale: as `log_prob` takes them, with its errors.
+        parts: slices of the first axis of a row, none of them empty."""
+    return tuple(log_prob(kind, x_next[:, part], mean[:, part], scale) for part in parts)
 
 
 def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:

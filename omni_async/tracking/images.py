@@ -18,6 +18,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from omni_async.media import Media, evenly
 from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from av.container import OutputContainer
+    from av.packet import Packet
 
 _CELL_MIN, _CELL_MAX = 192, 384
 _FONT_SIZE, _LINE_HEIGHT, _BASELINE, _MAX_LINES, _PADDING = 12, 16, 12, 4, 6
@@ -215,17 +220,18 @@ def _waveform(samples: NDArray[np.float32]) -> NDArray[np.uint8]:
 # ---- videos and sound ------------------------------------------------------------------------------------------------
 
 _QUALITY = "18"  # constant rate factor of H.264: hard to tell from the frames
+_SOUND_RATE = 48_000  # of AAC where it does not know the sound's own
 
 
 def write_media(media: Media, path: Path) -> list[Path]:
-    """Write video and audio to `path` with the suffixes .mp4 (H.264, without sound) and .wav (32-bit float).
+    """Write video and audio to `path` with the suffixes .mp4 (H.264, AAC of any sound) and .wav (32-bit float).
 
     Returns the files, none for an image. Raises OSError, and then leaves no half of a file."""
     written = []
     if media.video is not None and media.fps is not None:
         written.append(path.with_name(f"{path.name}.mp4"))
         with _whole(written[-1]) as file:
-            _write_mp4(file, media.frames, media.fps)
+            _write_mp4(file, media)
     if media.audio is not None:
         import soundfile
 
@@ -247,16 +253,34 @@ def _whole(path: Path) -> Iterator[Path]:
         raise OSError(f"{path.name} could not be written: {error}") from error
 
 
-def _write_mp4(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
+def _write_mp4(path: Path, media: Media) -> None:
     import av
 
+    frames, sound = media.frames, media.audio
     _, height, width, _ = frames.shape
     # H.264 stores colour at half the resolution, and so has no odd sides.
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": _QUALITY})
+        rate = Fraction(media.fps or 0).limit_denominator(1001)
+        stream = container.add_stream("libx264", rate=rate, options={"crf": _QUALITY})
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
         stream.codec_context.thread_count = 1
+        packets = [] if sound is None else _encoded(container, np.ascontiguousarray(sound), media.sample_rate or 0)
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+        container.mux(packets)
+
+
+def _encoded(container: OutputContainer, sound: NDArray[np.float32], rate: int) -> list[Packet[Any]]:
+    """Add a stream of AAC to a file and return its packets, of sound (channels, n) with `rate` samples a second."""
+    import av
+
+    known = av.codec.Codec("aac", "w").audio_rates or []
+    layout = {1: "mono", 2: "stereo"}.get(len(sound), f"{len(sound)}c")
+    stream = container.add_stream("aac", rate=rate if rate in known else _SOUND_RATE, layout=layout)
+    frame = av.AudioFrame.from_ndarray(sound, format="fltp", layout=layout)
+    frame.sample_rate, frame.time_base, frame.pts = rate, Fraction(1, rate), 0
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
+    pieces = [*resampler.resample(frame), *resampler.resample(None)]
+    return [packet for piece in [*pieces, None] for packet in stream.encode(piece)]

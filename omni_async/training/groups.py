@@ -107,6 +107,7 @@ def _check_fields(trajectory: TensorDict, fields: Collection[str], window: int, 
         "steps": (window,),
         "latents": (window + 1, *latent_shape),
         "log_probs": (window,),
+        "modality_log_probs": (window, *trajectory.get("modality_log_probs", torch.empty(0, 0)).shape[1:]),
         "means": (window, *latent_shape),
         "final": latent_shape,
     }

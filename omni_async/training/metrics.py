@@ -28,8 +28,9 @@ _Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
 # fmt: off
 _OF_THE_RUN = {
     "update", "reward", "staleness", "images", "images_per_s", "update_s", "wall_s", "loss", "grad_norm", "lr",
-    "advantage_abs", "log_ratio_nats", "ess", "gamma", "kappa_nats", "row_staleness", "engine_mismatch_nats",
-    "engine_mismatch", "fresh_fraction", "weight", "masked", "busy", "buffers", "finished", "conservation", "encoder",
+    "advantage_abs", "log_prob", "log_ratio_nats", "ess", "gamma", "kappa_nats", "row_staleness",
+    "engine_mismatch_nats", "engine_mismatch", "fresh_fraction", "weight", "masked", "busy", "buffers", "finished",
+    "conservation", "encoder",
 }
 # fmt: on
 _NOTHING = torch.empty(0, dtype=torch.float64)

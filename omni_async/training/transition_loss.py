@@ -24,8 +24,8 @@ from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config
 from omni_async.families import SamplingSpec
-from omni_async.policy import Policy
-from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
+from omni_async.policy import Policy, modalities_of
+from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.training.groups import GroupBatch, MicroBatch, Needs, check_group
 from omni_async.training.row_loss import LossOfObjective
 from omni_async.types import SampleDrift
@@ -35,13 +35,14 @@ from omni_async.types import SampleDrift
 class TransitionRows:
     """R rows on the trainer's device, float32.
 
-    Latents, next_latents and behaviour_mean (R, *shape), all other tensors (R,). `steps`, `row_ids`, each (sample,
-    number among the sample's trained rows), and `needs` stay on the host."""
+    Latents, next_latents and behaviour_mean (R, *shape), behaviour_by_modality (R, M), all other tensors (R,). `steps`,
+    `row_ids`, each (sample, number among the sample's trained rows), and `needs` stay on the host."""
 
     latents: Tensor
     next_latents: Tensor
     behaviour_mean: Tensor | None
     behaviour_log_prob: Tensor
+    behaviour_by_modality: Tensor | None
     advantage: Tensor
     staleness: Tensor
     weight: Tensor | None
@@ -107,6 +108,7 @@ def build_rows(
         next_latents=stacked("latents", 1),
         behaviour_mean=stacked("means") if "means" in trajectories[0] else None,
         behaviour_log_prob=stacked("log_probs"),
+        behaviour_by_modality=stacked("modality_log_probs") if "modality_log_probs" in trajectories[0] else None,
         advantage=torch.tensor([group.advantages[sample] for sample, _ in pairs], dtype=torch.float32, device=device),
         staleness=torch.tensor([group.staleness[sample][k] for sample, k in pairs], dtype=torch.int64, device=device),
         weight=weight,
@@ -266,6 +268,7 @@ class TransitionLoss(LossOfObjective):
         )
         if counts:
             self._record_drift(rows, drift)
+            self._record_modalities(rows, step, group.spec)
             self._record_mismatch(rows, self._nats(rows, step.scale, proximal.log_prob))
             if weight is not None:
                 self._record_weights(rows, weight)
@@ -370,6 +373,21 @@ class TransitionLoss(LossOfObjective):
             record("kappa_nats", drift.kappa)
             by_step("kappa_nats", drift.kappa.flatten(), rows.steps, "mean")
         self._record_staleness(rows.staleness)
+
+    def _record_modalities(self, rows: TransitionRows, step: Transition, spec: SamplingSpec) -> None:
+        """Record log-probs of the policy in training, and its log-ratios in nats, of each modality of the samples."""
+        if rows.behaviour_by_modality is None:
+            return
+        modalities, mean, kind = modalities_of(self._policy, spec), step.mean.detach(), self._sde.kind
+        values = log_prob_by_part(kind, rows.next_latents, mean, step.scale, modalities.values())
+        for (name, part), value, old in zip(
+            modalities.items(), values, rows.behaviour_by_modality.unbind(1), strict=True
+        ):
+            factor = nats_per_log_prob(kind, step.scale.double(), mean[0, part].numel())
+            nats = factor * (value.double() - old.double())
+            self._metrics.record(f"log_prob/{name}", value)
+            self._metrics.record(f"log_ratio_nats/{name}/mean", nats)
+            self._metrics.record(f"log_ratio_nats/{name}/absmax", nats, "absmax")
 
     def _record_mismatch(self, rows: TransitionRows, nats: Tensor) -> None:
         """Record the log-ratios between engine and trainer under the same weights."""

@@ -131,11 +131,11 @@ class QwenImagePolicy(DiffusersPolicy):
             "img_shapes": [[(1, *latent_grid(spec, self.pixels_per_token))]] * len(latents),
         }
 
-    def combine(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+    def combine(self, cond: Tensor, uncond: Tensor, scale: float, spec: QwenImageSampling) -> Tensor:
         """Apply true classifier-free guidance, rescaled per token to the norm of the conditional prediction.
 
         All (B, T, C) float32."""
-        combined = super().combine(cond, uncond, scale)
+        combined = super().combine(cond, uncond, scale, spec)
         return combined * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
 
     def blank_text(self, spec: QwenImageSampling) -> dict[str, Tensor]:

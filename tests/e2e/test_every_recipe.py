@@ -52,10 +52,11 @@ _SMALL = (
     *("run.runtime=inprocess", "rollout.engine=diffusers", "rollout.group_size=4", "trainer.updates=1"),
     *(f"{role}.workers=1" for role in ("rollout", "reward", "trainer")),
     *(f"placement.{role}.gpus=0" for role in ("rollout", "reward", "trainer")),
-    *("rollout.sampling.height=32", "rollout.sampling.width=32", "validation.num_inference_steps=4"),
+    "validation.num_inference_steps=4",
     "trainer.groups_per_update=4",  # a multiple of every recipe's steps_per_update
     "tracking.mlflow.enabled=false",
 )
+_SIDE = {"ltx_2": 64}  # of an image or video; else 32
 # Nothing can be read in noise, and groups of equal rewards are not trained.
 _REWARD = {"image": "jpeg_size", "video": "motion_smoothness"}
 
@@ -79,9 +80,11 @@ def test_a_published_recipe_trains_at_test_size(
 ) -> None:
     prompts, asked = tmp_path / "prompts.txt", load(path)
     prompts.write_text('a sign that says "open"\na shop called "7 cats"\n')
+    side = _SIDE.get(asked.model.pipeline or "", 32)
     made = run(
         path,
         *_SMALL,
+        *(f"rollout.sampling.{key}={side}" for key in ("height", "width")),
         f"run.dir={tmp_path / 'runs'}",
         f"model.path={checkpoint_of(asked.model.pipeline)}",
         *(f"{section}.prompts={prompts}" for section in ("data", "validation")),

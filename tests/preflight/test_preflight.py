@@ -48,7 +48,7 @@ def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
         ),
         (
             {"model": {"pipeline": "qwenimage"}},
-            r"^model.pipeline: expected one of \['qwen_image', .*\], got 'qwenimage'; did you mean 'qwen_image'.$",
+            r"^model.pipeline: expected one of \[.*'qwen_image', .*\], got 'qwenimage'; did you mean 'qwen_image'.$",
         ),
         ({"algorithm": {"name": "ppo"}}, r"^algorithm.name: expected one of \['awm', .*got 'ppo'$"),
         ({"algorithm": {"name": "awm"}, "model": {"path": "nowhere"}}, "^rollout.sde: awm trains on final latents"),

@@ -150,6 +150,21 @@ def test_audio_is_a_wav_of_the_same_numbers(tmp_path: Path) -> None:
     assert rate == 16_000 and np.array_equal(samples.T, audio)
 
 
+@pytest.mark.parametrize(("rate", "channels"), [(24_000, 2), (10_000, 1)])  # 10 kHz is none of AAC's rates
+def test_the_mp4_of_a_video_with_sound_has_both_as_long_as_they_were(tmp_path: Path, rate: int, channels: int) -> None:
+    time = np.arange(rate) / rate  # a second
+    audio = np.stack([0.5 * np.sin(2 * np.pi * pitch * time) for pitch in (440, 880)[:channels]]).astype(np.float32)
+    file, _ = write_media(Media(video=fading(25), fps=25, audio=audio, sample_rate=rate), tmp_path / "v")
+    with av.open(str(file)) as container:
+        picture, sound = container.streams.video[0], container.streams.audio[0]
+        assert (picture.frames, picture.average_rate, sound.codec_context.name) == (25, 25, "aac")
+        assert (sound.rate, sound.channels) == (rate if rate > 10_000 else 48_000, channels)
+        assert float(sound.duration * sound.time_base) == pytest.approx(1, abs=0.001)
+        heard = np.concatenate([frame.to_ndarray() for frame in container.decode(sound)], axis=1)
+    loudest = np.abs(np.fft.rfft(heard[:, : sound.rate], axis=1)).argmax(axis=1)
+    assert loudest == pytest.approx([440, 880][:channels], abs=2)
+
+
 def test_a_file_that_cannot_be_finished_is_an_oserror_and_is_not_left(tmp_path, monkeypatch):
     def full(path: Path, *args: object) -> None:
         path.write_bytes(b"half")

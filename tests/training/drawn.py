@@ -8,7 +8,7 @@ from torch import Tensor
 
 from omni_async.components import compute_velocity
 from omni_async.config import Config
-from omni_async.policy import Policy
+from omni_async.policy import Policy, modalities_of
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SdeWindow
@@ -24,7 +24,8 @@ def drawn(policy: Policy, config: Config, window: SdeWindow) -> GroupBatch:
     sigmas, shape = policy.sigmas(steps, spec), policy.latent_shape(spec)
     trajectories = []
     for number in range(config.rollout.group_size):
-        sample = InFlight(make_request(spec, number, window=window, num_inference_steps=steps), sigmas, shape)
+        request = make_request(spec, number, window=window, num_inference_steps=steps)
+        sample = InFlight(request, sigmas, shape, modalities=modalities_of(policy, spec))
         conditioning = codec.encode(sample.request.prompt, spec)
         stacked = policy.stack_conditioning([conditioning])
         while not sample.done:
