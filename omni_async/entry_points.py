@@ -54,7 +54,7 @@ def find_point(
     found = {point.value: point for point in entry_points(group=group).select(name=name)}
     if name in own:
         if found:
-            raise ValueError(f"{key}: {name!r} is built in, and registered as {sorted(found)}; uninstall that package")
+            raise ValueError(f"{key}: {name!r} is built in, and registered as {sorted(found)}; rename that entry point")
         return own[name]
     if not found:
         raise ValueError(f"{key}: {not_one_of(name, registered_names(group, own), also)}")

@@ -120,7 +120,7 @@ BUILT_IN: tuple[Kind, ...] = (
 def find_kind(name: str) -> Kind:
     """Return the kind called `name`; ValueError as from `find_registered`."""
     own = {kind.name: kind for kind in BUILT_IN}
-    return find_registered(name, ENTRY_POINT_GROUP, Kind, "kinds of rows", own)
+    return find_registered(name, ENTRY_POINT_GROUP, Kind, "the objective's kind", own)
 
 
 def trajectory_fields(objective: Objective, config: Config) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
 # The tensors that engines can return with a sample (`omni_async.rollout.base.Trajectory`).
 TRAJECTORY_FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
+_STEPS = ("latents", "log_probs", "conditioning")
+_FINAL = ("final", "conditioning")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class Objective:
             raise ValueError(
                 f"objective {self.name!r}: fields: engines return {list(TRAJECTORY_FIELDS)}, got {unknown}"
             )
+        needed = {"transition": _STEPS, "forward": _FINAL, "preference": _FINAL}.get(self.kind, ())
+        if missing := [field for field in needed if field not in self.fields]:
+            raise ValueError(f"objective {self.name!r}: fields: {self.kind!r} rows are made of {missing} too")
+        for name in ("homogeneous", "auxiliary", "old_decay", "problems"):
+            if not callable(given := getattr(self, name)):
+                raise TypeError(f"objective {self.name!r}: {name}: expected a function, got {given!r}")
         if self.settings is not None and not issubclass(self.settings, Section):
             raise TypeError(
                 f"objective {self.name!r}: settings must be a subclass of omni_async.config.section.Section, which"
@@ -67,13 +75,18 @@ class Objective:
             )
 
     def load(self) -> Callable[[Any, Algorithm], Any]:
-        """Load the function itself (imports torch)."""
-        function: Callable[[Any, Algorithm], Any] = load_named(self.compute)
+        """Load the function itself (imports torch).
+
+        Raises:
+            ValueError: one line, if it cannot be imported, or is no function."""
+        try:
+            function: Callable[[Any, Algorithm], Any] = load_named(self.compute)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (another package's code)
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"objective {self.name!r}: compute: cannot load {self.compute!r}: {why}") from None
+        if not callable(function):
+            raise ValueError(f"objective {self.name!r}: compute: {self.compute!r} is {function!r}, no function")
         return function
-
-
-_STEPS = ("latents", "log_probs", "conditioning")
-_FINAL = ("final", "conditioning")
 
 
 def _no_kl(algorithm: Algorithm) -> bool:
@@ -244,4 +257,7 @@ def objective_names() -> tuple[str, ...]:
 def find_objective(name: str) -> Objective:
     """Return the objective called `name`; ValueError, as from `find_registered`, names `algorithm.name`."""
     own = {objective.name: objective for objective in BUILT_IN}
-    return find_registered(name, OBJECTIVES, Objective, "algorithm.name", own)
+    found = find_registered(name, OBJECTIVES, Objective, "algorithm.name", own)
+    if found.name != name:
+        raise ValueError(f"algorithm.name: {name!r} is registered for an objective that is called {found.name!r}")
+    return found

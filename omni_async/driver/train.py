@@ -270,6 +270,10 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: M
         there = f"this attempt's updates are in the ledger and checkpoints of {run.path}, but not in its results"
         return [f"{ended}: {there if observer.has_something else nothing}", *lost]
     lines = [f"{ended}: {made} in {summary.wall_s:.0f} s after loading"]
+    if reasons := summary.reject_reasons:
+        most = max(reasons, key=reasons.__getitem__)
+        rejected, admitted = summary.counters.rejected, summary.counters.admitted
+        lines.append(f"{rejected} of {admitted} groups were rejected, most often: {most}")
     if summary.validation:
         lines.append(validation_curve(summary.validation))
     names = ("images", "metrics", "ledger", "summary", "profile", "timeline")

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import Plan, require_trainable
+from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.backends import find_backend
 from omni_async.config import Config, ConfigError
 from omni_async.config.load import family_of
@@ -64,6 +65,7 @@ def preflight(config: Config) -> RunInputs:
                 " more workers"
             )
     _check_backend(config)
+    _check_objective(config)
     checks = [*_check_scorers(config), _images_check(family)]
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
@@ -146,6 +148,16 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
     return dataclasses.replace(
         inputs, config=config, start=start, run=point.run, untouched=point.run is not None, notes=notes
     )
+
+
+def _check_objective(config: Config) -> None:
+    """Load another package's objective: what it names may not be there. The built-in ones are there."""
+    objective = find_objective(config.algorithm.name)
+    if objective not in BUILT_IN:
+        try:
+            objective.load()
+        except ValueError as error:
+            raise ConfigError(f"algorithm.name: {error}") from None
 
 
 def _check_backend(config: Config) -> None:

@@ -36,10 +36,13 @@ def listing() -> Iterator[str]:
     yield "algorithms"
     width = max(map(len, objective_names())) + 1
     for name in objective_names():
-        objective = _usable(find_objective, name)
-        yield f"  {name:<{width}}{objective.summary if objective else _BROKEN}"
-        settings = objective.settings if objective else None
-        for path, field, _ in walk(settings, "algorithm.settings.") if settings else ():
+        try:
+            objective = find_objective(name)
+        except ValueError as error:
+            yield f"  {name:<{width}}(cannot be used: {error})"
+            continue
+        yield f"  {name:<{width}}{objective.summary}"
+        for path, field, _ in walk(objective.settings, "algorithm.settings.") if objective.settings else ():
             yield f"{'':16}{path}: {describe(field)}. {description(field)}"
 
 

@@ -53,7 +53,7 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
         panel.close()
     if wrong is not None:
         raise ConfigError(f"reward.scorers: {wrong}")
-    untried = "warning: reward.scorers: not tried, because it may be an outage"
+    untried = "warning: reward.scorers: could not be tried, it may be down"
     return [f"{untried}: {reason}" for reason in panel.outages] + notes
 
 

@@ -21,7 +21,7 @@ from tests.config.recipe import MINIMAL, load_text
 TRANSITION = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"}
 FORWARD = {"diffusion_nft", "awm", "diffusion_dpo"}
 WITH_KL = Algorithm(kl_coef=0.04)
-THEIRS = Objective("theirs", "another package's", "forward", "builtins:len", ("final",))
+THEIRS = Objective("theirs", "another package's", "forward", "builtins:len", ("final", "conditioning"))
 NO_OBJECTIVE = {"name": "theirs"}
 
 
@@ -132,9 +132,31 @@ def test_another_packages_objective_is_found_and_a_built_in_name_cannot_be_taken
         find_objective("flow_grpo")
 
 
+def test_an_objective_that_could_only_fail_later_is_refused(installed):
+    installed(other="THEIRS")
+    with pytest.raises(ValueError, match="'other' is registered for an objective that is called 'theirs'"):
+        find_objective("other")
+    fields = {"name": "theirs", "summary": "", "kind": "forward", "compute": "nowhere:f", "fields": THEIRS.fields}
+    for wrong, why in (
+        (
+            {"kind": "transition", "fields": ("latents", "conditioning")},
+            r"'transition' rows are made of \['log_probs'\] too",
+        ),
+        ({"fields": ("conditioning",)}, r"'forward' rows are made of \['final'\] too"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Objective(**(fields | wrong))
+    with pytest.raises(TypeError, match="homogeneous: expected a function, got True"):
+        Objective(**fields, homogeneous=True)
+    for compute, why in (("nowhere:f", "No module named 'nowhere'"), (f"{__name__}:NO_OBJECTIVE", "no function")):
+        with pytest.raises(ValueError, match=f"objective 'theirs': compute: .*{why}"):
+            Objective(**(fields | {"compute": compute})).load()
+
+
 def test_the_list_marks_an_objective_that_cannot_be_used(installed):
     installed(theirs="NO_OBJECTIVE")
-    assert [line.split(maxsplit=1)[1] for line in listing() if line.startswith("  theirs ")] == ["(cannot be used)"]
+    [line] = [line.split(maxsplit=1)[1] for line in listing() if line.startswith("  theirs ")]
+    assert line.startswith("(cannot be used: algorithm.name: 'theirs' is registered as")
 
 
 @pytest.mark.parametrize(

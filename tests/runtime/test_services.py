@@ -25,10 +25,12 @@ from omni_async.config import ConfigError, load
 from omni_async.config.yaml_text import to_yaml
 from omni_async.driver.control_socket import Request, ask
 from omni_async.driver.operate import running_lines
+from omni_async.rewards.base import Outage
 from omni_async.role_table import roles_of, scalable_roles
 from omni_async.runtime.builders import ServiceEnded, ServiceHost, ServiceNotStarted
 from omni_async.runtime.placement import plan_placements
 from omni_async.services import Service
+from omni_async.types import Prompt
 from tests.actors.actor_world import Desk
 from tests.job_world import Disturbed, slow_at
 from tests.loops import settle
@@ -269,8 +271,18 @@ def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_or
 
 def test_the_documented_role_is_accepted_and_answers(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "roles.md").read_text()
-    program, entry_point, role = re.findall(r"^```(?:python|toml|yaml)\n(.*?)^```$", page, flags=re.M | re.S)
+    program, entry_point, role, start, scorer = re.findall(
+        r"^```(?:python|toml|yaml)\n(.*?)^```$", page.replace("/tmp/word-count", str(tmp_path)), flags=re.M | re.S
+    )
+    start = start[start.index("    async def start") :]
+    program = "from pathlib import Path\n" + re.sub(
+        r"    async def start.*?\n\n", lambda _: f"{start}\n", program, flags=re.S
+    )
     (tmp_path / "site" / "word_count.py").write_text(program)
+    asks: dict[str, Any] = {}
+    exec(scorer, asks)
+    with pytest.raises(Outage, match="no word count answers"):
+        asks["Words"]().score([], [Prompt(0, "a red cat")])
     points = tmp_path / "site" / "outside-1.0.dist-info" / "entry_points.txt"
     points.write_text(entry_point.replace("project.entry-points.", "").replace('"', ""))
     path = recipe(tmp_path, *yaml.safe_load(role)["roles"])
@@ -287,7 +299,9 @@ def test_the_documented_role_is_accepted_and_answers(tmp_path, monkeypatch, caps
         writer.write(f"{text}\n".encode())
         counted = int(await reader.readline())
         writer.close()
+        [scored] = await asyncio.to_thread(asks["Words"]().score, [], [Prompt(0, text)])
         await service.close()
+        assert scored.value == counted
         return counted
 
     assert asyncio.run(words("a red cat")) == 3 and asyncio.run(words("cat " * 60)) == 50
