@@ -14,7 +14,9 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 
-.PHONY: help install quickstart test test-all test-fast test-gpu lint format docs clean
+FAMILIES = $$($(BIN)/python -c 'from omni_async.families import family_names; print(*family_names())')
+
+.PHONY: help conformance install quickstart test test-all test-fast test-gpu lint format docs clean
 
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
@@ -22,6 +24,7 @@ help:
 	@echo "make test-all     every test and every schedule (about half an hour)"
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
 	@echo "make test-gpu     the tests for a machine that has accelerators"
+	@echo "make conformance  compare every model family with its upstream pipeline, on every engine; writes docs/models/measured.md"
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make format       rewrite the code in the project's format"
 	@echo "make docs         regenerate docs/configuration.md"
@@ -49,6 +52,15 @@ test-all: install
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow"
+
+# One process for each: an engine claims its process. Stops at the first family with a failed check.
+conformance: install
+	@{ echo "# What parity measured"; echo; \
+	echo "\`make conformance\` at commit $$(git rev-parse --short HEAD), $$(date -u +%F), on the CPU in float32: random checkpoints of"; \
+	echo "real architecture, beside the most that is allowed ([what the checks are](../integrate-a-model.md#5-compare-it-with-diffusers))."; \
+	echo; set -e; for family in $(FAMILIES); do OMP_NUM_THREADS=1 $(BIN)/omni-async parity $$family --engine all; done; \
+	} > docs/models/measured.md
+	@grep -c "| ok " docs/models/measured.md | xargs -I{} echo "{} checks passed; see docs/models/measured.md"
 
 # -rs says why a test was skipped: too few accelerators, or a torch that does not see them.
 test-gpu: install

@@ -72,7 +72,7 @@ def parity(options: argparse.Namespace) -> int:
         label = f"{family.name} {case.label}".rstrip()
         rows[label] = []
         with tempfile.TemporaryDirectory() as folder, _diverted(Path(folder) / "log.txt") as out:
-            out.write(f"{label}\n\n{line(HEADER)}\n{rule()}\n")
+            out.write(f"## {label}\n\n{line(HEADER)}\n{rule()}\n")
             for row in _compared(family, case, str(case.build(Path(folder) / "checkpoint")), engines):
                 rows[label].append(row)
                 out.write(f"{line(cells(row))}\n")
