@@ -6,9 +6,11 @@ Other packages are foreign code and may break in any way.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -32,9 +34,19 @@ def not_one_of(name: str, known: Collection[str], also: str = "") -> str:
     return f"expected one of {[*known]}{also}, got {name!r}{did_you_mean(name, known)}"
 
 
+@lru_cache(maxsize=64)
+def _scanned(scan: Callable[..., EntryPoints], group: str, path: tuple[str, ...]) -> EntryPoints:
+    return scan(group=group)
+
+
+def _installed(group: str) -> EntryPoints:
+    """Return a group's entry points. Looked up once: that opens a file of every package, and roles ask often."""
+    return _scanned(entry_points, group, tuple(sys.path))
+
+
 def registered_names(group: str, own: Iterable[str] = ()) -> tuple[str, ...]:
     """Return this project's own names and those of the entry-point group `group`, sorted."""
-    return tuple(sorted({*own, *entry_points(group=group).names}))
+    return tuple(sorted({*own, *_installed(group).names}))
 
 
 def find_point(
@@ -51,7 +63,7 @@ def find_point(
 
     Raises:
         ValueError: one line, if there is none, or several: the order of the path would decide whose is taken."""
-    found = {point.value: point for point in entry_points(group=group).select(name=name)}
+    found = {point.value: point for point in _installed(group).select(name=name)}
     if name in own:
         if found:
             raise ValueError(f"{key}: {name!r} is built in, and registered as {sorted(found)}; rename that entry point")
