@@ -360,7 +360,8 @@ class Disturbed:
     def emulated(cls, folder: Path, profile: Profile, **sections: Any) -> Disturbed:
         """Makes a job on Ray whose processes do nearly all of the time what the profile makes slow."""
         usual: dict[str, Any] = {
-            "run": {"runtime": "ray", "health_timeout_s": 3.0, "restarts": 20},
+            # Longer than two cores may keep a healthy role waiting while others import.
+            "run": {"runtime": "ray", "health_timeout_s": 6.0, "restarts": 20},
             "reward": {"workers": 2},
             "buffer": {"trajectories": 32, "groups": 16},
             "trainer": {"updates": 100_000, "groups_per_update": 2},

@@ -92,8 +92,8 @@ class WrongSchedule(StableDiffusion3Policy):
 
 
 class WrongOrderOfGuidance(StableDiffusion3Policy):
-    def combine(self, cond: Any, uncond: Any, scale: float) -> torch.Tensor:
-        return super().combine(uncond, cond, scale)
+    def combine(self, cond: Any, uncond: Any, scale: float, spec: Any) -> torch.Tensor:
+        return super().combine(uncond, cond, scale, spec)
 
 
 class WrongDtype(StableDiffusion3Policy):
