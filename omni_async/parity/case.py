@@ -6,7 +6,7 @@ Imports no torch: families list their cases where nothing is loaded yet.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,14 @@ class Upstream:
             self.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
 
     def arguments(self, prompt: Prompt, spec: SamplingSpec) -> dict[str, Any]:
-        """Return the pipeline's arguments for a sample, besides its noise and what comes out."""
+        """Return the pipeline's arguments for a sample, besides its noise and what comes out.
+
+        A prompt's image is the argument `image`."""
+        from PIL import Image
+
         keys = {name: value for name, value in msgspec.structs.asdict(spec).items() if name not in self.not_arguments}
-        return {"prompt": prompt.text, "num_inference_steps": STEPS, **keys}
+        images = {"image": Image.open(prompt.images[0].path)} if prompt.images else {}
+        return {"prompt": prompt.text, "num_inference_steps": STEPS, **images, **keys}
 
     def latents(self, prompt: Prompt, spec: SamplingSpec, noise: Tensor) -> Tensor:
         """Draw the latents (1, *shape) of a sample without noise from its initial latents, as the policy has them."""
@@ -84,6 +89,8 @@ class Case:
         the number of a list's last layer, a name as it is; then a regular expression.
     upstream: makes the upstream pipeline of the checkpoint.
     prompts: of different lengths.
+    image_sizes: (width, height) of the image that each of the prompts carries, None where it carries none; empty: none
+        does. `with_images` draws them. Samples of the second prompt are compared with the upstream pipeline's.
     targets: suffixes of the layers that get adapters."""
 
     specs: tuple[SamplingSpec, ...]
@@ -92,7 +99,28 @@ class Case:
     idle: tuple[str, ...] = ()
     upstream: Callable[[str], Upstream] = Upstream
     prompts: tuple[Prompt, ...] = tuple(Prompt(index, text) for index, text in enumerate(PROMPTS))
+    image_sizes: tuple[tuple[int, int] | None, ...] = ()
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def with_images(self, folder: Path) -> Case:
+        """Return the case with prompts that carry their images: noise, written to the folder as `<index>.png`."""
+        if not self.image_sizes:
+            return self
+        import numpy as np
+        from PIL import Image
+
+        from omni_async.data.image_files import prompt_image
+
+        prompts = []
+        for prompt, size in zip(self.prompts, self.image_sizes, strict=True):
+            if size is None:
+                prompts.append(prompt)
+                continue
+            file, (width, height) = folder / f"{prompt.index}.png", size
+            pixels = np.random.default_rng(prompt.index).integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(file)
+            prompts.append(msgspec.structs.replace(prompt, images=(prompt_image(file, file.name),)))
+        return replace(self, prompts=tuple(prompts))
 
     def request(self, spec: SamplingSpec, number: int = 0, **changes: Any) -> SampleRequest:
         """Make a request whose window of three steps starts at 0, 1 or 2, by its number."""

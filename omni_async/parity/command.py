@@ -73,7 +73,8 @@ def parity(options: argparse.Namespace) -> int:
         rows[label] = []
         with tempfile.TemporaryDirectory() as folder, _diverted(Path(folder) / "log.txt") as out:
             out.write(f"## {label}\n\n{line(HEADER)}\n{rule()}\n")
-            for row in _compared(family, case, str(case.build(Path(folder) / "checkpoint")), engines):
+            path, case = str(case.build(Path(folder) / "checkpoint")), case.with_images(Path(folder))
+            for row in _compared(family, case, path, engines):
                 rows[label].append(row)
                 out.write(f"{line(cells(row))}\n")
             out.write("\n")

@@ -1,19 +1,23 @@
 """Tests that every family passes `omni-async parity`, and that parity catches what is wrong with one or an engine."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from omni_async.cli import main
+from omni_async.data.image_files import read_prompt_image
 from omni_async.families import find_family
+from omni_async.parity.case import Upstream
 from omni_async.parity.engine import check_engine
 from omni_async.parity.model import Subject, check_model
 from omni_async.parity.table import Row
@@ -155,6 +159,21 @@ def test_an_engine_that_keeps_its_old_weights_or_takes_any_is_caught(tmp_path):
         "old weights after a push" in wrong["old weights come back"] and wrong["adapters"] == "adapters change nothing"
     )
     assert "a version without one parameter" in wrong["wrong weights are refused"]
+
+
+def test_prompts_carry_the_images_that_a_case_asks_for(tmp_path):
+    bare = dataclasses.replace(SD3.case, image_sizes=((6, 4), None, (4, 8)))
+    assert SD3.case.with_images(tmp_path) is SD3.case and not any(tmp_path.iterdir())
+    case = bare.with_images(tmp_path)
+    found = [
+        [read_prompt_image(image).image.shape for image in case.request(case.specs[0], n).prompt.images]
+        for n in range(3)
+    ]
+    assert found == [[(3, 4, 6)], [], [(3, 8, 4)]]
+    assert case == bare.with_images(tmp_path), "the same pixels every time"
+    asked = Upstream.arguments(SimpleNamespace(not_arguments=()), case.prompts[0], case.specs[0])
+    assert asked["image"].size == (6, 4) and asked["prompt"] == case.prompts[0].text
+    assert "image" not in Upstream.arguments(SimpleNamespace(not_arguments=()), case.prompts[1], case.specs[0])
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
