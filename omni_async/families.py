@@ -65,7 +65,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and `vllm_extension` are the dotted
     classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a checkpoint's `model_index.json` must
     have; `components` are the checkpoint's folders with what is trained; `prompt_images` is the number of images that a
-    prompt may carry (its codec reads them by `omni_async.data.image_files.read_prompt_image`); `attention_heads` is the
+    prompt may carry (its codec reads them by `omni_async.data.image_files.read_prompt_image`), and `needs_images` says
+    that it must carry one; `attention_heads` is the
     key of a component's config.json with the number of its attention heads, None where ranks cannot share a row's
     tokens (`omni_async.policy.SequencePlan`); `parity` is the `module:NAME` of the tuple of its
     `omni_async.parity.case.Case`s."""
@@ -78,6 +79,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     vllm_extension: str = "omni_async.rollout.vllm_worker.RolloutWorkerExtension"
     components: tuple[str, ...] = ("transformer",)
     prompt_images: int = 0
+    needs_images: bool = False
     attention_heads: str | None = None
     parity: str | None = None
 

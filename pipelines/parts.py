@@ -101,18 +101,20 @@ class DiffusersPolicy(ABC):
     """What is the same of every `omni_async.policy.Policy` whose parts are models of diffusers and transformers.
 
     A sample's conditioning has each tensor of `text_rules` as `prompt_<name>` and, if it is guided, also as
-    `negative_prompt_<name>`.
+    `negative_prompt_<name>`; those of `shared_rules`, which both branches read, it has once, as `<name>`.
 
     denoiser: name of the denoisers' class in diffusers.
     parts: the other parts as `module.Class`, by folder, which is also their argument of `codec`.
     codec: class of the family's codec.
     text_rules: how the tensors of a text are stacked (`omni_async.components.stack_rows`).
+    shared_rules: how those are that do not depend on the text, such as an image's.
     guidance: key of the spec that has the scale of classifier-free guidance."""
 
     denoiser: str
     parts: ClassVar[Mapping[str, str]]
     codec: type[DiffusersCodec]
     text_rules: ClassVar[Mapping[str, Rule]]
+    shared_rules: ClassVar[Mapping[str, Rule]] = {}
     guidance = "guidance_scale"
     components: tuple[str, ...] = ("transformer",)
     sequence_plan: SequencePlan | None = None
@@ -133,13 +135,17 @@ class DiffusersPolicy(ABC):
         Args:
             latents: (B, *shape) in the denoiser's dtype.
             sigma: (B,) float32.
-            text: the tensors of `text_rules`, (B, ...), and lists of B where they are jagged; floats in the denoiser's
-                dtype.
+            text: the tensors of `text_rules` and `shared_rules`, (B, ...), and lists of B where they are jagged; floats
+                in the denoiser's dtype.
             spec: the samples'."""
 
     @abstractmethod
     def blank_text(self, spec: Any) -> dict[str, Tensor]:
         """Return the tensors of `text_rules` of a short text, with nothing in them."""
+
+    def blank_shared(self, spec: Any) -> dict[str, Tensor]:
+        """Return the tensors of `shared_rules`, with nothing in them."""
+        return {}
 
     def scale(self, spec: Any, component: str) -> float:
         """Return the scale of the guidance as `combine` takes it; 1 where there is none."""
@@ -197,28 +203,31 @@ class DiffusersPolicy(ABC):
 
         def predict(branch: str) -> Tensor:
             text: dict[str, Any] = {}
-            for name, rule in self.text_rules.items():
-                found = cast(Any, conditioning).get(f"{branch}_{name}", as_list=rule == "jagged")
+            keys = {name: f"{branch}_{name}" for name in self.text_rules} | {name: name for name in self.shared_rules}
+            for name, rule in (*self.text_rules.items(), *self.shared_rules.items()):
+                found = cast(Any, conditioning).get(keys[name], as_list=rule == "jagged")
                 text[name] = [ready(row) for row in found] if rule == "jagged" else ready(found)
             inputs = self.inputs(latents, sigma, text, spec)
             v: Tensor = self.call(denoiser, **{"hidden_states": latents, "return_dict": False} | inputs)[0]
             return v.float()
 
-        cond, scale = predict("prompt"), self.scale(spec, component)
+        scale = self.scale(spec, component)
+        if scale > 1 and f"negative_prompt_{next(iter(self.text_rules))}" not in conditioning:
+            raise ValueError(f"classifier-free guidance of {scale} needs conditioning with a negative prompt")
+        cond = predict("prompt")
         if scale <= 1:
             return cond
-        if f"negative_prompt_{next(iter(self.text_rules))}" not in conditioning:
-            raise ValueError(f"classifier-free guidance of {scale} needs conditioning with a negative prompt")
         with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
             uncond = predict("negative_prompt")
         return self.combine(cond, uncond, scale, spec)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         branches = ("prompt", "negative_prompt")
-        return stack_rows(rows, {f"{b}_{name}": rule for b in branches for name, rule in self.text_rules.items()})
+        of_texts = {f"{b}_{name}": rule for b in branches for name, rule in self.text_rules.items()}
+        return stack_rows(rows, of_texts | {**self.shared_rules})
 
     def blank_conditioning(self, spec: Any) -> TensorDict:
-        return _conditioning(spec.guided, lambda branch: self.blank_text(spec))
+        return _conditioning(spec.guided, lambda branch: self.blank_text(spec), self.blank_shared(spec))
 
     def load_codec(self, dtype: torch.dtype) -> DiffusersCodec:
         found = {}
@@ -259,11 +268,15 @@ class DiffusersCodec(ABC):
         def encode_branch(branch: str) -> dict[str, Tensor]:
             return self.encode_text(prompt.text if branch == "prompt" else spec.negative_prompt, spec)
 
-        return _conditioning(spec.guided, encode_branch)
+        return _conditioning(spec.guided, encode_branch, self.encode_shared(prompt, spec))
 
     @abstractmethod
     def encode_text(self, text: str, spec: Any) -> dict[str, Tensor]:
         """Return one text's tensors of the policy's `text_rules`. ValueError for one that the model cannot take."""
+
+    def encode_shared(self, prompt: Prompt, spec: Any) -> dict[str, Tensor]:
+        """Return a prompt's tensors of the policy's `shared_rules`. ValueError for one that the model cannot take."""
+        return {}
 
     @abstractmethod
     def decode(self, latents: Tensor, spec: Any) -> list[Media]:
@@ -299,8 +312,10 @@ class ImageCodec(DiffusersCodec):
         return self.from_maps((maps - config.shift_factor) * config.scaling_factor)
 
 
-def _conditioning(guided: bool, tensors_of: Callable[[str], dict[str, Tensor]]) -> TensorDict:
-    """Make a sample's conditioning of the tensors of its prompt and, if it is guided, of its negative prompt."""
+def _conditioning(
+    guided: bool, tensors_of: Callable[[str], dict[str, Tensor]], shared: dict[str, Tensor]
+) -> TensorDict:
+    """Make a sample's conditioning of what is shared, of its prompt and, if it is guided, of its negative prompt."""
     branches = ("prompt", "negative_prompt") if guided else ("prompt",)
     named = {f"{branch}_{name}": t for branch in branches for name, t in tensors_of(branch).items()}
-    return TensorDict(named, batch_size=[])
+    return TensorDict(named | shared, batch_size=[])

@@ -123,10 +123,12 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
 
 
 def _images_check(family: PipelineFamily) -> PromptCheck:
-    """Return a check that refuses prompts with more images than the family takes."""
+    """Return a check that refuses prompts with more images than the family takes, or with none where it needs one."""
 
     def check(prompt: Prompt) -> str | None:
         given, most = len(prompt.images), family.prompt_images
+        if family.needs_images and not given:
+            return f"images: the prompt has none, but model.pipeline {family.name!r} needs one"
         if given <= most:
             return None
         return f"images: the prompt has {given}, but model.pipeline {family.name!r} takes {most or 'none'}"

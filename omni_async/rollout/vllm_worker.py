@@ -93,14 +93,19 @@ class RolloutPipelineMixin:
         codec: Codec = policy.codec(**{name: getattr(self, name) for name in policy.parts})
         return codec
 
+    def encode_warm_up(self, request: SampleRequest) -> TensorDict:
+        """Return the conditioning of vLLM-Omni's own first request; it has no image, for which a family stands in."""
+        return self.conditioning.of(request)[0]
+
     # ---- vLLM-Omni's step-wise protocol ------------------------------------------------------------------------------
 
     def prepare_encode(self, state: Any, **kwargs: Any) -> Any:
-        request = (state.sampling.extra_args or {}).get(REQUEST_KEY) or self._warm_up_request(state)
+        given = (state.sampling.extra_args or {}).get(REQUEST_KEY)
+        request = given or self._warm_up_request(state)
         sigmas = self.policy.sigmas(request.num_inference_steps, request.spec)
         shape = self.policy.latent_shape(request.spec)
         try:
-            conditioning, encoded = self.conditioning.of(request)
+            conditioning, encoded = self.conditioning.of(request) if given else (self.encode_warm_up(request), False)
         except ValueError as error:
             # The one kind of error that vLLM-Omni hands on as the request's fault and not the engine's.
             raise OmniClientError(str(error)) from error

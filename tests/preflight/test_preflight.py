@@ -297,3 +297,13 @@ def test_prompts_with_images_are_for_families_that_take_them(tmp_path, monkeypat
     assert [len(prompt.images) for prompt in preflight(config).prompts] == [0, 1]
     (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "images": ["cat.png", "cat.png"]}\n')
     assert "the prompt has 2, but model.pipeline 'qwen_image' takes 1" in refusal(config)
+
+
+def test_a_prompt_without_an_image_is_refused_where_the_family_needs_one(tmp_path, monkeypatch):
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
+    needs = replace(find_family("qwen_image"), prompt_images=1, needs_images=True)
+    monkeypatch.setattr("omni_async.preflight.check.find_family", lambda name: needs)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "image": "cat.png"}\n{"prompt": "x"}\n')
+    config = write_world(tmp_path, data={"prompts": "p.jsonl"})
+    said = refusal(config)
+    assert said.endswith("p.jsonl:2: images: the prompt has none, but model.pipeline 'qwen_image' needs one")
