@@ -23,10 +23,13 @@ Fault = Literal["retry", "outage", "replace", "reject"]
 
 
 class PromptImage(msgspec.Struct, frozen=True, gc=False):
-    """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes."""
+    """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes.
+
+    One that no file holds, because it was drawn, has its file's bytes as `content`, and a path that says what it is."""
 
     path: str
     digest: str
+    content: bytes | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -60,7 +63,8 @@ class SampleRequest(msgspec.Struct, frozen=True, gc=False):
     `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit
     integer. `spec` is the family's `SamplingSpec`. `window` is None for a noise-free (ODE) sample. `fields` are the
     trajectory tensors the objective asked for. `initial_seed`, where given, seeds the initial noise in place of `seed`,
-    so that samples of a group can share it."""
+    so that samples of a group can share it. `calls`: a rollout program draws it in so many calls, each of
+    `num_inference_steps`; an engine gets requests of one call alone."""
 
     sample_id: str
     kind: SampleKind
@@ -76,14 +80,16 @@ class SampleRequest(msgspec.Struct, frozen=True, gc=False):
     fields: tuple[str, ...] = ()
     attempt: int = 1
     initial_seed: int | None = None
+    calls: int = 1
 
 
 class SampleResult(msgspec.Struct, frozen=True, gc=False):
     """A generated sample.
 
-    `step_versions` are the policy versions that took the trained steps; `version` took step 0. In a training sample
-    without a window every step counts as trained, because its final latents are trained on. `nbytes` are those of its
-    trajectory and its media. `encoded`: its prompt was encoded for it, and not for an earlier sample."""
+    `step_versions` are the policy versions that took the trained steps, call after call; `version` took step 0. In a
+    training sample without a window every step counts as trained, because its final latents are trained on. `nbytes`
+    are those of its trajectory and its media. `encoded`: its prompt was encoded for it, and not for an earlier
+    sample."""
 
     sample_id: str
     engine: str

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from omni_async.actors.api import CoordinatorApi, Tracer
@@ -20,7 +21,8 @@ from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, is_cancelled
 from omni_async.config import Config
 from omni_async.media import Media
-from omni_async.rollout.base import EngineError, RolloutEngine
+from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
+from omni_async.rollout.calls import Program, draw_calls
 from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
@@ -45,15 +47,20 @@ class _Finished(NamedTuple):
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
         """Return the coordinator's message about the sample that `engine` made, with references to what is stored."""
-        every_step = range(self.request.num_inference_steps if self.request.kind == "train" else 0)
+        num_steps = self.request.num_inference_steps
+        every_step = range(num_steps if self.request.kind == "train" else 0)
         steps = self.request.window.steps if self.request.window else every_step
+        of_calls = [
+            self.versions.of_steps(range(first + steps.start, first + steps.stop))
+            for first in range(0, self.request.calls * num_steps, num_steps)
+        ]
         return SampleResult(
             self.request.sample_id,
             engine,
             trajectory,
             media,
             version=self.versions.first,
-            step_versions=self.versions.of_steps(steps),
+            step_versions=of_calls[0] if len(of_calls) == 1 else VersionSpans.of(chain.from_iterable(of_calls)),
             started=self.started,
             finished=self.finished,
             nbytes=nbytes(self.tensors) + nbytes(self.media),
@@ -63,7 +70,10 @@ class _Finished(NamedTuple):
 
 @dataclass(eq=False)
 class Producer:
-    """The producer of one engine. Weights arrive through `receiver`, which is the object store's unless given."""
+    """The producer of one engine.
+
+    Weights arrive through `receiver`, which is the object store's unless given. `program` draws samples of several
+    calls."""
 
     name: str
     config: Config
@@ -72,6 +82,7 @@ class Producer:
     store: ObjectStore
     clock: Clock
     receiver: WeightReceiver | None = None
+    program: Program | None = None
 
     def __post_init__(self) -> None:
         self._receiver = self.receiver or ObjectStoreReceiver(self.store)
@@ -147,7 +158,7 @@ class Producer:
             started = self.clock.now()
             try:
                 async with asyncio.timeout(self.config.rollout.timeout_s) as deadline:
-                    trajectory = await self.engine.generate(request)
+                    trajectory = await self._draw(request)
             except EngineError:
                 raise
             except asyncio.CancelledError:
@@ -184,6 +195,11 @@ class Producer:
             media_bytes=nbytes(media),
         )
         return found
+
+    async def _draw(self, request: SampleRequest) -> Trajectory:
+        if self.program is None:
+            return await self.engine.generate(request)
+        return await draw_calls(self.program, request, self.engine.generate)
 
     async def _store_all(self, finished: list[_Finished]) -> list[SampleResult]:
         """Store media apart from the rest, because scorers need them alone."""

@@ -43,6 +43,12 @@ def _rows(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
             " set rollout.sde: null"
         )
 
+    if not kind.noisy and config.rollout.calls > 1:
+        yield (
+            f"rollout.calls: {objective.name} {kind.summary}, which a sample of several calls has several of; take an"
+            f" objective that trains denoising steps, or 1 call, got {config.rollout.calls}"
+        )
+
 
 def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     algorithm, name = config.algorithm, objective.name

@@ -24,7 +24,16 @@ FORMAT = 5
 _LARGEST = 2**30
 _LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
-_ROLLOUT = ("group_size", "sampling", "buckets", "num_inference_steps", "share_initial_noise", "sde")
+_ROLLOUT = (
+    "group_size",
+    "sampling",
+    "buckets",
+    "num_inference_steps",
+    "share_initial_noise",
+    "sde",
+    "calls",
+    "program",
+)
 S = TypeVar("S", bound=msgspec.Struct)
 
 

@@ -23,7 +23,7 @@ def check(config: Config) -> str | None:
 
 
 def _problems(c: Config) -> Iterator[str]:
-    for part in (_data, _window, _placement, _staleness, _batching, _training, _reward, _runtime):
+    for part in (_data, _calls, _window, _placement, _staleness, _batching, _training, _reward, _runtime):
         yield from part(c)
     names = [role.name for role in c.roles]
     for number, name in enumerate(names):
@@ -40,6 +40,19 @@ def _data(c: Config) -> Iterator[str]:
             "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"
             " diffusion_dpo"
         )
+
+
+def _calls(c: Config) -> Iterator[str]:
+    calls, program = c.rollout.calls, c.rollout.program
+    if calls > 1 and program is None:
+        yield (
+            f"rollout.program: required where a sample takes several calls, got rollout.calls = {calls} and none; name"
+            " one, or leave rollout.calls at 1"
+        )
+    if calls == 1 and program is not None:
+        yield f"rollout.calls: a program makes several calls, expected at least 2 with {program.name!r}, got 1"
+    if calls > 1 and c.data.preferences is not None:
+        yield f"rollout.calls: the samples of data.preferences are not drawn, expected 1, got {calls}"
 
 
 def _window(c: Config) -> Iterator[str]:

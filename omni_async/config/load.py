@@ -31,6 +31,7 @@ from omni_async.config.tree import errors_of, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
 from omni_async.entry_points import did_you_mean, find_registered, registered_names
 from omni_async.families import family_names, find_family
+from omni_async.programs import find_program
 from omni_async.services import find_service
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -51,7 +52,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     with errors_of(Path(path)):
         config = decode(tree, Config)
         _require_no_contradiction(config, overrides)
-        config = apply_schedule(_with_roles(with_settings(with_spec(config))))
+        config = apply_schedule(_with_program(_with_roles(with_settings(with_spec(config)))))
         if problem := check(config):
             raise ConfigError(problem)
     return config
@@ -202,6 +203,20 @@ def _with_roles(config: Config) -> Config:
             raise ConfigError(f"roles.{number}.settings: the role {role.name!r} has none; remove them")
         roles.append(role)
     return replace(config, roles=tuple(roles))
+
+
+def _with_program(config: Config) -> Config:
+    """Return the configuration with the `settings` of its rollout program as that program's section."""
+    program = config.rollout.program
+    if program is None:
+        return config
+    section = _found(find_program, program.name).settings
+    if section is None:
+        if program.settings:
+            raise ConfigError(f"rollout.program.settings: {program.name!r} has none; remove them")
+        return config
+    settings = decode(program.settings, section, "rollout", "program", "settings")
+    return replace(config, rollout=replace(config.rollout, program=replace(program, settings=settings)))
 
 
 def _found(find: Any, *arguments: Any) -> Any:

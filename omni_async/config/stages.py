@@ -77,6 +77,13 @@ class Bucket(Section, kw_only=True, frozen=True):
     """Share of the groups, relative to the other buckets'."""
 
 
+class Program(Section, kw_only=True, frozen=True):
+    name: str
+    """A registered rollout program; `omni-async list` shows them."""
+    settings: Any = msgspec.field(default_factory=dict)
+    """Settings of the program; the keys are its package's."""
+
+
 class Rollout(Section, kw_only=True, frozen=True):
     engine: Literal["vllm_omni", "diffusers", "emulated"] = "vllm_omni"
     """Engine that generates the samples."""
@@ -110,6 +117,10 @@ class Rollout(Section, kw_only=True, frozen=True):
     """Samples of a group start from the same noise (lowers reward variance)."""
     sde: Sde | None = Sde()
     """How noise is injected; null: plain ODE sampling, for objectives that train on the final latents alone."""
+    calls: Annotated[int, most(100, ge=1)] = 1
+    """Times the engine is called for one sample, by a program: to draw, judge and edit, say."""
+    program: Program | None = None
+    """What happens between the calls of a sample; needed where there are several."""
     emulated: Emulated = Emulated()
     """Service times of the emulated engine."""
 
@@ -117,6 +128,11 @@ class Rollout(Section, kw_only=True, frozen=True):
     def specs(self) -> tuple[Any, ...]:
         """The `SamplingSpec` of every bucket; the one of `sampling` where there are none."""
         return tuple(bucket.sampling for bucket in self.buckets) or (self.sampling,)
+
+    @property
+    def as_one_call(self) -> Rollout:
+        """The same without a program: a profile's time for a sample includes all of its calls."""
+        return msgspec.structs.replace(self, calls=1, program=None)
 
 
 class Scorer(Section, kw_only=True, frozen=True):

@@ -24,14 +24,14 @@ def trained_steps(request: SampleRequest) -> tuple[int, ...]:
 
     A training sample without a window carries those of all its steps, or none if it comes from a dataset."""
     if request.window is not None:
-        return (request.window.size,)
-    return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
+        return (request.calls * request.window.size,)
+    return (request.calls * request.num_inference_steps, 0) if request.kind == "train" else (0,)
 
 
 def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
     """Raise ValueError unless the result has a version for every trained step of its request."""
     found, window = result.step_versions.num_steps, request.window
-    if window is not None and found == window.size:  # nearly every sample: the rest need not be asked
+    if window is not None and found == request.calls * window.size:  # nearly every sample: the rest need not be asked
         return
     expected = trained_steps(request)
     if found not in expected:
@@ -93,7 +93,18 @@ class RequestFactory:
         noise_level = rollout.sde.noise_level if rollout.sde and kind == "train" else 0.0
         sde_kind = rollout.sde.kind if rollout.sde else "flow"
         return SampleRequest(
-            "", kind, group, 0, prompt, 0, rollout.sampling, num_inference_steps, noise_level, sde_kind, window=None
+            "",
+            kind,
+            group,
+            0,
+            prompt,
+            0,
+            rollout.sampling,
+            num_inference_steps,
+            noise_level,
+            sde_kind,
+            window=None,
+            calls=rollout.calls,
         )
 
 

@@ -83,6 +83,8 @@ def read_prompt_image(image: PromptImage) -> Media:
     """Decode a prompt's image, as `read_image` does.
 
     ValueError if the file is gone, or another one than when the run began."""
+    if image.content is not None:
+        return read_image(io.BytesIO(image.content), image.path)
     try:
         content = Path(image.path).read_bytes()
     except OSError as error:
@@ -90,6 +92,20 @@ def read_prompt_image(image: PromptImage) -> Media:
     if _digest(content) != image.digest:
         raise ValueError(f"the prompt's image {image.path} has changed since the run began")
     return read_image(io.BytesIO(content), image.path)
+
+
+def drawn_image(media: Media, name: str) -> PromptImage:
+    """Return an image that was drawn as one that a prompt carries, without loss.
+
+    Args:
+        media: has an image.
+        name: what it is, for errors."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(media.pixels).save(buffer, "PNG", compress_level=1)
+    content = buffer.getvalue()
+    return PromptImage(name, _digest(content), content)
 
 
 def one_line(error: Exception) -> str:

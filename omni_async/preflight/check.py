@@ -31,6 +31,7 @@ from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
 from omni_async.preflight.resume import find_resume_point
+from omni_async.programs import find_program
 from omni_async.rewards import registry as scorers
 from omni_async.role_table import roles_of
 from omni_async.runtime.inputs import RunInputs
@@ -67,6 +68,7 @@ def preflight(config: Config) -> RunInputs:
     _check_backend(config)
     _check_objective(config)
     checks = [*_check_scorers(config), _images_check(family)]
+    _check_program(config, family)
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(
@@ -120,6 +122,19 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
         if check is not None:
             asked.append(check)
     return asked
+
+
+def _check_program(config: Config, family: PipelineFamily) -> None:
+    """Refuse what the rollout program, which may be another package's, says that it cannot work with."""
+    if config.rollout.program is not None:
+        found = find_program(config.rollout.program.name)
+        if problem := next(found.problems(config, family), None):
+            raise ConfigError(problem)
+        try:
+            found.load()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
+            why = f"{found.build!r} cannot be loaded: {type(error).__name__}: {error}"
+            raise ConfigError(f"rollout.program.name: {config.rollout.program.name!r}: {why}") from None
 
 
 def _images_check(family: PipelineFamily) -> PromptCheck:
@@ -224,11 +239,13 @@ def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
     require_room(config, profile.payload)
     _check_memory(config, profile.payload)
     ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
+    if config.rollout.program is not None:
+        ignored = f"rollout program, {ignored}"
     return RunInputs(
         config=replace(
             config,
             validation=None,
-            rollout=replace(config.rollout, timeout_s=_NEVER_S),
+            rollout=replace(config.rollout.as_one_call, timeout_s=_NEVER_S),
             weights=replace(config.weights, timeout_s=_NEVER_S),
         ),
         family=PipelineFamily(

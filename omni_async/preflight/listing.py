@@ -1,7 +1,7 @@
 """Lists what a recipe may name, for `omni-async list`.
 
-Model families come with what they make and run on, then engines, trainer backends, transitions, scorers, roles and
-algorithms. What another package registered and is broken is marked. Imports no torch.
+Model families come with what they make and run on, then engines, trainer backends, transitions, scorers, roles,
+rollout programs and algorithms. What another package registered and is broken is marked. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from omni_async.config.describe import describe, description, fields_of, walk
 from omni_async.config.schema import Rollout, Sde
 from omni_async.config.section import Section
 from omni_async.families import family_names, find_family
+from omni_async.programs import find_program, program_names
 from omni_async.rewards.registry import names
 from omni_async.services import find_service, service_names
 from omni_async.tracking.console import columns
@@ -33,6 +34,7 @@ def listing() -> Iterator[str]:
     yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
     yield f"{'scorers':<16}{', '.join(names())}"
     yield f"{'roles':<16}{', '.join(_marked(service_names(), find_service)) or 'none is installed'}"
+    yield f"{'programs':<16}{', '.join(_marked(program_names(), find_program)) or 'none is installed'}"
     yield "algorithms"
     width = max(map(len, objective_names())) + 1
     for name in objective_names():

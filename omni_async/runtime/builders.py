@@ -31,6 +31,7 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
 from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
+from omni_async.programs import find_program
 from omni_async.runtime.inputs import RunInputs
 from omni_async.services import Service, ServiceSite, find_service
 from omni_async.store import ObjectStore
@@ -106,7 +107,9 @@ def producer(context: WorkerContext) -> Producer:
         context.limit_threads(config.placement.rollout.cpus)
     engine = build_engine(config, context.name, inputs.family, inputs.profile)
     receiver = build_receiver(config, context.name, context.store)
-    return Producer(context.name, config, engine, context.coordinator, context.store, context.clock, receiver)
+    program = config.rollout.program
+    built = None if program is None else find_program(program.name).load()(config)
+    return Producer(context.name, config, engine, context.coordinator, context.store, context.clock, receiver, built)
 
 
 def reader(context: WorkerContext) -> PreferenceReader:

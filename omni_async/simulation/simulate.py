@@ -91,6 +91,7 @@ def simulate(
         RuntimeError: The run failed, which would be a bug.
     """
     started = time.perf_counter()
+    config = replace(config, rollout=config.rollout.as_one_call)
     profile = with_estimates(profile, config)
     updates = default_updates(config) if updates is None else updates
     bundle = choose_bundle(config, updates) if bundle is None else bundle

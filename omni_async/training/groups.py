@@ -28,7 +28,8 @@ class GroupBatch:
 
     trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1,
     *shape), log_probs (W,), optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
-    forward-process ones final (*shape), sigmas and conditioning.
+    forward-process ones final (*shape), sigmas and conditioning. One of several calls (`omni_async.rollout.calls`)
+        holds a TensorDict of these for each: its trained steps are those of all calls, one call after the other.
     size: the samples of the whole group, on all ranks together.
     counts: False where this rank has none of them, and one of another rank's here: it is computed, because that is
         collective, and adds nothing."""
@@ -71,8 +72,25 @@ class Drawn:
         return self._of[spec]
 
 
+def calls_of(trajectory: TensorDict) -> list[TensorDict]:
+    """Return the trajectories of a sample's calls, in their order: itself, unless a rollout program joined several."""
+    names = [*trajectory.keys()]
+    return [trajectory[f"call{number}"] for number in range(len(names))] if "call0" in names else [trajectory]
+
+
+def find_step(trajectory: TensorDict, position: int) -> tuple[TensorDict, int]:
+    """Return the call with a sample's trained step, and the step's position in the call's window.
+
+    Args:
+        trajectory: the sample's.
+        position: of the step among all trained ones, call after call."""
+    calls = calls_of(trajectory)
+    call, within = divmod(position, len(calls[0]["steps"]))
+    return calls[call], within
+
+
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
-    """Return W, the number of trained steps of every sample (0 for forward-process objectives).
+    """Return the number of trained steps of every sample, over all calls (0 for forward-process objectives).
 
     Args:
         group: this rank's samples, as they arrived.
@@ -83,18 +101,23 @@ def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, late
 
     Raises:
         ValueError: names the first sample that is not usable, and why."""
-    window = len(group.trajectories[0].get("steps", ()))
+    first = calls_of(group.trajectories[0])
+    window = len(first[0].get("steps", ()))
     for i, (trajectory, advantage) in enumerate(zip(group.trajectories, group.advantages, strict=True)):
+        calls = calls_of(trajectory)
         try:
-            _check_fields(trajectory, {*fields, "sigmas", "steps"}, window, latent_shape)
-            _check_schedule(trajectory, sigmas)
+            if len(calls) != len(first):
+                raise ValueError(f"it has {len(calls)} calls, the first has {len(first)}")
+            for call in calls:
+                _check_fields(call, {*fields, "sigmas", "steps"}, window, latent_shape)
+                _check_schedule(call, sigmas)
             if not math.isfinite(advantage):
                 raise ValueError(f"the advantage is {advantage}")
         except ValueError as error:
             raise ValueError(f"trajectory {i} of {len(group.trajectories)}: {error}") from error
-    if len({"means" in t for t in group.trajectories}) > 1:
+    if len({"means" in call for t in group.trajectories for call in calls_of(t)}) > 1:
         raise ValueError("some trajectories of the group carry means and others do not")
-    return window
+    return window * len(first)
 
 
 def _check_fields(trajectory: TensorDict, fields: Collection[str], window: int, latent_shape: tuple[int, ...]) -> None:

@@ -1,6 +1,7 @@
 """Computes losses of transition objectives: one row is one trained denoising step of one sample.
 
-Rows are sample-major, (sample 0, step 0), (sample 0, step 1), ... `correction.mode` decides which policy a ratio is
+Rows are sample-major, (sample 0, step 0), (sample 0, step 1), ...; a sample of several calls has the steps of all of
+them, one call after the other. `correction.mode` decides which policy a ratio is
 taken to. The proximal policy of an update is the trainer's weights at its start. With one optimizer step per update it
 is the policy in training, and the same forward pass evaluates it. Otherwise, and where a correction looks at the whole
 update, its log-probs are recomputed in a separate pass when a group arrives (`recompute_proximal`), and kept here until
@@ -26,7 +27,7 @@ from omni_async.config.schema import Config
 from omni_async.families import SamplingSpec
 from omni_async.policy import Policy, modalities_of
 from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
-from omni_async.training.groups import GroupBatch, MicroBatch, Needs, check_group
+from omni_async.training.groups import GroupBatch, MicroBatch, Needs, check_group, find_step
 from omni_async.training.row_loss import LossOfObjective
 from omni_async.types import SampleDrift
 
@@ -91,14 +92,14 @@ def build_rows(
         device: where the rows are put."""
     row_ids = [divmod(i, len(chosen[0])) for i in batch.rows]
     pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
-    trajectories = [group.trajectories[sample] for sample, _ in pairs]
-    steps = [int(t["steps"][k]) for t, (_, k) in zip(trajectories, pairs, strict=True)]
+    found = [find_step(group.trajectories[sample], position) for sample, position in pairs]
+    steps = [int(t["steps"][k]) for t, k in found]
 
     def stacked(name: str, shift: int = 0) -> Tensor:
-        return torch.stack([t[name][k + shift] for t, (_, k) in zip(trajectories, pairs, strict=True)]).to(device)
+        return torch.stack([t[name][k + shift] for t, k in found]).to(device)
 
     def sigma(position: list[int]) -> Tensor:
-        return torch.stack([t["sigmas"][i] for t, i in zip(trajectories, position, strict=True)]).to(device)
+        return torch.stack([t["sigmas"][i] for (t, _), i in zip(found, position, strict=True)]).to(device)
 
     weight = None
     if group.weights is not None:
@@ -106,16 +107,16 @@ def build_rows(
     return TransitionRows(
         latents=stacked("latents"),
         next_latents=stacked("latents", 1),
-        behaviour_mean=stacked("means") if "means" in trajectories[0] else None,
+        behaviour_mean=stacked("means") if "means" in found[0][0] else None,
         behaviour_log_prob=stacked("log_probs"),
-        behaviour_by_modality=stacked("modality_log_probs") if "modality_log_probs" in trajectories[0] else None,
+        behaviour_by_modality=stacked("modality_log_probs") if "modality_log_probs" in found[0][0] else None,
         advantage=torch.tensor([group.advantages[sample] for sample, _ in pairs], dtype=torch.float32, device=device),
         staleness=torch.tensor([group.staleness[sample][k] for sample, k in pairs], dtype=torch.int64, device=device),
         weight=weight,
         sigma=sigma(steps),
         sigma_next=sigma([i + 1 for i in steps]),
         sigma_max=sigma([1] * len(steps)),
-        conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
+        conditioning=policy.stack_conditioning([t["conditioning"] for t, _ in found]).to(device),
         steps=steps,
         row_ids=row_ids,
         needs=Needs([needs[i] for i in batch.rows], batch.calls),
@@ -233,8 +234,9 @@ class TransitionLoss(LossOfObjective):
             yield rows, batch.counts and group.counts
 
     def _component(self, trajectory: TensorDict, position: int) -> str:
-        """Return the component that a step of the window needs."""
-        return self._policy.component_of(float(trajectory["sigmas"][trajectory["steps"][position]]))
+        """Return the component that a trained step needs."""
+        call, k = find_step(trajectory, position)
+        return self._policy.component_of(float(call["sigmas"][call["steps"][k]]))
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
         reference = None

@@ -1,0 +1,98 @@
+"""A rollout program: draw, have a scorer judge what was drawn, edit it, and again for every further call.
+
+The first call gets the prompt as it is, every other one a text made of the verdict, and the image that was judged. So
+one model learns to draw and to correct itself; its family's prompts carry an image (Qwen-Image-Edit). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import string
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+from msgspec.structs import replace
+
+from omni_async.aio.waiting import Coalescer
+from omni_async.config import Config
+from omni_async.config.section import Section, doc
+from omni_async.config.stages import Scorer as ScorerSection
+from omni_async.data.image_files import drawn_image
+from omni_async.families import PipelineFamily
+from omni_async.media import Media
+from omni_async.programs import RolloutProgram
+from omni_async.rewards import registry
+from omni_async.rewards.base import Scorer, require_scores, shown_to
+from omni_async.rollout.calls import Draw
+from omni_async.types import Prompt, Score
+
+_FIELDS = ("prompt", "target", "read", "score")
+
+
+class RefineSettings(Section, kw_only=True, frozen=True):
+    judge: Annotated[ScorerSection, doc("The scorer that judges before every edit; its `weight` is not used.")]
+    edit: Annotated[
+        str,
+        doc("Text of an edit; {prompt} and {target} are the prompt file's, {read} and {score} what the judge found."),
+    ] = "{prompt}"
+
+
+def _problems(config: Config, family: PipelineFamily) -> Iterator[str]:
+    program = config.rollout.program
+    assert program is not None
+    settings: RefineSettings = program.settings
+    key = "rollout.program"
+    if family.prompt_images < 1:
+        yield f"{key}: {program.name!r} edits images, and prompts of model.pipeline {family.name!r} carry none"
+    if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
+        yield f"{key}: {program.name!r} edits images, but the samples are {' and '.join(made)}"
+    try:
+        named = [name for _, name, *_ in string.Formatter().parse(settings.edit) if name is not None]
+    except ValueError as error:
+        yield f"{key}.settings.edit: {error}; write a brace as {{{{ or }}}}, got {settings.edit!r}"
+        return
+    for name in named:
+        if name not in _FIELDS:
+            known = ", ".join(f"{{{field}}}" for field in _FIELDS)
+            yield f"{key}.settings.edit: {{{name}}} is not known, expected some of {known}"
+    try:
+        registry.check(settings.judge, config.rollout.sampling.media())
+    except ValueError as error:
+        yield f"{key}.settings.judge: {error}"
+
+
+class Refine:
+    """The program: `calls` calls, with `judge` before every one but the first.
+
+    The judge, which is called `label`, runs beside the event loop, once for all samples that wait for it."""
+
+    def __init__(self, calls: int, edit: str, label: str, judge: Scorer) -> None:
+        self._calls, self._edit, self._label, self._judge = calls, edit, label, judge
+        self._judging = Coalescer(self._judge_all)
+
+    async def __call__(self, prompt: Prompt, draw: Draw) -> None:
+        media = await draw(prompt)
+        for call in range(1, self._calls):
+            score = await self._judging.send((media, prompt))
+            image = drawn_image(media, f"image of call {call - 1}")
+            media = await draw(replace(prompt, text=self._text(prompt, score), images=(image,)))
+
+    def _text(self, prompt: Prompt, score: Score) -> str:
+        return self._edit.format(
+            prompt=prompt.text, target=prompt.target or "", read=score.text or "", score=f"{score.value:.3g}"
+        )
+
+    async def _judge_all(self, drawn: list[tuple[Media, Prompt]]) -> Sequence[Score]:
+        shown, prompts = shown_to(self._label, self._judge, [one for one, _ in drawn]), [prompt for _, prompt in drawn]
+        scores = await asyncio.to_thread(self._judge.score, shown, prompts)
+        return require_scores(self._label, scores, prompts)
+
+
+def build(config: Config) -> Refine:
+    """Build the program of a recipe, with its judge."""
+    assert config.rollout.program is not None
+    settings: RefineSettings = config.rollout.program.settings
+    return Refine(config.rollout.calls, settings.edit, settings.judge.name, registry.build(settings.judge))
+
+
+REFINE = RolloutProgram(build="pipelines.refine:build", settings=RefineSettings, problems=_problems)
