@@ -311,7 +311,7 @@ class HandEngine:
         image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.spec.height, request.spec.width)
         return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), Media(image=image), versions)
 
-    async def finish(self, *samples: int, error: Exception | None = None) -> None:
+    async def finish(self, *samples: int | str, error: Exception | None = None) -> None:
         """Ends samples, and returns when all that follows has happened."""
         for future in [self.running[f"g0.s{number}"] for number in samples]:
             if error is None:

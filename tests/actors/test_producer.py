@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request
+from msgspec.structs import replace
 
 from omni_async.actors.producer import Producer
 from omni_async.aio.clock import ManualClock
 from omni_async.rollout.base import EngineError
+from omni_async.rollout.calls import Draw
 from omni_async.store import LocalStore, ObjectLost
-from omni_async.types import WeightManifest, WeightReport
+from omni_async.types import Prompt, SdeWindow, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import Parcel, TransportError
@@ -284,3 +286,20 @@ async def test_what_it_did_is_told_as_spans_and_no_wait_while_a_sample_ran_altho
         generate = next(span.args for span in desk.spans if span.kind == "generate")
         assert (generate["sample"], generate["versions"]) == ("g0.s0", "0")
         assert (generate["trajectory_bytes"], generate["media_bytes"]) == (3 * 6 * 4 * 4, 32 * 48 * 3)
+
+
+async def test_a_sample_of_several_calls_is_one_with_the_versions_of_every_calls_trained_steps():
+    async def twice(prompt: Prompt, draw: Draw) -> None:
+        await draw(prompt)
+        await draw(replace(prompt, text="again"))
+
+    async with on_stage() as (producer, engine, desk, _):
+        producer.program = twice
+        desk.offer(replace(make_request(0, window=SdeWindow(3, 2)), calls=2))
+        await settle()
+        for call, version in enumerate((1, 3)):
+            assert [*engine.running] == [f"g0.s0.c{call}"] and not desk.done
+            engine.version = version  # for the call's last step
+            await engine.finish(f"0.c{call}")
+        (result,) = desk.done
+        assert (result.sample_id, list(result.step_versions), result.version) == ("g0.s0", [0, 1, 1, 3], 0)

@@ -1,0 +1,83 @@
+"""Tests how a program's calls become one sample: their requests, seeds, versions and tensors."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from omni_async.data.image_files import drawn_image, read_prompt_image
+from omni_async.rollout.calls import Draw, draw_calls
+from omni_async.rollout.stepping import ZeroVelocity
+from omni_async.types import Prompt, SampleRequest, SdeWindow
+from omni_async.version_spans import VersionSpans
+from tests.rollout.conftest import make_request
+
+N = 4
+
+
+class Engine:
+    """Draws samples of velocity 0, call by call under the next version; remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[SampleRequest] = []
+        self._draw = ZeroVelocity(lambda spec: (3, 4))
+
+    async def __call__(self, request: SampleRequest) -> Any:
+        self.asked.append(request)
+        await asyncio.sleep(0)
+        call = len(self.asked) - 1
+        return self._draw(request, VersionSpans.of((call, call, call + 1, call + 1)))
+
+
+def asked_for(calls: int, **fields: Any) -> SampleRequest:
+    fields = {"window": SdeWindow(1, 2), "num_inference_steps": N, "seed": 7, **fields}
+    return replace(make_request(**fields), calls=calls)
+
+
+def editing(times: int, name: Callable[[int], str] = "edit {}".format) -> Any:
+    async def program(prompt: Prompt, draw: Draw) -> None:
+        media = await draw(prompt)
+        for call in range(1, times):
+            media = await draw(replace(prompt, text=name(call), images=(drawn_image(media, "drawn"),)))
+
+    return program
+
+
+async def test_calls_are_samples_of_their_own_with_noise_of_their_own_and_end_as_one():
+    engine, request = Engine(), asked_for(3, initial_seed=3)
+    sample = await draw_calls(editing(3), request, engine)
+    assert [one.sample_id for one in engine.asked] == [f"{request.sample_id}.c{call}" for call in range(3)]
+    assert [one.prompt.text for one in engine.asked] == [request.prompt.text, "edit 1", "edit 2"]
+    assert {one.calls for one in engine.asked} == {1}
+    assert engine.asked[0].seed == 7 and len({one.seed for one in engine.asked}) == 3
+    assert engine.asked[0].initial_seed == 3 and len({one.initial_seed for one in engine.asked}) == 3
+    assert list(sample.versions) == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+    assert [sample.tensors[f"call{call}", "latents"].shape for call in range(3)] == [(3, 3, 4)] * 3
+    alone = await Engine()(engine.asked[2])
+    assert (sample.media.image == alone.media.image).all(), "the media are the last call's"
+
+
+async def test_the_same_request_is_the_same_sample_again():
+    engines = Engine(), Engine()
+    samples = [await draw_calls(editing(2), asked_for(2), engine) for engine in engines]
+    assert engines[0].asked == engines[1].asked
+    assert (samples[0].tensors == samples[1].tensors).all()
+
+
+async def test_an_image_that_was_drawn_reaches_the_next_call_without_loss():
+    engine = Engine()
+    await draw_calls(editing(2), asked_for(2), engine)
+    (image,) = engine.asked[1].prompt.images
+    drawn = (await Engine()(engine.asked[0])).media.image
+    assert (read_prompt_image(image).image == drawn.numpy()).all()
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(engine.asked[1].prompt), type=Prompt)
+    assert travelled == engine.asked[1].prompt
+
+
+@pytest.mark.parametrize(("times", "reason"), [(1, "made 1 of rollout.calls = 2"), (3, "more than rollout.calls = 2")])
+async def test_a_program_of_other_calls_than_the_recipe_says_is_refused(times, reason):
+    with pytest.raises(ValueError, match=reason):
+        await draw_calls(editing(times), asked_for(2), Engine())

@@ -1,0 +1,71 @@
+"""Tests samples of several calls in the trainer: their steps are one sample's, whichever call took them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from omni_async.training.groups import GroupBatch
+from tests.training.training_world import (
+    assert_gradients,
+    gradients_of,
+    model_of,
+    moved,
+    steps_of,
+    surrogate,
+    trained,
+)
+
+
+def joined(first: GroupBatch, second: GroupBatch) -> GroupBatch:
+    """Makes the samples of two groups the two calls of one group's samples, stale by one and by two versions."""
+    pairs = zip(first.trajectories, second.trajectories, strict=True)
+    calls = [TensorDict({"call0": one, "call1": other}, batch_size=[]) for one, other in pairs]
+    return replace(first, trajectories=calls, staleness=[[1, 1, 2, 2]] * first.size)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_the_gradient_is_that_of_all_calls_under_the_samples_advantage(size):
+    engine, (first, second) = moved(size=size)
+    metrics, of_calls = trained(engine, joined(first, second))
+    engine, (first, second) = moved(size=size)
+    apart, of_groups = trained(engine, first, replace(second, advantages=first.advantages, seeds=first.seeds))
+    assert_gradients(of_calls, of_groups, rtol=1e-5, atol=1e-7)
+    assert metrics["loss"] == pytest.approx(apart["loss"], abs=1e-6)
+    assert (metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (1.5, 2)
+
+
+def test_an_objective_of_samples_takes_the_ratio_over_all_calls():
+    """Uses GSPO, as it is written out for samples of one call."""
+    engine, (first, second) = moved(0.02, name="gspo", clip_range=0.005, size=3)
+    model, losses = model_of(engine), []
+    calls = [list(steps_of(model, engine.config, group)) for group in (first, second)]
+    for i in range(0, 2 * first.size, 2):
+        ratios = torch.stack([step.ratio for steps in calls for step in steps[i : i + 2]])
+        losses.append(surrogate(ratios.log().mean().exp(), first.advantages[i // 2], 0.005))
+    expected = gradients_of(losses, model)
+    _, got = trained(engine, joined(first, second))
+    assert_gradients(got, expected)
+
+
+def test_the_proximal_pass_finds_the_drift_of_every_step_of_every_call():
+    correction = {"mode": "decoupled", "weights": "importance", "level": "sequence"}
+    engine, (first, second) = moved(correction=correction)
+    of_calls = engine.recompute_proximal(joined(first, second))
+    apart = [engine.recompute_proximal(group) for group in (first, second)]
+    for whole, one, other in zip(of_calls, *apart, strict=True):
+        assert whole.log_ratio == pytest.approx(one.log_ratio + other.log_ratio, abs=1e-5)
+        assert whole.num_elements == one.num_elements
+
+
+def test_calls_that_one_sample_lacks_are_refused():
+    engine, (first, second) = moved()
+    group = joined(first, second)
+    short = TensorDict({"call0": first.trajectories[1]}, batch_size=[])
+    with pytest.raises(ValueError, match=r"trajectory 1 of 4: it has 1 calls, the first has 2"):
+        engine.accumulate(replace(group, trajectories=[group.trajectories[0], short, *group.trajectories[2:]]), 1.0)
+    wrong = group.trajectories[2].clone()
+    wrong["call1", "sigmas"] = wrong["call1", "sigmas"] * 0.9
+    with pytest.raises(ValueError, match=r"trajectory 2 of 4: sigmas differ from the trainer's"):
+        engine.accumulate(replace(group, trajectories=[*group.trajectories[:2], wrong, group.trajectories[3]]), 1.0)
