@@ -1,7 +1,10 @@
 """Tests how a program's calls become one sample: their requests, seeds, versions and tensors."""
 
 import asyncio
+import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -81,3 +84,14 @@ async def test_an_image_that_was_drawn_reaches_the_next_call_without_loss():
 async def test_a_program_of_other_calls_than_the_recipe_says_is_refused(times, reason):
     with pytest.raises(ValueError, match=reason):
         await draw_calls(editing(times), asked_for(2), Engine())
+
+
+async def test_the_documented_program_makes_its_calls():
+    page = (Path(__file__).parents[2] / "docs" / "programs.md").read_text()
+    source = re.search(r"```python\n(# redraw.py\n.*?)```", page, re.S)
+    namespace: dict[str, Any] = {}
+    exec(source[1], namespace)
+    engine = Engine()
+    await draw_calls(namespace["build"](SimpleNamespace(rollout=SimpleNamespace(calls=3))), asked_for(3), engine)
+    assert len(engine.asked) == 3
+    assert all(one.prompt.text.endswith((", brighter", ", darker")) for one in engine.asked[1:])

@@ -1,0 +1,133 @@
+"""Tests the program that draws, has a scorer judge and edits: what it says to the model, and what it refuses."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from omni_async.config import ConfigError
+from omni_async.data.image_files import read_prompt_image
+from omni_async.families import find_family
+from omni_async.media import Media
+from omni_async.preflight.check import preflight
+from omni_async.types import Prompt, Score
+from pipelines.refine import REFINE, Refine
+from tests.config.recipe import MINIMAL, complaint, load_text
+from tests.images import as_media
+from tests.runtime.runtime_world import write_world
+
+PROGRAM = "rollout.program={name: refine, settings: {judge: {name: jpeg_size}}}"
+
+
+class Reader:
+    """A judge that reads how bright an image is; remembers how many it was given at once."""
+
+    name, accepts = "reader", ("image",)
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        assert threading.current_thread() is not threading.main_thread()
+        self.batches.append(len(media))
+        return [Score(float(one.image.mean()) / 255, text=f"grey {one.image.mean():.0f}") for one in media]
+
+
+def grey(level: int) -> Media:
+    return as_media(np.full((8, 8, 3), level, np.uint8))
+
+
+async def test_every_further_call_edits_what_was_judged():
+    asked: list[Prompt] = []
+
+    async def draw(prompt: Prompt) -> Media:
+        asked.append(prompt)
+        return grey(51 * len(asked))
+
+    program = Refine(3, "{prompt} to {target}; I read {read}, {score}", "reader", Reader())
+    await program(Prompt(4, "write it", target="abc"), draw)
+    assert [prompt.text for prompt in asked] == [
+        "write it",
+        "write it to abc; I read grey 51, 0.2",
+        "write it to abc; I read grey 102, 0.4",
+    ]
+    levels = [[int(read_prompt_image(image).image.mean()) for image in prompt.images] for prompt in asked]
+    assert levels == [[], [51], [102]]
+
+
+async def test_samples_that_wait_for_the_judge_are_judged_together():
+    async def draw(prompt: Prompt) -> Media:
+        return grey(prompt.index)
+
+    judge = Reader()
+    program = Refine(2, "{read}", "reader", judge)
+    await asyncio.gather(*(program(Prompt(number, "x"), draw) for number in range(5)))
+    assert sum(judge.batches) == 5 and len(judge.batches) <= 2
+
+
+async def test_a_judge_that_gives_no_scores_fails_the_sample_with_its_name():
+    class Broken(Reader):
+        def score(self, media: list[Media], prompts: list[Prompt]) -> list[Any]:
+            return [float("nan")] * len(media)
+
+    async def draw(prompt: Prompt) -> Media:
+        return grey(0)
+
+    with pytest.raises(Exception, match=r"scorer 'broken'.*expected a Score"):
+        await Refine(2, "{read}", "broken", Broken())(Prompt(0, "x"), draw)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.calls=2"], "rollout.program: required where a sample takes several calls, got rollout.calls = 2"),
+        ([PROGRAM], "rollout.calls: a program makes several calls, expected at least 2 with 'refine', got 1"),
+        (
+            ["rollout.calls=2", "rollout.program={name: refien}"],
+            "rollout.program.name: expected one of ['refine']",
+        ),
+        (
+            ["rollout.calls=2", "rollout.program={name: refine, settings: {judge: {name: ocr}, edti: x}}"],
+            "rollout.program.settings.edti: unknown key; did you mean 'edit'? allowed: edit, judge",
+        ),
+        (["rollout.calls=2", "rollout.program={name: refine}"], "rollout.program.settings.judge: required"),
+    ],
+)
+def test_wrong_recipes_are_refused_in_one_line(overrides, said):
+    assert said in complaint(MINIMAL, *overrides)
+
+
+def test_what_is_trained_of_all_calls_must_be_steps():
+    config = load_text(MINIMAL, "rollout.calls=2", PROGRAM, "algorithm.name=diffusion_nft", "rollout.sde=null")
+    with pytest.raises(ConfigError, match=r"rollout.calls: diffusion_nft trains on final latents .* got 2"):
+        preflight(config)
+
+
+def test_a_family_whose_prompts_carry_no_image_cannot_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(edit: str = "{read}", judge: str = "jpeg_size", images: int = 1) -> str:
+        takes = replace(find_family("qwen_image"), prompt_images=images)
+        settings = {"judge": {"name": judge}, "edit": edit}
+        rollout = {"calls": 2, "program": {"name": "refine", "settings": settings}}
+        with monkeypatch.context() as patch:
+            patch.setattr("omni_async.preflight.check.find_family", lambda name: takes)
+            with pytest.raises(ConfigError) as caught:
+                preflight(write_world(tmp_path, rollout=rollout))
+        return str(caught.value)
+
+    assert "edits images, and prompts of model.pipeline 'qwen_image' carry none" in refused(images=0)
+    assert "settings.edit: {colour} is not known, expected some of {prompt}, {target}" in refused("{colour}")
+    assert "settings.edit: " in refused("{prompt") and "write a brace as {{ or }}" in refused("{prompt")
+    assert "settings.judge: scorer 'nobody'" in refused(judge="nobody")
+
+
+def test_the_program_imports_neither_torch_nor_ray():
+    import subprocess
+    import sys
+
+    code = "import sys, pipelines.refine; assert not {'torch', 'ray', 'tensordict'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert REFINE.load() is not None
