@@ -62,7 +62,7 @@ def test_list_names_what_a_recipe_may_say(capsys):
     assert cli.main(["list"]) == 0
     shown = capsys.readouterr().out
     lines = {line[:16].strip(): line[16:] for line in shown.splitlines() if not line.startswith(" ")}
-    names = ["model families", "engines", "backends", "transitions", "scorers", "roles", "algorithms"]
+    names = ["model families", "engines", "backends", "transitions", "scorers", "roles", "programs", "algorithms"]
     assert list(lines) == names
     assert lines["engines"] == "vllm_omni, diffusers, emulated"
     assert lines["backends"] == "fsdp2, plain"

@@ -372,6 +372,7 @@ def test_the_walk_reaches_every_field_of_every_section_each_of_which_refuses_unk
     assert len(FIELDS) == count(Config)
     required = {path for path, (_, default) in FIELDS.items() if default is msgspec.NODEFAULT}
     named = {"model.path", "reward.scorers[].name", "validation.prompts", "emulation.profile", "roles[].name"}
+    named |= {"rollout.program.name"}
     assert required == {"model", "data", *named}
 
 
