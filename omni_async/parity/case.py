@@ -29,7 +29,7 @@ class Upstream:
     A family whose pipeline is called otherwise, or returns something else, subclasses it."""
 
     # Keys of specs that only say how media are written.
-    not_arguments = ("fps",)
+    not_arguments: tuple[str, ...] = ("fps",)
 
     def __init__(self, path: str) -> None:
         from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
@@ -85,8 +85,8 @@ class Case:
     specs: samples of two sizes; the second is guided where the family's models are.
     build: writes a checkpoint to a folder and returns its path (`built`).
     label: of the checkpoint, where a family has several.
-    idle: parameters, as `component.name`, that no gradient reaches, since they feed nothing. Up to `{last}`, which is
-        the number of a list's last layer, a name as it is; then a regular expression.
+    idle: parameters, as `component.name`, that no gradient reaches, since they feed nothing: a regular expression; or
+        up to `{last}`, which is the number of a list's last layer, a name as it is, and then a regular expression.
     upstream: makes the upstream pipeline of the checkpoint.
     prompts: of different lengths.
     image_sizes: (width, height) of the image that each of the prompts carries, None where it carries none; empty: none

@@ -229,13 +229,15 @@ def _gradient(subject: Subject) -> Found:
 
 
 def _idle(subject: Subject) -> set[str]:
-    """Return the parameters that the case lists as idle; `{last}` is the number of a list's last layer."""
+    """Return the parameters that the case lists as idle; see `Case.idle`."""
     names = [name for name, _ in named_parameters(subject.model)]
     found = set()
     for pattern in subject.case.idle:
-        layers = pattern.partition("{last}")[0]
-        numbers = [int(name[len(layers) :].partition(".")[0]) for name in names if name.startswith(layers)]
-        exact = re.compile(re.escape(layers) + pattern[len(layers) :].replace("{last}", str(max(numbers, default=0))))
+        layers, marker, rest = pattern.partition("{last}")
+        if marker:
+            numbers = [int(name[len(layers) :].partition(".")[0]) for name in names if name.startswith(layers)]
+            pattern = f"{re.escape(layers)}{max(numbers, default=0)}{rest}"
+        exact = re.compile(pattern)
         found |= {name for name in names if exact.fullmatch(name)}
     return found
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.families import find_family
 from omni_async.parity.case import Upstream
 from omni_async.parity.engine import check_engine
-from omni_async.parity.model import Subject, check_model
+from omni_async.parity.model import Subject, _idle, check_model
 from omni_async.parity.table import Row
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.sde.schedules import linear
@@ -135,6 +136,17 @@ def test_a_wrong_policy_is_caught(
     rows = check_model(Subject(right.case, right.path, wrong(right.path)))
     found = next(row for row in rows if row.check == caught)
     assert not found.passed and because in found.note
+
+
+def test_idle_parameters_are_listed_by_a_pattern_with_or_without_the_last_layer(tmp_path):
+    family = SD3.subject(tmp_path)
+
+    def listed(*idle: str) -> set[str]:
+        return _idle(Subject(replace(family.case, idle=idle), family.path, family.policy))
+
+    assert listed("transformer.proj_out.*") == {"transformer.proj_out.weight", "transformer.proj_out.bias"}
+    last = listed("transformer.transformer_blocks.{last}.attn.add_q_proj.*")
+    assert last == {f"transformer.transformer_blocks.1.attn.add_q_proj.{kind}" for kind in ("weight", "bias")}
 
 
 class Stale(DiffusersEngine):
