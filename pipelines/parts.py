@@ -72,6 +72,11 @@ def as_images(pixels: Tensor) -> list[Media]:
     return [Media(image=image.clone()) for image in to_uint8(pixels)]
 
 
+def as_videos(pixels: Tensor, fps: float) -> list[Media]:
+    """Make the media of B samples of a VAE's output (B, 3, frames, height, width) in [-1, 1]."""
+    return [Media(video=video.contiguous(), fps=fps) for video in to_uint8(pixels).transpose(1, 2)]
+
+
 def stack_pixels(media: list[Media], spec: Any) -> Tensor:
     """Return the images or videos of B samples as float32 (B, ...) in [-1, 1]. ValueError if one is not the spec's."""
     require_media(media, spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,30 @@ class ImageSampling(SamplingSpec, frozen=True, kw_only=True):
 
     def media(self) -> tuple[MediaShape, ...]:
         return (MediaShape("image", (3, self.height, self.width)),)
+
+
+def require_frames(num_frames: int, temporal: int) -> None:
+    """Raise ValueError for a number of frames of which a causal video VAE makes no whole number of latents.
+
+    Args:
+        num_frames: those of a video.
+        temporal: how many become one latent frame, after the first, which is one by itself."""
+    if num_frames % temporal != 1:
+        below = (num_frames - 1) // temporal * temporal + 1
+        raise ValueError(f"num_frames must be {temporal}k + 1, got {num_frames}; take {below} or {below + temporal}")
+
+
+def other_layout(checkpoint: Path, layout: Iterable[tuple[str, str, Any]]) -> str | None:
+    """Return in words what a checkpoint's configuration has otherwise than its family's; None if nothing.
+
+    Args:
+        checkpoint: its folder.
+        layout: what its parts must say, as folder, key and value; a key that is not there is fine."""
+    for part, key, expected in layout:
+        found = read_config(checkpoint, part).get(key)
+        if found is not None and found != expected:
+            return f"{part} has {key} {found!r}, not {expected!r}"
+    return None
 
 
 def read_config(checkpoint: str | Path, part: str, name: str = "config.json") -> dict[str, Any]:

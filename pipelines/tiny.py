@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,7 +130,7 @@ def _trained_model(tokenizer: Tokenizer) -> dict[str, Any]:
     return model
 
 
-def t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:
+def t5_sizes(tokenizer: Sized, width: int) -> dict[str, Any]:
     """Return the arguments of a small `T5Config` or `UMT5Config` of `width` features."""
     sizes = {"vocab_size": len(tokenizer) + 4, "d_model": width, "d_kv": 16, "d_ff": 64}
     return sizes | {"num_layers": 2, "num_heads": 2, "feed_forward_proj": "gated-gelu"}

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from omni_async.config.section import doc
 from omni_async.families import MediaShape, SamplingSpec
-from pipelines.sampling import read_config
+from pipelines.sampling import other_layout, read_config, require_frames
 
 SPATIAL, TEMPORAL = 32, 8  # pixels, and frames after the first, that become one latent of the video
 # Mel frames a second, and how many become one latent of the sound, which the vocoder turns into samples again.
 MEL_RATE, MEL_TEMPORAL, VOCODER_RATE, CHANNELS = 100, 4, 24_000, 2
-# What a checkpoint's parts must say for these numbers to hold, by folder and key. A key that is not there is fine.
+# What a checkpoint's parts must say for these numbers to hold, by folder and key.
 _LAYOUT: tuple[tuple[str, str, Any], ...] = (
     ("vae", "spatial_compression_ratio", SPATIAL),
     ("vae", "temporal_compression_ratio", TEMPORAL),
@@ -42,20 +42,14 @@ class LTX2Sampling(SamplingSpec, frozen=True, kw_only=True):
     max_sequence_length: Annotated[int, doc("Gemma3 tokens of a prompt; longer ones are cut.", ge=1, le=1024)] = 1024
 
     def __post_init__(self) -> None:
-        if self.num_frames % TEMPORAL != 1:
-            below = (self.num_frames - 1) // TEMPORAL * TEMPORAL + 1
-            raise ValueError(f"num_frames must be 8k + 1, got {self.num_frames}; take {below} or {below + TEMPORAL}")
+        require_frames(self.num_frames, TEMPORAL)
         if self.audio_frames < 2:
             raise ValueError(f"fps: {self.num_frames} frames at {self.fps:g} a second are too short for their sound")
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a part of another size than LTX-2's, and a prompt length that the text connectors do not divide."""
-        for part, key, expected in _LAYOUT:
-            found = read_config(checkpoint, part).get(key)
-            if found is not None and found != expected:
-                return (
-                    f"num_frames: no sizes are known of a checkpoint whose {part} has {key} {found!r}, not {expected!r}"
-                )
+        if other := other_layout(checkpoint, _LAYOUT):
+            return f"num_frames: no sizes are known of a checkpoint whose {other}"
         registers = read_config(checkpoint, "connectors").get("video_connector_num_learnable_registers", 128)
         if not registers or self.max_sequence_length % registers:
             return (

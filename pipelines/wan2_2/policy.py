@@ -17,7 +17,7 @@ from torch import Tensor
 from omni_async.media import Media
 from omni_async.policy import SequencePlan
 from omni_async.sde.schedules import static_shift
-from pipelines.parts import DiffusersCodec, DiffusersPolicy, latent_grid, latent_statistics, stack_pixels, to_uint8
+from pipelines.parts import DiffusersCodec, DiffusersPolicy, as_videos, latent_grid, latent_statistics, stack_pixels
 from pipelines.sampling import read_config
 from pipelines.wan2_2.sampling import TEMPORAL, Wan22Sampling
 
@@ -44,8 +44,7 @@ class Wan22Codec(DiffusersCodec):
     def decode(self, latents: Tensor, spec: Wan22Sampling) -> list[Media]:
         maps = latents.to(self.vae.device, self.vae.dtype)
         mean, std = latent_statistics(self.vae, maps)
-        videos = to_uint8(self.vae.decode(maps * std + mean, return_dict=False)[0]).transpose(1, 2)
-        return [Media(video=video.contiguous(), fps=spec.fps) for video in videos]
+        return as_videos(self.vae.decode(maps * std + mean, return_dict=False)[0], spec.fps)
 
     @torch.no_grad()
     def encode_media(self, media: list[Media], spec: Wan22Sampling) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from omni_async.config.section import doc
 from omni_async.families import MediaShape, SamplingSpec
-from pipelines.sampling import read_config
+from pipelines.sampling import read_config, require_frames
 
 TEMPORAL = 4  # frames that become one latent frame, after the first
 
@@ -29,9 +29,7 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
     max_sequence_length: Annotated[int, doc("UMT5 tokens of a prompt; longer ones are cut.", ge=1, le=512)] = 512
 
     def __post_init__(self) -> None:
-        if self.num_frames % TEMPORAL != 1:
-            below = (self.num_frames - 1) // TEMPORAL * TEMPORAL + 1
-            raise ValueError(f"num_frames must be 4k + 1, got {self.num_frames}; take {below} or {below + TEMPORAL}")
+        require_frames(self.num_frames, TEMPORAL)
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a size that the checkpoint's VAE and patches do not divide, and a second scale for one expert."""
