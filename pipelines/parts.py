@@ -232,14 +232,14 @@ class DiffusersPolicy(ABC):
         return stack_rows(rows, of_texts | {**self.shared_rules})
 
     def blank_conditioning(self, spec: Any) -> TensorDict:
-        return _conditioning(spec.guided, lambda branch: self.blank_text(spec), self.blank_shared(spec))
+        return make_conditioning(spec.guided, lambda branch: self.blank_text(spec), self.blank_shared(spec))
 
     def load_codec(self, dtype: torch.dtype) -> DiffusersCodec:
         found = {}
         for folder, cls in self.parts.items():
             library, _, name = cls.rpartition(".")
             loaded = getattr(import_module(library), name)
-            if folder.startswith("tokenizer"):
+            if folder.startswith(("tokenizer", "processor")):
                 found[folder] = loaded.from_pretrained(self.path, subfolder=folder, local_files_only=True)
             else:
                 found[folder] = load_part(loaded, self.path, folder, dtype)
@@ -273,7 +273,7 @@ class DiffusersCodec(ABC):
         def encode_branch(branch: str) -> dict[str, Tensor]:
             return self.encode_text(prompt.text if branch == "prompt" else spec.negative_prompt, spec)
 
-        return _conditioning(spec.guided, encode_branch, self.encode_shared(prompt, spec))
+        return make_conditioning(spec.guided, encode_branch, self.encode_shared(prompt, spec))
 
     @abstractmethod
     def encode_text(self, text: str, spec: Any) -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ class ImageCodec(DiffusersCodec):
         return self.from_maps((maps - config.shift_factor) * config.scaling_factor)
 
 
-def _conditioning(
+def make_conditioning(
     guided: bool, tensors_of: Callable[[str], dict[str, Tensor]], shared: dict[str, Tensor]
 ) -> TensorDict:
     """Make a sample's conditioning of what is shared, of its prompt and, if it is guided, of its negative prompt."""

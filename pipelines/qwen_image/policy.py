@@ -43,13 +43,16 @@ _PIXELS_AT_ONCE = 1024 * 1024
 
 
 class QwenImageCodec(DiffusersCodec):
-    """The `omni_async.policy.Codec` of Qwen-Image."""
+    """The `omni_async.policy.Codec` of Qwen-Image.
+
+    sees_images: whether prompts carry images; without, the text encoder's vision tower would only take memory."""
+
+    sees_images = False
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         super().__init__(vae=vae, text_encoder=text_encoder)
         self.tokenizer, self.text_encoder = tokenizer, text_encoder
-        # Text-to-image has no image inputs: the vision tower would only take memory.
-        if hasattr(text_encoder.model, "visual"):
+        if not self.sees_images and hasattr(text_encoder.model, "visual"):
             del text_encoder.model.visual
         single_frame.specialise(vae)
         self._pixels_per_token = PATCH * 2 ** len(vae.temperal_downsample)
@@ -58,17 +61,25 @@ class QwenImageCodec(DiffusersCodec):
         """Return the last layer's states of everything after the template's system part, `embeds` (L, E), and a mask.
 
         ValueError for more than 1024 tokens."""
-        tokens = self.tokenizer(PROMPT_TEMPLATE.format(text), return_tensors="pt").to(self.text_encoder.device)
-        num_tokens = tokens.input_ids.shape[1] - NUM_TEMPLATE_TOKENS
+        return self.encode_tokens(self.tokenize(PROMPT_TEMPLATE, text, NUM_TEMPLATE_TOKENS), NUM_TEMPLATE_TOKENS)
+
+    def tokenize(self, template: str, text: str, num_dropped: int) -> Any:
+        """Return the tokens of the template with the text. ValueError for more than 1024 besides the dropped ones."""
+        tokens = self.tokenizer(template.format(text), return_tensors="pt")
+        num_tokens = tokens.input_ids.shape[1] - num_dropped
         if num_tokens > MAX_TEXT_TOKENS:
             raise ValueError(
                 f"prompt of {num_tokens} tokens, Qwen-Image takes at most {MAX_TEXT_TOKENS}: {text[:80]!r}..."
             )
+        return tokens
+
+    def encode_tokens(self, tokens: Any, num_dropped: int) -> dict[str, Tensor]:
+        """Return the last layer's states of one text's tokens but the first `num_dropped`, and a mask."""
         # The decoder alone: the language-model head would only compute unused logits.
         states: Tensor = self.text_encoder.model(
-            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True
+            **tokens.to(self.text_encoder.device), output_hidden_states=True
         ).hidden_states[-1]
-        embeds = states[0, NUM_TEMPLATE_TOKENS:].clone()
+        embeds = states[0, num_dropped:].clone()
         return {"embeds": embeds, "mask": torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)}
 
     @torch.no_grad()
@@ -82,10 +93,13 @@ class QwenImageCodec(DiffusersCodec):
     @torch.no_grad()
     def encode_media(self, media: list[Media], spec: QwenImageSampling) -> Tensor:
         parts = torch.split(stack_pixels(media, spec), _rows_at_once(spec))
-        frames = (part.to(self.vae.device, self.vae.dtype) for part in parts)
-        maps = torch.cat([single_frame.encode(self.vae, some).float() for some in frames])
+        return pack_patches(torch.cat([self.encode_pixels(part) for part in parts]))
+
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B, 3, H, W) in [-1, 1] to latents (B, 16, H / 8, W / 8) float32."""
+        maps = single_frame.encode(self.vae, pixels.to(self.vae.device, self.vae.dtype)).float()
         mean, std = latent_statistics(self.vae, maps)
-        return pack_patches(((maps - mean) / std)[:, :, 0])
+        return ((maps - mean) / std)[:, :, 0]
 
 
 class QwenImagePolicy(DiffusersPolicy):
@@ -100,7 +114,7 @@ class QwenImagePolicy(DiffusersPolicy):
         "text_encoder": "transformers.Qwen2_5_VLForConditionalGeneration",
         "vae": "diffusers.AutoencoderKLQwenImage",
     }
-    codec = QwenImageCodec
+    codec: type[DiffusersCodec] = QwenImageCodec
     text_rules: ClassVar = {"embeds": "pad", "mask": "pad"}
     guidance = "true_cfg_scale"
     sequence_plan: SequencePlan | None = SequencePlan(

@@ -13,13 +13,15 @@ from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 
 
-class _NativePolicy(QwenImagePolicy):
+class NativePolicy(QwenImagePolicy):
+    """The policy with vLLM-Omni's denoiser."""
+
     def call(self, denoiser: torch.nn.Module, **inputs: Any) -> Any:
         """Add the texts' padded length, which vLLM-Omni's denoiser does not take from their embeddings."""
         num_rows, length = inputs["encoder_hidden_states"].shape[:2]
-        return denoiser(txt_seq_lens=[length] * num_rows, **inputs)
+        return super().call(denoiser, txt_seq_lens=[length] * num_rows, **inputs)
 
 
 class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
-    policy_class = _NativePolicy
+    policy_class = NativePolicy
     warm_up = QwenImageSampling(height=64, width=64)
