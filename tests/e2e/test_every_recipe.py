@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -13,9 +14,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from omni_async.config import ConfigError, load
-from omni_async.families import family_names
+from omni_async.families import family_names, find_family
 from omni_async.preflight.check import preflight
 from tests.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
 
@@ -57,6 +59,7 @@ _SMALL = (
     "tracking.mlflow.enabled=false",
 )
 _SIDE = {"ltx_2": 64}  # of an image or video; else 32
+_FURTHER = {"qwen_image_edit": ("rollout.sampling.image_area=4096",)}  # sizes
 # Nothing can be read in noise, and groups of equal rewards are not trained.
 _REWARD = {"image": "jpeg_size", "video": "motion_smoothness"}
 
@@ -78,13 +81,17 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 def test_a_published_recipe_trains_at_test_size(
     path: Path, checkpoint_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    prompts, asked = tmp_path / "prompts.txt", load(path)
-    prompts.write_text('a sign that says "open"\na shop called "7 cats"\n')
+    prompts, asked = tmp_path / "prompts.jsonl", load(path)
+    texts = ('a sign that says "open"', 'a shop called "7 cats"')
+    images = {"image": "image.png"} if find_family(asked.model.pipeline or "").prompt_images else {}
+    Image.linear_gradient("L").resize((64, 48)).convert("RGB").save(tmp_path / "image.png")
+    prompts.write_text("".join(json.dumps({"prompt": text, **images}) + "\n" for text in texts))
     side = _SIDE.get(asked.model.pipeline or "", 32)
     made = run(
         path,
         *_SMALL,
         *(f"rollout.sampling.{key}={side}" for key in ("height", "width")),
+        *_FURTHER.get(asked.model.pipeline or "", ()),
         f"run.dir={tmp_path / 'runs'}",
         f"model.path={checkpoint_of(asked.model.pipeline)}",
         *(f"{section}.prompts={prompts}" for section in ("data", "validation")),

@@ -1,0 +1,16 @@
+"""Supports Qwen-Image-Edit: Qwen-Image's denoiser, trained to edit the image that a prompt carries.
+
+Importing this package imports no torch."""
+
+from omni_async.families import PipelineFamily
+from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
+
+FAMILY = PipelineFamily(
+    name="qwen_image_edit",
+    policy="pipelines.qwen_image_edit.policy:QwenImageEditPolicy",
+    sampling=QwenImageEditSampling,
+    model_index_class="QwenImageEditPipeline",
+    vllm_pipeline="pipelines.qwen_image_edit.rollout.QwenImageEditRolloutPipeline",
+    prompt_images=1,
+    parity="pipelines.qwen_image_edit.parity:CASES",
+)
