@@ -51,6 +51,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def shared_tokens(self, checkpoint: Path) -> int | None:
         """Return the number of a sample's tokens, besides text, that ranks share in equal parts; None if parts differ.
 
+        Where prompts decide on more of them, it is the largest number that divides what there can be.
         Asked of the model in the folder `checkpoint` after `problem`, and reads the same."""
         return None
 

@@ -86,8 +86,8 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
         tokens = spec.shared_tokens(folder)
         if tokens is not None and tokens % degree:
             raise ConfigError(
-                f"{key}: a sample has {tokens} tokens, which {_DEGREE} = {degree} does not divide; use another size or"
-                " another degree"
+                f"{key}: a sample's tokens are a multiple of {tokens}, which {_DEGREE} = {degree} does not divide; use"
+                " another size or another degree"
             )
 
 

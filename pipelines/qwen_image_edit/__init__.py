@@ -12,5 +12,6 @@ FAMILY = PipelineFamily(
     model_index_class="QwenImageEditPipeline",
     vllm_pipeline="pipelines.qwen_image_edit.rollout.QwenImageEditRolloutPipeline",
     prompt_images=1,
+    attention_heads="num_attention_heads",
     parity="pipelines.qwen_image_edit.parity:CASES",
 )

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from omni_async.components import Rule
 from omni_async.data.image_files import read_prompt_image
-from omni_async.policy import SequencePlan
 from omni_async.types import Prompt, PromptImage
 from pipelines.parts import make_conditioning, pack_patches
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
@@ -92,7 +91,6 @@ class QwenImageEditPolicy(QwenImagePolicy):
     parts: ClassVar = {**QwenImagePolicy.parts, "processor": "transformers.Qwen2VLProcessor"}
     codec = QwenImageEditCodec
     shared_rules: ClassVar[Mapping[str, Rule]] = {"image": "jagged"}
-    sequence_plan: SequencePlan | None = None
 
     def velocity(
         self,

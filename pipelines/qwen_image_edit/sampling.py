@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
@@ -18,3 +20,7 @@ class QwenImageEditSampling(QwenImageSampling, frozen=True, kw_only=True):
             most=4096 * 4096,
         ),
     ] = 1024 * 1024
+
+    def shared_tokens(self, checkpoint: Path) -> int:
+        # A prompt's image, whose sides are multiples of 32 pixels, adds a multiple of 4 tokens.
+        return math.gcd(super().shared_tokens(checkpoint), 4)

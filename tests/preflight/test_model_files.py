@@ -22,6 +22,7 @@ from omni_async.families import SamplingSpec, find_family
 from omni_async.preflight.model_files import check_sequence
 from pipelines.flux.sampling import FluxSampling
 from pipelines.qwen_image.sampling import QwenImageSampling
+from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 from pipelines.wan2_2.sampling import Wan22Sampling
 from pipelines.z_image.sampling import ZImageSampling
@@ -271,6 +272,7 @@ def checkpoint(folder: Path, *heads: int | None) -> Path:
 
 
 QWEN, WAN = QwenImageSampling(height=48, width=80), Wan22Sampling(height=48, width=80, num_frames=9)
+EDIT = QwenImageEditSampling(height=64, width=64)
 LARGE = Wan22Sampling(height=192, width=192)
 DEGREE = "trainer.sequence_parallel"
 
@@ -281,8 +283,23 @@ DEGREE = "trainer.sequence_parallel"
         ("wan2_2", LARGE, (24, 20), 4, 8, f"{DEGREE}: 8 ranks share a sequence, and do not divide the 20 attention he"),
         ("wan2_2", LARGE, (24, 20), 4, 9, f"{DEGREE}: 9 ranks share a sequence, and do not divide the 24 attention he"),
         ("qwen_image", QWEN, (None,), 1, 2, "model.path: .* does not say its num_attention_heads, got None"),
-        ("qwen_image", QWEN, (120,), 5, 2, f"rollout.sampling: a sample has 15 tokens, which {DEGREE} = 2 does not"),
-        ("wan2_2", WAN, (120,), 5, 2, f"rollout.sampling: a sample has 45 tokens, which {DEGREE} = 2 does not"),
+        (
+            "qwen_image",
+            QWEN,
+            (120,),
+            5,
+            2,
+            f"rollout.sampling: a sample's tokens are a multiple of 15, which {DEGREE} = 2",
+        ),
+        (
+            "qwen_image_edit",
+            EDIT,
+            (24,),
+            4,
+            8,
+            f"rollout.sampling: a sample's tokens are a multiple of 4, which {DEGREE}",
+        ),
+        ("wan2_2", WAN, (120,), 5, 2, f"rollout.sampling: a sample's tokens are a multiple of 45, which {DEGREE} = 2"),
         ("stable_diffusion_3", StableDiffusion3Sampling(height=48, width=80), (24,), 2, 9, f"{DEGREE}: 9 ranks"),
     ],
 )
@@ -305,7 +322,10 @@ def test_a_family_without_a_plan_of_attention_is_refused(tmp_path: Path) -> None
     ("overrides", "said"),
     [
         (["trainer.sequence_parallel=3"], "3 ranks share a sequence, and do not divide the 4 attention heads of"),
-        (["rollout.buckets=[{sampling: {height: 48, width: 16}}]"], "rollout.buckets.0.sampling: a sample has 3 tok"),
+        (
+            ["rollout.buckets=[{sampling: {height: 48, width: 16}}]"],
+            "rollout.buckets.0.sampling: a sample's tokens are a multiple of 3",
+        ),
         (["trainer.backend=plain"], "trainer.backend: 'plain' is one rank, got trainer.workers = 6; use 'fsdp2' or"),
         (["trainer.compile=true"], "trainer.compile: layers whose attention exchanges tokens are not compiled"),
     ],

@@ -44,6 +44,8 @@ def conditioning_of(policy: Policy, spec: Any, sample: int, generator: torch.Gen
     for name, blank in sorted(policy.blank_conditioning(spec).items()):
         length = 1 + 2 * (sample % 2) if name.startswith("negative") else 3 + 2 * sample
         shape = blank.shape if "prompt_mask" not in policy.blank_conditioning(spec) else (length, *blank.shape[1:])
+        if name == "image":
+            shape = torch.Size((2, 4, blank.shape[-1]))  # of a prompt of its own, which all samples share
         made = torch.randn(shape, generator=generator)
         fields[name] = torch.ones(shape, dtype=torch.bool) if blank.dtype == torch.bool else made
     return TensorDict(fields, [])

@@ -55,6 +55,7 @@ CASES = {
     "qwen": Case("qwen_image", QWEN),
     "qwen guided": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, CHECKPOINTING),
     "qwen lora": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, {**LORA, "unconditional_gradient": False}),
+    "edit": Case("qwen_image_edit", {**QWEN, "true_cfg_scale": 3.0}, CHECKPOINTING),
     "sd3": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, CHECKPOINTING),
     "sd3 lora": Case("stable_diffusion_3", SD3, {**LORA, **CHECKPOINTING}),
     "wan": Case("wan2_2", {**WAN, "guidance_scale": 4.0, "guidance_scale_2": 2.0}, CHECKPOINTING),
@@ -135,6 +136,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     return {
         "qwen_image": build("qwen_image"),
+        "qwen_image_edit": build("qwen_image_edit"),
         "stable_diffusion_3": build("stable_diffusion_3", heads=4),
         "wan2_2": build("wan2_2", heads=4),
         "ti2v": build("wan2_2", heads=4, ti2v=True),
