@@ -65,7 +65,7 @@ def sde_of(config: Config) -> Sde:
 
 
 def _steps(config: Config) -> int:
-    return num_trained(config.rollout.calls * sde_of(config).window.size, config.algorithm.timestep_fraction)
+    return config.rollout.calls * num_trained(sde_of(config).window.size, config.algorithm.timestep_fraction)
 
 
 def _draws(config: Config) -> int:

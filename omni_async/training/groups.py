@@ -90,7 +90,7 @@ def find_step(trajectory: TensorDict, position: int) -> tuple[TensorDict, int]:
 
 
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
-    """Return the number of trained steps of every sample, over all calls (0 for forward-process objectives).
+    """Return W, the number of trained steps of every call of every sample (0 for forward-process objectives).
 
     Args:
         group: this rank's samples, as they arrived.
@@ -117,7 +117,7 @@ def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, late
             raise ValueError(f"trajectory {i} of {len(group.trajectories)}: {error}") from error
     if len({"means" in call for t in group.trajectories for call in calls_of(t)}) > 1:
         raise ValueError("some trajectories of the group carry means and others do not")
-    return window * len(first)
+    return window
 
 
 def _check_fields(trajectory: TensorDict, fields: Collection[str], window: int, latent_shape: tuple[int, ...]) -> None:

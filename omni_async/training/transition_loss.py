@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from omni_async.config.schema import Config
 from omni_async.families import SamplingSpec
 from omni_async.policy import Policy, modalities_of
 from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
-from omni_async.training.groups import GroupBatch, MicroBatch, Needs, check_group, find_step
+from omni_async.training.groups import GroupBatch, MicroBatch, Needs, calls_of, check_group, find_step
 from omni_async.training.row_loss import LossOfObjective
 from omni_async.types import SampleDrift
 
@@ -60,17 +60,20 @@ class TransitionRows:
         return self.latents[0].numel()
 
 
-def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
-    """Return the window positions of a sample that are trained, in order: `num_trained` of them.
+def trained_steps(seed: int, window: int, fraction: float, calls: int = 1) -> list[int]:
+    """Return the positions of a sample's steps that are trained, in order: `num_trained` of every call.
 
     Args:
         seed: the sample's, from which they are drawn.
-        window: W, the number of its steps that could be trained.
-        fraction: `algorithm.timestep_fraction`."""
+        window: W, the number of a call's steps that could be trained; those of call k have the positions from k W on.
+        fraction: `algorithm.timestep_fraction`.
+        calls: how many the sample has."""
     count = num_trained(window, fraction)
     if count == window:
-        return list(range(window))
-    return torch.randperm(window, generator=torch.Generator().manual_seed(seed))[:count].sort().values.tolist()
+        return list(range(calls * window))
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randperm(window, generator=generator)[:count].sort().values for _ in range(calls)]
+    return [call * window + k for call, positions in enumerate(drawn) for k in positions.tolist()]
 
 
 def build_rows(
@@ -224,14 +227,22 @@ class TransitionLoss(LossOfObjective):
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
         latent_shape, sigmas = self._drawn.by(group.spec)
         window = check_group(group, self._fields, sigmas, latent_shape)
-        chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
-        count = len(chosen[0])
-        unit = count if self._whole_samples else 1
+        calls, fraction = len(calls_of(group.trajectories[0])), self._algorithm.timestep_fraction
+        chosen = [trained_steps(seed, window, fraction, calls) for seed in group.seeds]
+        count, most = len(chosen[0]), self._layout.most(group.size)
         samples = zip(group.trajectories, chosen, strict=True)
         needs = [self._component(t, k) for t, positions in samples for k in positions]
-        for batch in self._micro_batches(needs, unit, self._layout.most(group.size) * count):
-            rows = build_rows(group, chosen, batch, needs, self._policy, self._model.device)
-            yield rows, batch.counts and group.counts
+        rows = range(len(needs))
+        # A denoiser may take calls that are conditioned on an image apart from those that are not, and all ranks must
+        # call it as often: rows of one call share micro-batches, unless whole samples do.
+        per_call = count if self._whole_samples else count // calls
+        for first in range(0, count, per_call):
+            part = [row for row in rows if first <= row % count < first + per_call]
+            unit = count if self._whole_samples else 1
+            for batch in self._micro_batches([needs[row] for row in part], unit, most * per_call):
+                batch = replace(batch, rows=[part[i] for i in batch.rows])
+                built = build_rows(group, chosen, batch, needs, self._policy, self._model.device)
+                yield built, batch.counts and group.counts
 
     def _component(self, trajectory: TensorDict, position: int) -> str:
         """Return the component that a trained step needs."""

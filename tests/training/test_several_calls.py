@@ -6,7 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from omni_async.layout import ParallelLayout
 from omni_async.training.groups import GroupBatch
+from omni_async.training.transition_loss import trained_steps
+from tests.fakes import share
 from tests.training.training_world import (
     assert_gradients,
     gradients_of,
@@ -57,6 +60,29 @@ def test_the_proximal_pass_finds_the_drift_of_every_step_of_every_call():
     for whole, one, other in zip(of_calls, *apart, strict=True):
         assert whole.log_ratio == pytest.approx(one.log_ratio + other.log_ratio, abs=1e-5)
         assert whole.num_elements == one.num_elements
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
+def test_ranks_with_unequal_shares_train_the_same_calls_in_every_micro_batch(name, size):
+    """A denoiser that takes a call with an image apart from one without is then called as often on every rank."""
+    engine, (first, second) = moved(name=name, clip_range=0.2, size=size, fraction=0.5)
+    group = joined(first, second)
+    seen = []
+    for rank in range(3):  # of four samples one rank has two
+        engine._loss._layout = layout = ParallelLayout(rank, 3)
+        batches = list(engine._loss.batches(share(group, layout)))
+        seen.append([{call for _, call in rows.row_ids} for rows, _ in batches])
+    assert seen[0] == seen[1] == seen[2]
+    assert all(calls == {0, 1} if name == "gspo" else len(calls) == 1 for calls in seen[0])
+
+
+def test_a_fraction_of_the_steps_is_a_fraction_of_every_call():
+    for seed in range(20):
+        steps = trained_steps(seed, 4, 0.5, calls=3)
+        assert [step // 4 for step in steps] == [0, 0, 1, 1, 2, 2] and steps == sorted(set(steps))
+        assert steps[:2] == trained_steps(seed, 4, 0.5)
+    assert trained_steps(0, 2, 1.0, calls=2) == [0, 1, 2, 3]
 
 
 def test_calls_that_one_sample_lacks_are_refused():
