@@ -88,8 +88,8 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
 
     `step_versions` are the policy versions that took the trained steps, call after call; `version` took step 0. In a
     training sample without a window every step counts as trained, because its final latents are trained on. `nbytes`
-    are those of its trajectory and its media. `encoded`: its prompt was encoded for it, and not for an earlier
-    sample."""
+    are those of its trajectory and its media. `encoded`: how many prompts were encoded for it, and not for an
+    earlier sample: those of its calls that were new."""
 
     sample_id: str
     engine: str
@@ -100,7 +100,7 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
     started: float
     finished: float
     nbytes: int = 0
-    encoded: bool = False
+    encoded: int = 0
 
 
 class ScoreJob(msgspec.Struct, frozen=True, gc=False):

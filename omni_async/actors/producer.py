@@ -43,7 +43,7 @@ class _Finished(NamedTuple):
     versions: VersionSpans
     started: float
     finished: float
-    encoded: bool
+    encoded: int
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
         """Return the coordinator's message about the sample that `engine` made, with references to what is stored."""

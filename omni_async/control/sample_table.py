@@ -342,7 +342,7 @@ class SampleTable:
         """Take the result of a leased sample. Returns what is wrong with `buffer.max_bytes`, if it is too small."""
         sample.result = result
         self._move(sample, GENERATE)
-        self.drawn += 1
+        self.drawn += sample.request.calls
         self.encoded += result.encoded
         if sample.owner.kind == "validation":
             return None

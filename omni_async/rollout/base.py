@@ -43,12 +43,12 @@ class Trajectory:
       final (*shape) float32: the last latents, those the media were decoded from
       conditioning: a nested TensorDict, the policy's
     and always sigmas (N + 1,) float32 and steps (W,) int64. `versions` are those that took the denoising steps, trained
-    or not. `encoded`: its prompt was encoded for it (`SampleResult`)."""
+    or not. `encoded`: how many prompts were encoded for it (`SampleResult`)."""
 
     tensors: TensorDict
     media: Media
     versions: VersionSpans
-    encoded: bool = False
+    encoded: int = 0
 
 
 class RolloutEngine(Protocol):

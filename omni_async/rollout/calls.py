@@ -87,5 +87,5 @@ def _joined(calls: list[Trajectory]) -> Trajectory:
         TensorDict(tensors, batch_size=[]),
         calls[-1].media,
         VersionSpans.of(version for one in calls for version in one.versions),
-        encoded=any(one.encoded for one in calls),
+        encoded=sum(one.encoded for one in calls),
     )
