@@ -9,7 +9,7 @@ known of a family without torch is in `omni_async.families`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -142,6 +142,13 @@ class ReadsLess(Protocol):
 
     def conditioning_key(self, spec: Any) -> Hashable:
         """Return what of the spec `encode` reads, besides whether it is guided."""
+
+
+@runtime_checkable
+class HasEncoders(Protocol):
+    """A codec with models that only `encode` uses, frozen, which an engine may keep in host memory. Optional."""
+
+    encoders: Sequence[torch.nn.Module]
 
 
 @runtime_checkable

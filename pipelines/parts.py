@@ -252,13 +252,17 @@ class DiffusersCodec(ABC):
     The parts may be diffusers' or vLLM-Omni's: they have the same interface. Those that are models move to a device.
 
     text_settings: the spec's keys that `encode_text` reads, or that are encoded; a codec that also reads others, such
-        as the size for an image that it encodes, overrides `conditioning_key`."""
+        as the size for an image that it encodes, overrides `conditioning_key`.
+    decoders: the models besides the VAE that `decode` needs; all others are `encoders`, of which it needs none."""
 
     text_settings: ClassVar[tuple[str, ...]] = ("negative_prompt", "max_sequence_length")
+    decoders: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, vae: Any, **parts: Any) -> None:
         self.vae = vae
-        self._models = [vae, *(part for part in parts.values() if isinstance(part, nn.Module))]
+        models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        self._models = [vae, *models.values()]
+        self.encoders = [model for name, model in models.items() if name not in self.decoders]
 
     def to(self, device: Any) -> Self:
         for model in self._models:

@@ -109,6 +109,9 @@ class Rollout(Section, kw_only=True, frozen=True):
     conditioning_cache: SizeText = "512MiB"
     """Encoded prompts that an engine keeps, on its device: what is repeated in a group, an epoch or a validation round
     is encoded once. The prompt that was not drawn for the longest goes first."""
+    offload: bool = False
+    """Keep text encoders in host memory, and on the device only while an engine encodes prompts that it does not keep.
+    For `diffusers` and `vllm_omni`."""
     timeout_s: Seconds = 600.0
     """Longest a sample may take before the engine counts as hung."""
     retries: Retries = 2

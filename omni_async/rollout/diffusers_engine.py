@@ -62,6 +62,7 @@ class DiffusersEngine:
         batching: Literal["step", "request"] = "step",
         device: torch.device | str | None = None,
         conditioning_bytes: int = 512 * 2**20,
+        offload: bool = False,
     ) -> None:
         self.name = name
         self._policy = policy
@@ -70,6 +71,7 @@ class DiffusersEngine:
         self._stepwise = batching == "step"
         self._device = torch.device(device or torch.accelerator.current_accelerator(True) or "cpu")
         self._conditioning_bytes = conditioning_bytes
+        self._offload = offload
         self._version = 0
         self._digest = ""
         self._staged: StagedVersion[Staged] = StagedVersion(name)
@@ -78,7 +80,7 @@ class DiffusersEngine:
         self._work = asyncio.Event()
         self._closing = False
         self._runner: asyncio.Task[None] | None = None
-        # Adapted weights as they were before the first LoRA version.
+        # Adapted weights as they were before the first LoRA version, in host memory whatever the device.
         self._base: dict[str, torch.Tensor] = {}
 
     async def start(self) -> WeightReport:
@@ -87,10 +89,13 @@ class DiffusersEngine:
         return self._report()
 
     def _load(self) -> None:
-        loaded = self._policy.load_components(self._dtype)
-        self._components = {name: module.to(self._device).requires_grad_(False) for name, module in loaded.items()}
+        # First, so that a device need not hold offloaded encoders and denoisers together.
         self._codec: Codec = self._policy.load_codec(self._dtype).to(self._device)
         self._conditioning = ConditioningCache(self._codec, self._conditioning_bytes)
+        if self._offload:
+            self._conditioning.offload(self._device)
+        loaded = self._policy.load_components(self._dtype)
+        self._components = {name: module.to(self._device).requires_grad_(False) for name, module in loaded.items()}
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         check_request(request)
@@ -168,6 +173,7 @@ class DiffusersEngine:
                     encoded.append(new)
                 except ValueError as error:
                     results[row] = error
+            self._conditioning.release()
             if conditioning:
                 made = self._denoise(loop, [requests[row] for row in conditioning], list(conditioning.values()))
                 made = [replace(one, encoded=new) for one, new in zip(made, encoded, strict=True)]
@@ -221,8 +227,8 @@ class DiffusersEngine:
         started = time.perf_counter()
         live = {name: parameter.data for name, parameter in named_parameters(self._components)}
         if staged.manifest.payload == "lora":
-            for name in adapted_weights(t.name for t in staged.manifest.tensors) & live.keys():
-                self._base.setdefault(name, live[name].clone())
+            adapted = adapted_weights(t.name for t in staged.manifest.tensors) & live.keys()
+            self._base |= {name: live[name].to("cpu", copy=True) for name in adapted - self._base.keys()}
         else:
             self._base.clear()
         for name, weight in staged.weights(live | self._base, self._device):

@@ -56,6 +56,7 @@ def build_engine(
                 batching=rollout.batching,
                 device=device,
                 conditioning_bytes=conditioning_bytes,
+                offload=rollout.offload,
             )
         case "vllm_omni":
             from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
@@ -74,5 +75,6 @@ def build_engine(
                 start_timeout_s=config.run.startup_timeout_s,
                 rpc_timeout_s=config.weights.timeout_s,
                 conditioning_bytes=conditioning_bytes,
+                offload=rollout.offload,
             )
     raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")

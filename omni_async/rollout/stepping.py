@@ -20,8 +20,9 @@ from tensordict import TensorDict
 from omni_async.algorithms.registry import TRAJECTORY_FIELDS
 from omni_async.families import SamplingSpec
 from omni_async.media import Media
-from omni_async.policy import Codec, ReadsLess
+from omni_async.policy import Codec, HasEncoders, ReadsLess
 from omni_async.rollout.base import Trajectory
+from omni_async.rollout.offload import Offloaded
 from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.schedules import linear
 from omni_async.sde.transitions import KINDS, log_prob_by_part, step_mixed, transition
@@ -215,6 +216,19 @@ class ConditioningCache:
         self.most_bytes = most_bytes
         self._kept: OrderedDict[tuple[Any, ...], TensorDict] = OrderedDict()
         self._bytes = 0
+        self._encoders: Offloaded | None = None
+
+    def offload(self, device: torch.device | str) -> None:
+        """Keep the codec's encoders in host memory, on `device` only from a prompt that is encoded to `release`.
+
+        Without effect on a codec that does not name them."""
+        if isinstance(self.codec, HasEncoders):
+            self._encoders = Offloaded(self.codec.encoders, device)
+
+    def release(self) -> None:
+        """Leave encoders that are offloaded to host memory, before the device is needed for something else."""
+        if self._encoders is not None:
+            self._encoders.release()
 
     def of(self, request: SampleRequest) -> tuple[TensorDict, bool]:
         """Return the request's conditioning, batch size [], and whether it was encoded now.
@@ -226,6 +240,8 @@ class ConditioningCache:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key], False
+        if self._encoders is not None:
+            self._encoders.bring()
         made = self._kept[key] = codec.encode(prompt, request.spec)
         self._bytes += made.bytes()
         while self._bytes > self.most_bytes and len(self._kept) > 1:

@@ -58,6 +58,7 @@ class VllmOmniEngine:
         start_timeout_s: float = 600.0,
         rpc_timeout_s: float = 600.0,
         conditioning_bytes: int = 512 * 2**20,
+        offload: bool = False,
     ) -> None:
         self.name = name
         self._family = family
@@ -69,6 +70,7 @@ class VllmOmniEngine:
         self._start_timeout_s = start_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
         self._conditioning_bytes = conditioning_bytes
+        self._offload = offload
         self._omni: Any = None
         self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._serial = 0
@@ -78,7 +80,7 @@ class VllmOmniEngine:
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         self._omni = await asyncio.to_thread(self._build)
-        held = await self._call("begin", self._conditioning_bytes)
+        held = await self._call("begin", self._conditioning_bytes, self._offload)
         return WeightReport(engine=self.name, version=held["version"], digest=held["digest"])
 
     def _build(self) -> Any:

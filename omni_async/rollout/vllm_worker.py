@@ -122,6 +122,7 @@ class RolloutPipelineMixin:
         """Move every sample one step, those of one spec in one batch.
 
         Returns nothing of use, as the batch holds nothing."""
+        self.conditioning.release()
         by_spec: dict[SamplingSpec, list[Any]] = {}
         for state in states:
             by_spec.setdefault(state.extra[_SAMPLE].request.spec, []).append(state)
@@ -255,9 +256,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         pipeline.weight_version, pipeline.weight_digest = staged.manifest.version, staged.manifest.digest
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
 
-    def begin(self, conditioning_bytes: int) -> dict[str, Any]:
-        """Bound the encoded prompts that are kept."""
-        self.model_runner.pipeline.conditioning.most_bytes = conditioning_bytes
+    def begin(self, conditioning_bytes: int, offload: bool) -> dict[str, Any]:
+        """Bound the encoded prompts that are kept, and offload the encoders if that is wanted."""
+        pipeline = self.model_runner.pipeline
+        pipeline.conditioning.most_bytes = conditioning_bytes
+        if offload:
+            pipeline.conditioning.offload(pipeline.model_device)
         return self.held_weights()
 
     def held_weights(self) -> dict[str, Any]:

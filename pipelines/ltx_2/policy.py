@@ -30,6 +30,8 @@ _WINDOW, _LEAST = 1024, 1e-5
 class LTX2Codec(DiffusersCodec):
     """The `omni_async.policy.Codec` of LTX-2: Gemma3 and its connectors, a VAE for each modality, and a vocoder."""
 
+    decoders = ("audio_vae", "vocoder")
+
     def __init__(self, *, tokenizer: Any, text_encoder: Any, connectors: Any, audio_vae: Any, vocoder: Any, vae: Any):
         super().__init__(
             vae=vae, text_encoder=text_encoder, connectors=connectors, audio_vae=audio_vae, vocoder=vocoder

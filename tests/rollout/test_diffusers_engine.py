@@ -204,3 +204,16 @@ async def test_runs_in_bfloat16_on_an_accelerator(policy):
         assert all(t.device.type == "cpu" for t in one.tensors.flatten_keys().values())
         assert one.tensors["latents"].dtype == torch.float32
         check_against_policy(policy, {0: transformer_with(policy, None)}, request, one, tolerance=5e-2)
+
+
+@pytest.mark.gpu
+async def test_on_an_accelerator_encoders_and_the_base_of_adapters_lie_in_host_memory(policy):
+    requests = [make_request(i) for i in range(3)]
+    plain = await drawn(policy, requests, device=None)
+    async with running(policy, device=None, offload=True) as engine:
+        for one, other in zip(plain, await together(engine, requests), strict=True):
+            assert_same(one, other, 1e-5)
+        held = [*engine._codec.encoders[0].parameters()]  # type: ignore[attr-defined]
+        await engine.stage(*publish(1, adapters(policy, seed=1), lora={"rank": 2, "alpha": 4.0}))
+        await engine.swap(1)
+        assert {tensor.device.type for tensor in (*held, *engine._base.values())} == {"cpu"}

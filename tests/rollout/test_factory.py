@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from tests.configs import build
 from tests.rollout.conftest import make_request
 
 
-def config(engine: str, path: str, **rollout: str) -> Config:
+def config(engine: str, path: str, **rollout: Any) -> Config:
     drawn = {"engine": engine, "emulated": {"step_s": 0.0}} | rollout
     return with_spec(build({"model": {"pipeline": "qwen_image", "path": path}, "rollout": drawn}))
 

@@ -51,8 +51,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def batcher(family: SimpleNamespace) -> Iterator[RemoteEngine]:
-    """Provides an engine that batches requests, of the same checkpoint."""
-    options = {"dtype": "float32", "max_batch": 8, "batching": "request"}
+    """Provides an engine that batches requests, of the same checkpoint, and offloads its encoders."""
+    options = {"dtype": "float32", "max_batch": 8, "batching": "request", "offload": True}
     with running_engine(family.path, family.case.name, **options) as (engine, _):
         yield engine
 
