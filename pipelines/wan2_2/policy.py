@@ -46,9 +46,12 @@ class Wan22Codec(DiffusersCodec):
         mean, std = latent_statistics(self.vae, maps)
         return as_videos(self.vae.decode(maps * std + mean, return_dict=False)[0], spec.fps)
 
-    @torch.no_grad()
     def encode_media(self, media: list[Media], spec: Wan22Sampling) -> Tensor:
-        videos = stack_pixels(media, spec).transpose(1, 2)
+        return self.encode_videos(stack_pixels(media, spec).transpose(1, 2))
+
+    @torch.no_grad()
+    def encode_videos(self, videos: Tensor) -> Tensor:
+        """Return the latents of videos (B, 3, F, H, W) in [-1, 1]."""
         maps: Tensor = self.vae.encode(videos.to(self.vae.device, self.vae.dtype)).latent_dist.mode().float()
         mean, std = latent_statistics(self.vae, maps)
         return (maps - mean) / std

@@ -30,7 +30,7 @@ def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, see
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         channels = 48 if ti2v else 16
-        experts = [_expert(channels, layers, heads) for _ in range(1 if ti2v else 2)]
+        experts = [expert(channels, layers, heads) for _ in range(1 if ti2v else 2)]
         residual = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2} if ti2v else {}
         vae = AutoencoderKLWan(
             base_dim=8,
@@ -58,11 +58,12 @@ def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, see
         )
 
 
-def _expert(channels: int, layers: int, heads: int) -> Any:
-    expert: Any = WanTransformer3DModel(
+def expert(channels: int, layers: int, heads: int, given: int = 0) -> Any:
+    """Build a transformer of latents of so many channels, which is given some more beside them."""
+    model: Any = WanTransformer3DModel(
         num_attention_heads=heads,
         attention_head_dim=12,  # a multiple of 6: rotary positions of time, height and width
-        in_channels=channels,
+        in_channels=channels + given,
         out_channels=channels,
         text_dim=TEXT_WIDTH,
         freq_dim=32,
@@ -70,8 +71,8 @@ def _expert(channels: int, layers: int, heads: int) -> Any:
         num_layers=layers,
         cross_attn_norm=True,
     )
-    tiny.fill_zeros(expert)
-    return expert.eval()
+    tiny.fill_zeros(model)
+    return model.eval()
 
 
 build = partial(tiny.build, build_components)

@@ -42,11 +42,14 @@ QWEN_IMAGE = pytest.mark.parametrize("family", [FIRST], indirect=True, ids=[FIRS
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.label)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     case = request.param
-    path = case.build(tmp_path_factory.mktemp(case.name))
-    policy = case.policy(path)
+    folder = tmp_path_factory.mktemp(case.name)
+    path = case.build(folder / "checkpoint")
+    policy, request_of = case.policy(path), case.case.with_images(folder).request
     with running_engine(path, case.name, dtype="float32", max_batch=8) as (engine, report):
         assert (report.version, report.digest) == (0, "")
-        yield SimpleNamespace(case=case, path=path, policy=policy, engine=engine, model=load_model(policy))
+        yield SimpleNamespace(
+            case=case, path=path, policy=policy, engine=engine, model=load_model(policy), request=request_of
+        )
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +76,10 @@ def mixed(family: SimpleNamespace) -> list[SampleRequest]:
     """Makes requests of different specs, windows, prompts, kinds and step counts."""
     plain, guided = family.case.specs
     return [
-        *(families.make_request(spec, i) for i, spec in enumerate([plain, guided, plain, guided])),
-        families.make_request(plain, 4, sde_kind="cps", noise_level=0.9),
-        families.make_request(guided, 5, num_inference_steps=5, window=SdeWindow(0, 3)),
-        families.make_request(guided, 6, window=SdeWindow(0, STEPS - 1)),  # over the boundary of two experts
+        *(family.request(spec, i) for i, spec in enumerate([plain, guided, plain, guided])),
+        family.request(plain, 4, sde_kind="cps", noise_level=0.9),
+        family.request(guided, 5, num_inference_steps=5, window=SdeWindow(0, 3)),
+        family.request(guided, 6, window=SdeWindow(0, STEPS - 1)),  # over the boundary of two experts
     ]
 
 
@@ -161,7 +164,7 @@ def test_a_failing_worker_call_is_an_error_and_impossible_requests_fail_alone(en
 
 @REQUEST_BATCHING
 def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_batch(family, batcher):
-    requests = [*mixed(family), families.make_request(family.case.specs[0], 7, window=None, noise_level=0.0)]
+    requests = [*mixed(family), family.request(family.case.specs[0], 7, window=None, noise_level=0.0)]
     batcher("_call", "forget_batches")
     together = batcher("generate", requests)
     assert batcher("_call", "batches")["samples"] == [len(requests)]
@@ -174,7 +177,7 @@ def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_bat
 @REQUEST_BATCHING
 def test_a_request_alone_is_that_of_step_wise_batching_bit_for_bit(family, batcher):
     for spec in family.case.specs:
-        [one], [other] = (engine("generate", [families.make_request(spec)]) for engine in (batcher, family.engine))
+        [one], [other] = (engine("generate", [family.request(spec)]) for engine in (batcher, family.engine))
         names = ("latents", "log_probs", "means", "final")
         assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in names)
         for part in one.media.parts:
@@ -187,13 +190,13 @@ def test_weights_are_swapped_between_batches_and_never_inside_a_sample(family, b
     manifest, buckets = publish(1, {name: weight + 0.02 for name, weight in parameters(family.model).items()})
     for engine in (batcher, family.engine):
         engine("stage", manifest, buckets)
-    requests = [families.make_request(spec, i, num_inference_steps=60, window=SdeWindow(2, 50)) for i in range(20)]
+    requests = [family.request(spec, i, num_inference_steps=60, window=SdeWindow(2, 50)) for i in range(20)]
     report, made = batcher("swap_while_running", requests, 1)
     assert (report.version, report.digest) == (1, manifest.digest)
     assert {0, 1} == {version for one in made for version in one.versions}
     assert all(len(set(one.versions)) == 1 for one in made)
     family.engine("swap", 1)
-    later = families.make_request(spec)
+    later = family.request(spec)
     assert_same(*(engine("generate", [later])[0] for engine in (batcher, family.engine)), 1e-6)
     for engine in (batcher, family.engine):
         restore(engine, family)

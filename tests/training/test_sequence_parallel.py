@@ -60,6 +60,7 @@ CASES = {
     "sd3 lora": Case("stable_diffusion_3", SD3, {**LORA, **CHECKPOINTING}),
     "wan": Case("wan2_2", {**WAN, "guidance_scale": 4.0, "guidance_scale_2": 2.0}, CHECKPOINTING),
     "wan lora": Case("wan2_2", WAN, LORA),
+    "wan i2v": Case("wan2_2_i2v", {**WAN, "guidance_scale": 2.0}),
     "ti2v": Case("wan2_2", TI2V, CHECKPOINTING, checkpoint="ti2v"),
     "qwen 2 x 2": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, {**LORA, **CHECKPOINTING}, workers=4),
     "sd3 2 x 2": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, {**LORA, **CHECKPOINTING}, workers=4),
@@ -139,6 +140,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen_image_edit": build("qwen_image_edit"),
         "stable_diffusion_3": build("stable_diffusion_3", heads=4),
         "wan2_2": build("wan2_2", heads=4),
+        "wan2_2_i2v": build("wan2_2_i2v", heads=4),
         "ti2v": build("wan2_2", heads=4, ti2v=True),
     }
 

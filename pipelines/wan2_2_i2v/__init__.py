@@ -1,0 +1,19 @@
+"""Wan2.2 image-to-video (I2V-A14B): Wan2.2's two experts, which are also given a prompt's image as the first frame.
+
+Importing this package imports no torch."""
+
+from omni_async.families import PipelineFamily
+from pipelines.wan2_2_i2v.sampling import Wan22I2VSampling
+
+FAMILY = PipelineFamily(
+    name="wan2_2_i2v",
+    policy="pipelines.wan2_2_i2v.policy:Wan22I2VPolicy",
+    sampling=Wan22I2VSampling,
+    model_index_class="WanImageToVideoPipeline",
+    components=("transformer", "transformer_2"),
+    vllm_pipeline="pipelines.wan2_2_i2v.rollout.Wan22I2VRolloutPipeline",
+    prompt_images=1,
+    needs_images=True,
+    attention_heads="num_attention_heads",
+    parity="pipelines.wan2_2_i2v.parity:CASES",
+)
