@@ -211,6 +211,13 @@ def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path):
     first, second = read_group(tmp_path, 1, 2)
     assert all(torch.equal(first[name], view) for name, view in views.items())
     assert torch.equal(second["shared"], values)
+    calls = {
+        f"call{k}": TensorDict({"latents": values + k, "conditioning": TensorDict({"x": views["expanded"]}, [])}, [])
+        for k in (0, 1)
+    }
+    write_group(tmp_path, 3, [TensorDict(calls, batch_size=[])])
+    (again,) = read_group(tmp_path, 3, 1)
+    assert (again == TensorDict(calls, batch_size=[])).all() and sorted(again.keys()) == ["call0", "call1"]
     write_group(tmp_path, 2, [values.T.numpy()])
     assert np.array_equal(read_group(tmp_path, 2, 1)[0], values.T.numpy())
 

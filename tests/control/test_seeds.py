@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from omni_async.config import Config
 from omni_async.config.schema import Sde, WindowConfig
-from omni_async.control.requests import RequestFactory
+from omni_async.control.requests import RequestFactory, require_trained_steps, trained_steps
 from omni_async.control.seeds import (
     PromptStream,
     derive,
@@ -25,7 +25,8 @@ from omni_async.control.seeds import (
     sample_seeds,
     window_of,
 )
-from omni_async.types import Prompt, SdeWindow
+from omni_async.types import Prompt, SampleResult, SdeWindow
+from omni_async.version_spans import VersionSpans
 
 
 @given(st.lists(st.integers() | st.text("abc/"), max_size=4))
@@ -115,6 +116,25 @@ def test_requests_differ_by_seed_within_a_group_and_share_its_window() -> None:
         (factory.window(9), 9, 4, ("latents",), None)
     }
     assert factory.validation(0, tuple(make_prompts(3))) == [], "without a validation section"
+
+
+def test_a_sample_of_several_calls_owes_a_version_for_every_calls_trained_steps() -> None:
+    config = make_config(validation={})
+    several = replace(config, rollout=replace(config.rollout, calls=3))
+    factory, prompt = RequestFactory(several), make_prompts(1)[0]
+    first = factory.training(0, prompt, factory.window(0))[0]
+    (plain, *_) = RequestFactory(config).training(0, prompt, factory.window(0))
+    assert first == replace(plain, calls=3) and plain.calls == 1, "its first call has the noise of a sample of one"
+    assert (trained_steps(first), trained_steps(plain)) == ((6,), (2,))
+    assert trained_steps(replace(first, window=None)) == (3 * first.num_inference_steps, 0)
+    assert [one.calls for one in factory.validation(0, (prompt,))] == [3]
+
+    def result(*versions: int) -> SampleResult:
+        return SampleResult(first.sample_id, "rollout-0", None, None, 0, VersionSpans.of(versions), 0.0, 1.0)
+
+    require_trained_steps(first, result(0, 0, 1, 1, 1, 2))
+    with pytest.raises(ValueError, match="2 step versions for 6 trained steps"):
+        require_trained_steps(first, result(0, 0))
 
 
 def config_with(sde: Sde | None, P: int = 1, seed: int = 0) -> Config:
