@@ -16,6 +16,7 @@ from torch import Tensor
 from omni_async.media import Media
 from omni_async.policy import SequencePlan
 from omni_async.sde.schedules import scheduler_sigmas
+from pipelines import single_frame
 from pipelines.parts import (
     DiffusersCodec,
     DiffusersPolicy,
@@ -26,7 +27,6 @@ from pipelines.parts import (
     stack_pixels,
     unpack_patches,
 )
-from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.sampling import read_config
 

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from omni_async.media import Media
 from omni_async.types import Prompt
+from pipelines import single_frame
 from pipelines.qwen_image import policy as policy_module
-from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build

@@ -1,4 +1,4 @@
-"""Decodes and encodes one frame with Qwen-Image's video VAE at the price of an image VAE.
+"""Decodes and encodes one frame with the video VAE of the Qwen-Image families at the price of an image VAE.
 
 The VAE's convolutions are causal in time: before the first frame they see zeros. For a single frame that is a 2-D
 convolution with the kernel's last time slice, a third of the arithmetic, and the frame caches are never read. With the
