@@ -83,7 +83,8 @@ async def _noise_free(subject: Subject, engine: RolloutEngine) -> Found:
         if not torch.equal(made.tensors["sigmas"], subject.policy.sigmas(STEPS, request.spec)):
             return Found(float("inf"), DRAWN, "another schedule")
         noise = initial_noise(request.seed, subject.policy.latent_shape(request.spec))[None]
-        conditioning = subject.policy.stack_conditioning([made.tensors["conditioning"]])
+        # The trainer's own, not what the engine sends along: its encoders must read the prompt in the same way.
+        conditioning = subject.policy.stack_conditioning([subject.codec.encode(request.prompt, request.spec)])
         off = max(off, difference(made.tensors["final"][None], subject.draw(noise, conditioning, request.spec)))
         [media] = subject.codec.decode(made.tensors["final"][None], request.spec)
         for part in media.parts:

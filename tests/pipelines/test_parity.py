@@ -173,6 +173,22 @@ def test_an_engine_that_keeps_its_old_weights_or_takes_any_is_caught(tmp_path):
     assert "a version without one parameter" in wrong["wrong weights are refused"]
 
 
+class Deaf(StableDiffusion3Policy):
+    """Has an encoder that reads the same text in every prompt."""
+
+    def load_codec(self, dtype: torch.dtype) -> Any:
+        codec = super().load_codec(dtype)
+        encode_text = codec.encode_text
+        codec.encode_text = lambda text, spec: encode_text("the same", spec)  # type: ignore[method-assign]
+        return codec
+
+
+def test_an_engine_whose_encoder_reads_something_else_is_caught(tmp_path):
+    subject = SD3.subject(tmp_path)
+    deaf = DiffusersEngine("deaf", Deaf(subject.path), dtype=torch.float32, max_batch=8, device="cpu")
+    assert [row.check for row in engine_rows(subject, deaf) if not row.passed] == ["noise-free samples"]
+
+
 def test_prompts_carry_the_images_that_a_case_asks_for(tmp_path):
     bare = dataclasses.replace(SD3.case, image_sizes=((6, 4), None, (4, 8)))
     assert SD3.case.with_images(tmp_path) is SD3.case and not any(tmp_path.iterdir())
