@@ -38,17 +38,17 @@ class Wan22I2VCodec(Wan22Codec):
         [latents] = self.encode_videos(torch.cat([first.unsqueeze(2), grey], dim=2))
         given = latents.new_zeros(MASK, *latents.shape[1:])
         given[:, 0] = 1
-        return {"image": torch.cat([given, latents])}
+        return {"condition": torch.cat([given, latents])}
 
 
 class Wan22I2VPolicy(Wan22Policy):
     """A policy, see `omni_async.policy.Policy`.
 
-    Conditioning: that of Wan2.2, and `image` (4 + C, (F - 1) / 4 + 1, H / 8, W / 8), the mask and the image's latents.
-    """
+    Conditioning: that of Wan2.2, and `condition` (4 + C, (F - 1) / 4 + 1, H / 8, W / 8): the mask and the image's
+    latents."""
 
     codec = Wan22I2VCodec
-    shared_rules: ClassVar = {"image": "same"}
+    shared_rules: ClassVar = {"condition": "same"}
 
     def __init__(self, path: str) -> None:
         require_channels(path)
@@ -56,7 +56,8 @@ class Wan22I2VPolicy(Wan22Policy):
         self.channels = int(read_config(path, "vae").get("z_dim", 16))
 
     def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: Any) -> dict[str, Any]:
-        return super().inputs(latents, sigma, text, spec) | {"hidden_states": torch.cat([latents, text["image"]], 1)}
+        given = torch.cat([latents, text["condition"]], dim=1)
+        return super().inputs(latents, sigma, text, spec) | {"hidden_states": given}
 
     def blank_shared(self, spec: Any) -> dict[str, Tensor]:
-        return {"image": torch.zeros(MASK + self.channels, *self.latent_shape(spec)[1:])}
+        return {"condition": torch.zeros(MASK + self.channels, *self.latent_shape(spec)[1:])}

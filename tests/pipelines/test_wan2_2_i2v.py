@@ -45,7 +45,7 @@ def prompt_of(tmp_path: Path) -> Callable[..., Prompt]:
 
 def test_the_image_is_the_first_frame_of_what_is_given_and_grey_is_nothing(policy, prompt_of):
     codec = policy.load_codec(torch.float32)
-    white, grey = (codec.encode(prompt_of(level), SPEC)["image"] for level in (255, 128))
+    white, grey = (codec.encode(prompt_of(level), SPEC)["condition"] for level in (255, 128))
     assert white.shape == (20, 3, 4, 6) and white.dtype == torch.float32
     given = torch.zeros(4, 3, 4, 6)
     given[:, 0] = 1
