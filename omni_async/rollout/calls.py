@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from omni_async.control.seeds import derive
 from omni_async.media import Media
-from omni_async.rollout.base import Trajectory
+from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.types import Prompt, SampleRequest
 from omni_async.version_spans import VersionSpans
 
@@ -47,19 +47,34 @@ async def draw_calls(
         generate: the engine's.
 
     Raises:
-        ValueError: the program made more calls, or fewer."""
+        ValueError: the program made more calls, or fewer, or asked for something else than a prompt.
+        EngineError: the engine's, whatever the program made of it."""
     begun = 0
     made: dict[int, Trajectory] = {}
+    broken: list[EngineError] = []
 
     async def draw(prompt: Prompt) -> Media:
         nonlocal begun
         call, begun = begun, begun + 1
         if begun > request.calls:
             raise ValueError(f"the rollout program made more than rollout.calls = {request.calls} calls")
-        made[call] = found = await generate(_request_of(request, call, prompt))
+        if not isinstance(prompt, Prompt):  # foreign code; the engine would be blamed
+            raise ValueError(f"the rollout program drew a {type(prompt).__name__}, expected a Prompt")
+        try:
+            made[call] = found = await generate(_request_of(request, call, prompt))
+        except EngineError as error:
+            broken.append(error)
+            raise
         return found.media.numpy() if isinstance(found.media, Media) else found.media
 
-    await program(request.prompt, draw)
+    try:
+        await program(request.prompt, draw)
+    except Exception as error:
+        if not broken:
+            raise
+        raise broken[0] from error  # a task group wraps it, and a broken engine is not the sample's fault
+    if broken:
+        raise broken[0]
     if len(made) != request.calls:
         raise ValueError(f"the rollout program made {len(made)} of rollout.calls = {request.calls} calls")
     return _joined([made[call] for call in range(request.calls)])

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.data.image_files import drawn_image, read_prompt_image
+from omni_async.rollout.base import EngineError
 from omni_async.rollout.calls import Draw, draw_calls
 from omni_async.rollout.stepping import ZeroVelocity
 from omni_async.types import Prompt, SampleRequest, SdeWindow
@@ -84,6 +86,44 @@ async def test_an_image_that_was_drawn_reaches_the_next_call_without_loss():
 async def test_a_program_of_other_calls_than_the_recipe_says_is_refused(times, reason):
     with pytest.raises(ValueError, match=reason):
         await draw_calls(editing(times), asked_for(2), Engine())
+
+
+async def test_what_is_no_prompt_is_refused_before_an_engine_is_asked():
+    async def program(prompt: Prompt, draw: Any) -> None:
+        await draw(prompt.text)
+
+    engine = Engine()
+    with pytest.raises(ValueError, match="drew a str, expected a Prompt"):
+        await draw_calls(program, asked_for(2), engine)
+    assert not engine.asked
+
+
+async def in_a_task_group(prompt: Prompt, draw: Draw) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for call in range(2):
+            tasks.create_task(draw(replace(prompt, text=f"{call}")))
+
+
+async def regardless(prompt: Prompt, draw: Draw) -> None:
+    for _ in range(2):
+        with suppress(Exception):
+            await draw(prompt)
+
+
+async def test_calls_may_be_drawn_at_once():
+    engine = Engine()
+    sample = await draw_calls(in_a_task_group, asked_for(2), engine)
+    assert [one.prompt.text for one in engine.asked] == ["0", "1"]
+    assert [*sample.tensors.keys()] == ["call0", "call1"]
+
+
+@pytest.mark.parametrize("program", [in_a_task_group, regardless])
+async def test_a_broken_engine_is_told_apart_from_a_failed_sample_whatever_the_program_makes_of_its_error(program):
+    async def broken(request: SampleRequest) -> Any:
+        raise EngineError("it is gone")
+
+    with pytest.raises(EngineError, match="it is gone"):
+        await draw_calls(program, asked_for(2), broken)
 
 
 async def test_the_documented_program_makes_its_calls():
