@@ -23,6 +23,7 @@ from omni_async.media import Media
 from omni_async.programs import RolloutProgram
 from omni_async.rewards import registry
 from omni_async.rewards.base import Scorer, require_scores, shown_to
+from omni_async.rewards.failures import Discreet, is_outage
 from omni_async.rollout.calls import Draw
 from omni_async.types import Prompt, Score
 
@@ -55,6 +56,11 @@ def _problems(config: Config, family: PipelineFamily) -> Iterator[str]:
         if name not in _FIELDS:
             known = ", ".join(f"{{{field}}}" for field in _FIELDS)
             yield f"{key}.settings.edit: {{{name}}} is not known, expected some of {known}"
+            return
+    try:
+        settings.edit.format(**dict.fromkeys(_FIELDS, ""))
+    except (ValueError, LookupError) as error:
+        yield f"{key}.settings.edit: {error}; what it names are texts, got {settings.edit!r}"
     try:
         registry.check(settings.judge, config.rollout.sampling.media())
     except ValueError as error:
@@ -74,6 +80,8 @@ class Refine:
         media = await draw(prompt)
         for call in range(1, self._calls):
             score = await self._judging.send((media, prompt))
+            if isinstance(score, Exception):
+                raise score
             image = drawn_image(media, f"image of call {call - 1}")
             media = await draw(replace(prompt, text=self._text(prompt, score), images=(image,)))
 
@@ -82,17 +90,25 @@ class Refine:
             prompt=prompt.text, target=prompt.target or "", read=score.text or "", score=f"{score.value:.3g}"
         )
 
-    async def _judge_all(self, drawn: list[tuple[Media, Prompt]]) -> Sequence[Score]:
-        shown, prompts = shown_to(self._label, self._judge, [one for one, _ in drawn]), [prompt for _, prompt in drawn]
-        scores = await asyncio.to_thread(self._judge.score, shown, prompts)
-        return require_scores(self._label, scores, prompts)
+    async def _judge_all(self, drawn: list[tuple[Media, Prompt]]) -> Sequence[Score | Exception]:
+        """Judge samples together and, if that fails, each alone, so that one which cannot be judged fails alone."""
+        try:
+            shown = shown_to(self._label, self._judge, [one for one, _ in drawn])
+            prompts = [prompt for _, prompt in drawn]
+            scores = await asyncio.to_thread(self._judge.score, shown, prompts)
+            return require_scores(self._label, scores, prompts)
+        except Exception as error:  # noqa: BLE001 (foreign code; raised in the samples that it fails)
+            if len(drawn) == 1 or is_outage(error):
+                return [error] * len(drawn)
+        return [verdict for one in drawn for verdict in await self._judge_all([one])]
 
 
 def build(config: Config) -> Refine:
     """Build the program of a recipe, with its judge."""
     assert config.rollout.program is not None
     settings: RefineSettings = config.rollout.program.settings
-    return Refine(config.rollout.calls, settings.edit, settings.judge.name, registry.build(settings.judge))
+    judge = Discreet(registry.build(settings.judge), registry.secrets_of(settings.judge))
+    return Refine(config.rollout.calls, settings.edit, settings.judge.name, judge)
 
 
 REFINE = RolloutProgram(build="pipelines.refine:build", settings=RefineSettings, problems=_problems)

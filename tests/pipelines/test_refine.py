@@ -15,7 +15,7 @@ from omni_async.families import find_family
 from omni_async.media import Media
 from omni_async.preflight.check import preflight
 from omni_async.types import Prompt, Score
-from pipelines.refine import REFINE, Refine
+from pipelines.refine import REFINE, Refine, build
 from tests.config.recipe import MINIMAL, complaint, load_text
 from tests.images import as_media
 from tests.runtime.runtime_world import write_world
@@ -81,6 +81,60 @@ async def test_a_judge_that_gives_no_scores_fails_the_sample_with_its_name():
         await Refine(2, "{read}", "broken", Broken())(Prompt(0, "x"), draw)
 
 
+async def judged(judge: Reader, number: int) -> list[Any]:
+    """Returns what becomes of samples that are drawn at once, each grey by its number."""
+
+    async def draw(prompt: Prompt) -> Media:
+        return grey(prompt.index)
+
+    program = Refine(2, "{read}", "reader", judge)
+    return await asyncio.gather(*(program(Prompt(i, "x"), draw) for i in range(number)), return_exceptions=True)
+
+
+async def test_a_sample_that_cannot_be_judged_fails_alone():
+    class Picky(Reader):
+        def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+            if any(one.image.max() == 2 for one in media):
+                raise RuntimeError("I cannot read 2")
+            return super().score(media, prompts)
+
+    failed = {i: str(error) for i, error in enumerate(await judged(Picky(), 5)) if error is not None}
+    assert failed == {2: "I cannot read 2"}
+
+
+async def test_a_judge_that_is_down_is_not_asked_for_every_sample_anew():
+    class Down(Reader):
+        def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+            self.batches.append(len(media))
+            raise ConnectionRefusedError("nobody is there")
+
+    judge = Down()
+    assert [str(error) for error in await judged(judge, 5)] == ["nobody is there"] * 5
+    assert len(judge.batches) <= 2
+
+
+class Talkative(Reader):
+    """A judge whose errors show its key."""
+
+    def __init__(self, api_key: str = "") -> None:
+        super().__init__()
+        self.key = api_key
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        raise RuntimeError(f"{self.key} was refused")
+
+
+async def test_what_a_judge_raises_shows_no_credential():
+    judge = f"judge: {{name: '{__name__}:Talkative', params: {{api_key: hunter2222}}}}"
+    config = load_text(MINIMAL, "rollout.calls=2", f"rollout.program={{name: refine, settings: {{{judge}}}}}")
+
+    async def draw(prompt: Prompt) -> Media:
+        return grey(0)
+
+    with pytest.raises(Exception, match=r"\*\*\* was refused"):
+        await build(config)(Prompt(0, "x"), draw)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -121,6 +175,7 @@ def test_a_family_whose_prompts_carry_no_image_cannot_edit(tmp_path: Path, monke
     assert "edits images, and prompts of model.pipeline 'qwen_image' carry none" in refused(images=0)
     assert "settings.edit: {colour} is not known, expected some of {prompt}, {target}" in refused("{colour}")
     assert "settings.edit: " in refused("{prompt") and "write a brace as {{ or }}" in refused("{prompt")
+    assert "settings.edit: " in refused("{score:.2f}") and "what it names are texts" in refused("{score:.2f}")
     assert "settings.judge: scorer 'nobody'" in refused(judge="nobody")
 
 
