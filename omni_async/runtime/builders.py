@@ -32,6 +32,7 @@ from omni_async.control.ledger import JsonlSink
 from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
 from omni_async.programs import find_program
+from omni_async.rollout.calls import Program
 from omni_async.runtime.inputs import RunInputs
 from omni_async.services import Service, ServiceSite, find_service
 from omni_async.store import ObjectStore
@@ -107,9 +108,23 @@ def producer(context: WorkerContext) -> Producer:
         context.limit_threads(config.placement.rollout.cpus)
     engine = build_engine(config, context.name, inputs.family, inputs.profile)
     receiver = build_receiver(config, context.name, context.store)
-    program = config.rollout.program
-    built = None if program is None else find_program(program.name).load()(config)
-    return Producer(context.name, config, engine, context.coordinator, context.store, context.clock, receiver, built)
+    program = built_program(config)
+    return Producer(context.name, config, engine, context.coordinator, context.store, context.clock, receiver, program)
+
+
+def built_program(config: Config) -> Program | None:
+    """Build the recipe's rollout program, if it names one. RuntimeError, with its name, where that fails."""
+    section = config.rollout.program
+    if section is None:
+        return None
+    where = f"rollout.program {section.name!r} was not built"
+    try:
+        made: Program = find_program(section.name).load()(config)
+    except Exception as error:
+        raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+    if not callable(made):
+        raise RuntimeError(f"{where}: expected a Program, got a {type(made).__name__}")
+    return made
 
 
 def reader(context: WorkerContext) -> PreferenceReader:
