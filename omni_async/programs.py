@@ -23,6 +23,10 @@ def _no_problems(config: Any, family: Any) -> Iterator[str]:
     return iter(())
 
 
+def _no_check(config: Any) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class RolloutProgram:
     """A rollout program that a package brings.
@@ -30,11 +34,13 @@ class RolloutProgram:
     build: `module:function`; (Config) -> `omni_async.rollout.calls.Program`, called in every producer's process.
     settings: the section that `rollout.program.settings` is; a `Section`, whose every field has a `doc`.
     problems: (Config, PipelineFamily) -> what of a recipe cannot work with it, one message each, before anything
-        starts."""
+        starts.
+    prompt_check: (Config) -> a function that returns what a `Prompt` lacks for it, or None; None where it takes any."""
 
     build: str
     settings: type[msgspec.Struct] | None = None
     problems: Callable[[Any, Any], Iterator[str]] = _no_problems
+    prompt_check: Callable[[Any], Callable[[Any], str | None] | None] = _no_check
 
     def load(self) -> Callable[[Any], Any]:
         """Load the function that builds it, with all that it imports."""

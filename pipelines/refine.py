@@ -18,6 +18,7 @@ from omni_async.config import Config
 from omni_async.config.section import Section, doc
 from omni_async.config.stages import Scorer as ScorerSection
 from omni_async.data.image_files import drawn_image
+from omni_async.data.prompts import PromptCheck
 from omni_async.families import PipelineFamily
 from omni_async.media import Media
 from omni_async.programs import RolloutProgram
@@ -67,6 +68,11 @@ def _problems(config: Config, family: PipelineFamily) -> Iterator[str]:
         yield f"{key}.settings.judge: {error}"
 
 
+def _prompt_check(config: Config) -> PromptCheck | None:
+    assert config.rollout.program is not None
+    return registry.prompt_check(config.rollout.program.settings.judge)
+
+
 class Refine:
     """The program: `calls` calls, with `judge` before every one but the first.
 
@@ -111,4 +117,4 @@ def build(config: Config) -> Refine:
     return Refine(config.rollout.calls, settings.edit, settings.judge.name, judge)
 
 
-REFINE = RolloutProgram(build="pipelines.refine:build", settings=RefineSettings, problems=_problems)
+REFINE = RolloutProgram("pipelines.refine:build", RefineSettings, _problems, _prompt_check)

@@ -67,8 +67,7 @@ def preflight(config: Config) -> RunInputs:
             )
     _check_backend(config)
     _check_objective(config)
-    checks = [*_check_scorers(config), _images_check(family)]
-    _check_program(config, family)
+    checks = [*_check_scorers(config), *_check_program(config, family), _images_check(family)]
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(
@@ -124,17 +123,22 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
     return asked
 
 
-def _check_program(config: Config, family: PipelineFamily) -> None:
-    """Refuse what the rollout program, which may be another package's, says that it cannot work with."""
-    if config.rollout.program is not None:
-        found = find_program(config.rollout.program.name)
-        if problem := next(found.problems(config, family), None):
-            raise ConfigError(problem)
-        try:
-            found.load()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
-            why = f"{found.build!r} cannot be loaded: {type(error).__name__}: {error}"
-            raise ConfigError(f"rollout.program.name: {config.rollout.program.name!r}: {why}") from None
+def _check_program(config: Config, family: PipelineFamily) -> list[PromptCheck]:
+    """Refuse what the rollout program, which may be another package's, says that it cannot work with.
+
+    Returns what it requires of every prompt."""
+    if config.rollout.program is None:
+        return []
+    found = find_program(config.rollout.program.name)
+    if problem := next(found.problems(config, family), None):
+        raise ConfigError(problem)
+    try:
+        found.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
+        why = f"{found.build!r} cannot be loaded: {type(error).__name__}: {error}"
+        raise ConfigError(f"rollout.program.name: {config.rollout.program.name!r}: {why}") from None
+    check = found.prompt_check(config)
+    return [] if check is None else [check]
 
 
 def _images_check(family: PipelineFamily) -> PromptCheck:

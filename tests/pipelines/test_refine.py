@@ -177,6 +177,7 @@ def test_a_family_whose_prompts_carry_no_image_cannot_edit(tmp_path: Path, monke
     assert "settings.edit: " in refused("{prompt") and "write a brace as {{ or }}" in refused("{prompt")
     assert "settings.edit: " in refused("{score:.2f}") and "what it names are texts" in refused("{score:.2f}")
     assert "settings.judge: scorer 'nobody'" in refused(judge="nobody")
+    assert "scorer 'ocr': the prompt has no `target`" in refused(judge="ocr")
 
 
 def test_the_program_imports_neither_torch_nor_ray():
