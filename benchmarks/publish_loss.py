@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
+from benchmarks.checkpoints import tiny_checkpoint
 from benchmarks.publish_loss_engine import BusyHost, Outcome, Way
 from omni_async.bench.result import Machine, describe_machine
 from omni_async.config import Config, check, with_spec
@@ -111,7 +111,7 @@ def measure(
     from benchmarks.weights_measure import hosts, ray_session
 
     with tempfile.TemporaryDirectory(prefix="publish-loss-", dir=options.out) as name, ray_session(0):
-        checkpoint = _tiny_checkpoint(family, Path(name) / "checkpoint")
+        checkpoint = tiny_checkpoint(family.name, Path(name) / "checkpoint")
         config = make_config(family, checkpoint, options)
         requests = make_requests(config, specs, options.samples)
         log(f"{family.name}: starting a trainer and an engine")
@@ -119,18 +119,6 @@ def measure(
         with hosts(config, counting, [TRANSPORT], 1, Path(name), BusyHost) as (trainer, engines):
             [engine] = engines.values()
             return asyncio.run(_take_arms(trainer, engine, requests, options.publishes, log))
-
-
-def _tiny_checkpoint(family: PipelineFamily, folder: Path) -> str:
-    """Builds the family's tiny checkpoint, without what libraries print about that, and returns its path."""
-    tiny = import_module(f"pipelines.{family.name}.tiny")  # imports what follows in an order that a mixed torch needs
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-    return str(tiny.build(folder))
 
 
 async def _take_arms(

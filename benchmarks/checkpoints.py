@@ -1,0 +1,19 @@
+"""Builds random checkpoints of the families' architectures, without what libraries print about that."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def tiny_checkpoint(family: str, folder: Path, **shape: Any) -> str:
+    """Builds the family's tiny checkpoint, of this shape, and returns its path."""
+    tiny = import_module(f"pipelines.{family}.tiny")  # imports what follows in an order that a mixed torch needs
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for logging in (diffusers.utils.logging, transformers.utils.logging):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    return str(tiny.build(folder, **shape))
