@@ -96,8 +96,8 @@ def qwen2_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     )
 
 
-def t5_tokenizer() -> T5Tokenizer:
-    """Train a Unigram tokenizer, which serves T5 and UMT5."""
+def t5_tokenizer(texts: Iterable[str] = CORPUS) -> T5Tokenizer:
+    """Train a Unigram tokenizer on the texts, which serves T5 and UMT5."""
     unigram = Tokenizer(models.Unigram())
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
@@ -107,7 +107,7 @@ def t5_tokenizer() -> T5Tokenizer:
         initial_alphabet=sorted(_T5_LETTERS),
         show_progress=False,
     )
-    unigram.train_from_iterator([*CORPUS] * 4, trainer)
+    unigram.train_from_iterator([*texts] * 4, trainer)
     pieces = [(piece, score) for piece, score in _trained_model(unigram)["vocab"]]
     return T5Tokenizer(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=512)
 

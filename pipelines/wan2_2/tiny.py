@@ -6,6 +6,7 @@ python -m pipelines.wan2_2.tiny /tmp/tiny_wan22 --ti2v   # one, with a time per 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -19,14 +20,17 @@ TEXT_WIDTH = 64
 BOUNDARY = 0.875
 
 
-def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, seed: int = 0) -> WanPipeline:
+def build_components(
+    *, layers: int = 2, heads: int = 2, ti2v: bool = False, corpus: Iterable[str] = tiny.CORPUS, seed: int = 0
+) -> WanPipeline:
     """Build every part with random float32 weights and return them as a pipeline.
 
     Args:
         layers, heads: those of each transformer, whose heads have 12 features.
         ti2v: one transformer with a time per token, as TI2V-5B, in place of two experts.
+        corpus: prompts that the tokenizer is trained on.
         seed: the same one gives the same weights."""
-    tokenizer = tiny.t5_tokenizer()
+    tokenizer = tiny.t5_tokenizer(corpus)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         channels = 48 if ti2v else 16

@@ -103,6 +103,18 @@ def test_a_published_recipe_trains_at_test_size(
     assert all("lora" in name for name in made.weights()) == (asked.model.lora is not None)
 
 
+@pytest.mark.parametrize("name", ["video", "control"])
+def test_the_video_task_trains_and_its_base_model_draws_clips_that_change(name: str, tmp_path: Path) -> None:
+    few = ("trainer.updates=2", "rollout.group_size=4", "validation.samples_per_prompt=1", f"run.dir={tmp_path}")
+    made = run(RECIPES / f"quickstart/video/{name}.yaml", *few, "tracking.mlflow.enabled=false")
+    made.check_every_group_ended_once()
+    base, last = made.summary.validation
+    assert (base.version, last.version) == (0, 2) and base.parts["change"] > 15
+    assert 0.2 < base.value < 0.8, "it does what was asked for as often as not"
+    assert all(line["grad_norm"] > 0 for line in made.metrics)
+    assert made.metrics[0]["log_ratio_nats/absmax"] < 1e-2, "engine and trainer compute the same"
+
+
 _PROGRAMS = {"python": [sys.executable], "omni-async": [sys.executable, "-m", "omni_async.cli"]}
 
 
