@@ -24,6 +24,7 @@ from omni_async.config.redact import one_line, redact_text
 from omni_async.driver.operate import add_command, add_operations, operate
 from omni_async.entry_points import not_one_of
 from omni_async.parity.command import add_parity
+from omni_async.scoring.command import add_score
 from omni_async.simulation.command import add_simulate
 from omni_async.tune.command import add_tune
 
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     page = Path("docs/configuration.md")
     docs.add_argument("--out", type=Path, default=page, help=f"file to write (default: {page})")
     add_operations(commands)
+    add_score(commands)
     add_bench(commands)
     add_simulate(commands)
     add_tune(commands)
@@ -133,6 +135,10 @@ def _run(options: argparse.Namespace) -> int:
                 return _list()
             case "status" | "scale" | "stop":
                 return operate(options)
+            case "score":
+                from omni_async.scoring.command import score
+
+                return score(options)
             case "bench":
                 from omni_async.bench.command import bench
 

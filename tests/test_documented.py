@@ -81,7 +81,7 @@ def snippet(beginning: str) -> str:
 
 def test_the_documentation_shows_every_command() -> None:
     shown = {parameters.values[0][0] for parameters in COMMANDS}
-    assert {"train", "check", "simulate", "tune", "bench", "status", "scale", "stop"} <= shown
+    assert {"train", "check", "simulate", "tune", "bench", "status", "scale", "stop", "score"} <= shown
     assert len(COMMANDS) > 20
 
 
@@ -106,6 +106,11 @@ def test_what_is_trained_in_the_documentation_passes_check(words, shown, workpla
         assert " ".join(said.split()) == " ".join(" ".join(shown).split())
     else:
         assert (code, said) == (0, "")
+
+
+def test_the_documented_score_command_scores(workplace: Path) -> None:
+    first = next(p.values[0] for p in COMMANDS if p.values[0][0] == "score")
+    assert cli.main(first) == 0
 
 
 _SIMULATED = {tuple(p.values[0]) for p in COMMANDS if p.values[0][0] == "simulate"}

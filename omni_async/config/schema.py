@@ -188,7 +188,7 @@ class Tracking(Section, kw_only=True, frozen=True):
     images_every: Updates = 10
     """Updates between image grids."""
     images: Annotated[int, Meta(ge=1, le=256)] = 16
-    """Samples in a grid; the video and audio of as many are saved."""
+    """Samples in a grid; the image, video and audio of as many are saved."""
 
 
 class Resources(Section, kw_only=True, frozen=True):

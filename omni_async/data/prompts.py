@@ -83,7 +83,7 @@ def _read(path: str, key: str) -> str:
 def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
     match Path(path).suffix.lower():
         case ".jsonl":
-            return _parse_json
+            return parse_object
         case ".txt":
             return lambda index, line, where: Prompt(index, line.strip())
         case suffix:
@@ -91,8 +91,11 @@ def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
             raise ConfigError(f"{key}: {path}: {expected}, got {suffix or 'no suffix'}")
 
 
-def _parse_json(index: int, line: str, where: str) -> Prompt:
-    fields = _decode(line, where)
+def parse_object(index: int, line: str, where: str) -> Prompt:
+    """Return the prompt that a JSON object describes; its images are named, and not opened.
+
+    ConfigError, one line that begins with `where`, if it describes none."""
+    fields = decode(line, where)
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str) or not fields["prompt"].strip():
         raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"')
     if _depth_exceeds(fields, _DEEPEST):
@@ -129,7 +132,8 @@ def _with_images(prompt: Prompt, folder: Path, checked: dict[Path, PromptImage],
     return replace(prompt, images=tuple(checked[file] for file in files))
 
 
-def _decode(line: str, where: str) -> Any:
+def decode(line: str, where: str) -> Any:
+    """Decode JSON that a user wrote. ConfigError, one line that begins with `where`, if it is none."""
     try:
         return msgspec.json.decode(line)
     except RecursionError:

@@ -1,7 +1,8 @@
 """Writes a run's sample files, those of an event in a task of its own: no event waits for media to be fetched or drawn.
 
 An update or validation round has a grid, `samples/train-000010.png`, say, with a tile per sample that is shown; the
-video and the sound of tile 3 are `samples/train-000010-03.mp4` and `.wav`, counted from 0. A task waits for the media
+image, video and sound of tile 3 are `samples/train-000010-03.png`, `.mp4` and `.wav`, counted from 0. The table
+`samples/train-000010.jsonl` has their prompts, for `omni-async score`. A task waits for the media
 (unblocked by the store), then until files may be saved (unblocked by `may_save`, which is set once the run's folder is
 this attempt's). What cannot be drawn or written is reported and ends nothing.
 """
@@ -10,7 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from omni_async.control.events import RunEvent
 from omni_async.media import Media
@@ -18,9 +22,12 @@ from omni_async.store import ObjectStore
 from omni_async.tracking.images import caption, image_grid, tile, write_media
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.types import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+_PARTS = {".png": "image", ".mp4": "video", ".wav": "audio"}
 
 
 class SampleFiles:
@@ -59,14 +66,30 @@ class SampleFiles:
         tiles = await asyncio.to_thread(lambda: [tile(one) for one in media])
         grid = await asyncio.to_thread(image_grid, list(zip(tiles, captions, strict=True)))
         await self.may_save.wait()
-        await asyncio.to_thread(self._save, grid, media, kind, version)
+        await asyncio.to_thread(self._save, grid, media, [one.prompt for one in event.shown], kind, version)
 
-    def _save(self, grid: Image, media: list[Media], kind: str, version: int) -> None:
+    def _save(self, grid: Image, media: list[Media], prompts: list[Prompt], kind: str, version: int) -> None:
         name = f"{kind}-{version:06d}"
         grid.save(self._run.samples / f"{name}.png")
         if self._mlflow:
             self._mlflow.log_image(grid, kind, version)
-        for number, one in enumerate(media):
-            for file in write_media(one, self._run.samples / f"{name}-{number:02d}"):
-                if self._mlflow:
+        rows = []
+        for number, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
+            files = write_media(one, self._run.samples / f"{name}-{number:02d}")
+            rows.append(_row(prompt, files))
+            for file in files:
+                if self._mlflow and file.suffix != ".png":  # the grid has images
                     self._mlflow.log_artifact(file, self._run.samples.name)
+        (self._run.samples / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def _row(prompt: Prompt, files: list[Path]) -> dict[str, Any]:
+    """Return a sample's row in the table: the fields of its prompt, and its files, which lie beside the table."""
+    row: dict[str, Any] = {"prompt": prompt.text}
+    if prompt.target is not None:
+        row["target"] = prompt.target
+    if prompt.metadata:
+        row["metadata"] = prompt.metadata
+    if prompt.images and all(image.content is None for image in prompt.images):
+        row["images"] = [image.path for image in prompt.images]
+    return row | {_PARTS[file.suffix]: file.name for file in files}

@@ -56,11 +56,11 @@ def add_simulate(commands: Any) -> None:
     )
     add_job(parser, "override a value of the recipe (values are YAML)")
     add = parser.add_argument
-    add("--updates", type=_positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
+    add("--updates", type=positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
     add("--seed", type=int, default=0, help="of the service times (default: 0)")
     add(
         "--bundle",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="samples of a group simulated as one (default: as few as finish in about a minute)",
     )
@@ -80,7 +80,8 @@ def add_job(parser: argparse.ArgumentParser, overrides: str) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Convert an argument that is a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
     return int(text)

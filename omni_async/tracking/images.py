@@ -224,10 +224,14 @@ _SOUND_RATE = 48_000  # of AAC where it does not know the sound's own
 
 
 def write_media(media: Media, path: Path) -> list[Path]:
-    """Write video and audio to `path` with the suffixes .mp4 (H.264, AAC of any sound) and .wav (32-bit float).
+    """Write media to `path` with the suffixes .png, .mp4 (H.264, AAC of any sound) and .wav (32-bit float).
 
-    Returns the files, none for an image. Raises OSError, and then leaves no half of a file."""
+    Returns the files. Raises OSError, and then leaves no half of a file."""
     written = []
+    if media.image is not None:
+        written.append(path.with_name(f"{path.name}.png"))
+        with _whole(written[-1]) as file:
+            Image.fromarray(media.pixels).save(file, compress_level=1)
     if media.video is not None and media.fps is not None:
         written.append(path.with_name(f"{path.name}.mp4"))
         with _whole(written[-1]) as file:

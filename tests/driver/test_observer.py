@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from omni_async.control.events import RunEvent, Shown
 from omni_async.driver import sample_files
 from omni_async.driver.observer import Observer
 from omni_async.media import Media
+from omni_async.scoring.samples import find_samples
 from omni_async.tracking.attempts import Fault, read_faults
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, Score, Span
@@ -121,6 +123,10 @@ def test_a_run_is_lines_of_metrics_and_of_the_console_images_and_a_summary_that_
     assert {"train-000001.png", "train-000004.png", "validation-000000.png", "validation-000004.png"} <= drawn
     with Image.open(watched.run.samples / "train-000001.png") as image:
         assert image.width > 64
+    shown = find_samples([watched.run.path], 100)
+    tables = [path for path in drawn if path.endswith(".jsonl")]
+    assert len(tables) == len({name for name in drawn if re.fullmatch(r"\w+-\d{6}\.png", name)}) and shown
+    assert all(file.is_file() for sample in shown for file in sample.files.values())
 
     summary = watched.observer.summary("done", None, 123, watched.clock.now(), watched.observer.spans.all())
     assert (summary.updates, summary.wall_s, summary.first_reward, summary.peak_memory_bytes) == (4, 8.0, 0.5, 123)
@@ -209,7 +215,8 @@ def test_a_round_has_a_grid_and_a_sample_its_video_and_sound_and_a_full_disk_end
     watcher, run, console, _ = observer(tmp_path, RecordingSink(calls))
     show(watcher, validated(1, "gone"), validated(2, "there", FILM))
     names = ["validation-000002-01.mp4", "validation-000002-01.wav"]
-    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", *names}
+    there = {path.name for path in run.samples.iterdir()}
+    assert there == {*(f"validation-000002{end}" for end in (".png", ".jsonl", "-00.png")), *names}
     assert [call for call in calls if call != "metrics"] == ["validation 2", *(f"samples/{name}" for name in names)]
     assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
 

@@ -13,6 +13,7 @@ import av
 import numpy as np
 import pytest
 import soundfile
+from PIL import Image
 
 from omni_async.media import Media
 from omni_async.tracking import images
@@ -173,8 +174,10 @@ def test_a_file_that_cannot_be_finished_is_an_oserror_and_is_not_left(tmp_path, 
     monkeypatch.setattr(images, "_write_mp4", full)
     with pytest.raises(OSError, match="No space left"):
         write_media(Media(video=fading(3), fps=8), tmp_path / "x")
-    assert write_media(Media(image=fading(1)[0]), tmp_path / "x") == [], "an image has no file of its own"
     assert not [*tmp_path.iterdir()]
+    image = Media(image=fading(1)[0])
+    [file] = write_media(image, tmp_path / "x")
+    assert file.name == "x.png" and np.array_equal(np.asarray(Image.open(file)), image.pixels), "without loss"
 
 
 def test_a_tile_shows_the_image_three_frames_or_the_waveform() -> None:

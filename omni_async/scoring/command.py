@@ -1,0 +1,153 @@
+"""Implements `omni-async score`: its arguments, its help, its progress, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_async.config import Config, ConfigError, load
+from omni_async.simulation.command import live_bar, positive, write_json
+
+if TYPE_CHECKING:
+    from omni_async.scoring.scoring import Scored
+
+_SCORE = """\
+Score images, videos and sound with a recipe's reward, as a run would: to see what a reward does before training on it.
+The model is not loaded, and need not exist:
+
+  omni-async score recipes/quickstart/quickstart.yaml recipes/tiny/images 'reward.scorers=[{name: jpeg_size}]'
+  omni-async score recipes/quickstart/quickstart.yaml runs/quickstart-20260101-120000 --grid extremes.png
+  omni-async score my_recipe.yaml images/ table.jsonl --repeat 5 --out scores.csv --json scores.json
+
+A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .csv, .parquet) with
+columns prompt, image, video or audio (paths relative to the table), perhaps target; other columns are metadata. The
+prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or prompts.jsonl,
+a line per file in the order of their names.
+
+Printed are mean, standard deviation and quantiles of the reward and of its parts, a histogram, the best and the worst
+samples, and why samples could not be scored. With --repeat every sample is scored so often; own std is the judge's
+own noise, beside the standard deviation between samples, which it should be small against.
+
+Exit codes: 0 done, 1 nothing could be scored or a result not be written, 2 wrong arguments, 130 Ctrl-C (what was scored
+is printed and written).
+"""
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+class _PathsAndOverrides(argparse.Action):
+    """Tells paths from `key.path=value`, which may be mixed; a word that is both is a path if there is such a file."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        overrides = [word for word in values if _OVERRIDE.match(word) and not Path(word).exists()]
+        namespace.overrides = [*namespace.overrides, *overrides]
+        namespace.paths = [Path(word) for word in values if word not in overrides]
+        if not namespace.paths:
+            parser.error("the following arguments are required: PATH")
+
+
+def add_score(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    parser = commands.add_parser(
+        "score",
+        help="score files with a recipe's reward, and show what it does",
+        description=_SCORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="a YAML file; its reward section counts")
+    more = "what to score; and values of the recipe to override, as key.path=value (YAML)"
+    add("paths", nargs="+", action=_PathsAndOverrides, metavar="PATH", help=more)
+    parser.set_defaults(overrides=[])
+    add("--repeat", type=positive, default=1, metavar="N", help="score every sample so often (default: 1)")
+    add("--out", type=Path, metavar="FILE", help="write a row per sample, as .csv or .parquet")
+    add("--json", type=Path, metavar="FILE", help="write statistics and rows as JSON")
+    add("--grid", type=Path, metavar="FILE", help="write the worst and the best samples as an image, .png say")
+
+
+def score(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    config = load(options.recipe, options.overrides)
+    _check_outputs(options)
+
+    from omni_async.scoring.samples import find_samples
+    from omni_async.scoring.scoring import Scored, build_reward, prompt_checks
+
+    rows = [Scored(sample) for sample in find_samples(options.paths, config.data.max_prompt_chars)]
+    checks = prompt_checks(config, [row.sample for row in rows])
+    without = sum(not row.sample.prompt.text for row in rows)
+    if without:
+        _note(f"{without} of {len(rows)} samples have no prompt; a .txt file of the same name gives one")
+    reward = build_reward(config)
+    with live_bar("scores", "bar", "done", "elapsed", "left", total=len(rows) * options.repeat) as bar:
+        progress: Callable[[int], None] = (lambda done: None) if bar is None else lambda done: bar("", done)
+        code = _interruptible(config, reward, rows, checks, options.repeat, progress)
+    return _conclude(options, rows, code)
+
+
+def _interruptible(
+    config: Config, reward: Any, rows: list[Scored], checks: Sequence[Any], repeat: int, progress: Callable[[int], None]
+) -> int:
+    """Score into `rows`. Returns the exit code of what ended it early, 0 if nothing did."""
+    from omni_async.rewards.guard import ScorerHangs
+    from omni_async.scoring.scoring import score_samples
+
+    try:
+        asyncio.run(score_samples(config, reward, rows, checks, repeat, progress))
+    except KeyboardInterrupt:
+        _note("interrupted; what was scored is kept")
+        return 130
+    except ScorerHangs as error:
+        _note(f"given up: {error}")
+        return 1
+    return 0
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse now what could not be written after minutes."""
+    if options.out is not None and options.out.suffix.lower() not in (".csv", ".parquet"):
+        raise ConfigError(f"--out: expected a file that ends in .csv or .parquet, got {options.out}")
+    if options.grid is not None:
+        from PIL import Image
+
+        if options.grid.suffix.lower() not in Image.registered_extensions():
+            raise ConfigError(f"--grid: expected an image file, such as {options.grid.stem}.png, got {options.grid}")
+    for name in ("out", "json", "grid"):
+        path: Path | None = getattr(options, name)
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"--{name}: cannot write {path}: {error.strerror or error}") from None
+
+
+def _conclude(options: argparse.Namespace, rows: list[Scored], code: int) -> int:
+    """Print and write what was scored, and return the exit code."""
+    from rich.console import Console
+
+    from omni_async.scoring.report import as_json, show, write_grid, write_rows
+
+    done = [row for row in rows if row.scores or row.error is not None]
+    show(Console(width=max(120, Console().width), highlight=False), done, options.repeat)
+    if len(done) < len(rows):
+        _note(f"{len(rows) - len(done)} of {len(rows)} samples were not reached")
+    if options.json is not None:
+        write_json(options.json, as_json(options.recipe, done, options.repeat))
+    for path, write in ((options.out, write_rows), (options.grid, write_grid)):
+        try:
+            if path is not None and (not done or write(path, done) is False):
+                path.unlink(missing_ok=True)
+                _note(f"{path}: not written, because no sample has a score")
+        except OSError as error:
+            _note(f"{path} could not be written: {error.strerror or error}")
+            code = code or 1
+    return code or int(not any(row.scores for row in rows))
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"omni-async: {text}\n")

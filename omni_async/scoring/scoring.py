@@ -1,0 +1,159 @@
+"""Scores samples with a recipe's reward, in batches, as a run's reward worker does.
+
+Waits for the scorers (unblocked by their answers, by `reward.timeout_s` a call, and by `reward.outage_s` where one is
+down) and for the pauses between attempts. Media are decoded for one batch at a time. A sample that cannot be scored
+has an error in place of a score; it ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct, field
+
+from omni_async.aio.backoff import Backoff
+from omni_async.aio.clock import WallClock
+from omni_async.config import Config, ConfigError
+from omni_async.config.redact import one_line, redact_text
+from omni_async.data.media_files import read_media
+from omni_async.data.prompts import PromptCheck
+from omni_async.families import MediaShape
+from omni_async.media import Media
+from omni_async.rewards import registry
+from omni_async.rewards.base import WrongScorer
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.guard import Failure, Panel
+from omni_async.rewards.probe import Probe
+from omni_async.scoring.samples import Sample
+from omni_async.types import Score
+
+
+class Scored(Struct):
+    """A sample's scores, one per repetition that was made; `error` says why the last one that failed did."""
+
+    sample: Sample
+    scores: list[Score] = field(default_factory=list)
+    error: str | None = None
+
+
+def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck]:
+    """Check the scorers without building them, and return what they require of a prompt. Raises ConfigError."""
+    if not config.reward.scorers:
+        raise ConfigError(f"reward.scorers: empty; registered are {', '.join(registry.names())}")
+    made = [MediaShape(part, ()) for part in {part: None for sample in samples for part in sample.files}]  # type: ignore[arg-type]
+    asked = []
+    for number, scorer in enumerate(config.reward.scorers):
+        try:
+            registry.check(scorer, made)
+            asked.append(registry.prompt_check(scorer))
+        except ValueError as error:
+            raise ConfigError(f"reward.scorers.{number}: {error}") from None
+    return [check for check in asked if check is not None]
+
+
+def build_reward(config: Config) -> WeightedScorer:
+    """Build the scorers. Raises ConfigError."""
+    try:
+        return WeightedScorer(config.reward.scorers)
+    except (WrongScorer, ValueError) as error:
+        raise ConfigError(f"reward.scorers: {error}") from None
+
+
+async def score_samples(
+    config: Config,
+    reward: WeightedScorer,
+    rows: list[Scored],
+    checks: Sequence[PromptCheck],
+    repeat: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Score every sample `repeat` times, into `rows`, where what is done stays if this is cancelled.
+
+    Args:
+        config: the recipe.
+        reward: its scorers.
+        rows: one per sample.
+        checks: what the scorers require of prompts.
+        repeat: how often each sample is scored.
+        progress: takes the number of scores that are made or given up.
+
+    Raises:
+        ConfigError: a scorer fails for a synthetic sample, twice with the same error.
+        ScorerHangs: too many of its calls do not return."""
+    for row in rows:
+        row.error = next((missing for check in checks if (missing := check(row.sample.prompt)) is not None), None)
+    probe = _probe(config, [row for row in rows if row.error is None])
+    panel = Panel("score", reward, config.reward, WallClock(), _tell, probe=probe)
+    try:
+        if (wrong := await panel.try_out()) is not None:
+            raise ConfigError(f"reward.scorers: {wrong}")
+        ended = 0
+        for _ in range(repeat):
+            todo = [row for row in rows if row.error is None]
+            left = len(rows) - len(todo)
+            await _score_all(config, panel, todo, lambda done, base=ended + left: progress(base + done))  # type: ignore[misc]
+            ended += len(rows)
+        progress(ended)
+    finally:
+        panel.close()
+
+
+def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
+    """Return the sample that a run would try the scorers with, where it is of the kind that is scored here."""
+    made = {shape.part for shape in config.rollout.sampling.media()}
+    if not made or not all(made == {*row.sample.files} for row in rows):
+        return None
+    return Probe.of(config, [row.sample.prompt for row in rows])
+
+
+async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress: Callable[[int], None]) -> None:
+    """Score every row once more. Those that fail are tried again together, unless they fail in the same way again."""
+    pauses = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
+    left, reasons, done = rows, dict[int, str](), 0
+    for attempt in range(config.reward.retries + 1):
+        if attempt:
+            await asyncio.sleep(pauses.pause_s(attempt))
+        again: list[Scored] = []
+        for start in range(0, len(left), config.reward.batch):
+            batch = left[start : start + config.reward.batch]
+            for row, outcome in zip(batch, await _score(panel, batch), strict=True):
+                if isinstance(outcome, Score):
+                    row.scores.append(outcome)
+                elif outcome.fault == "retry" and reasons.get(id(row)) != outcome.reason:
+                    reasons[id(row)] = outcome.reason
+                    again.append(row)
+                    continue
+                else:
+                    row.error = outcome.reason
+                done += 1
+            progress(done)
+        left = again
+        if not left:
+            break
+    for row in left:
+        row.error = reasons[id(row)]
+    progress(len(rows))
+
+
+async def _score(panel: Panel, rows: list[Scored]) -> list[Score | Failure]:
+    """Score a batch; samples of a scorer that is down wait until it answers, or is given up."""
+    outcomes: dict[int, Score | Failure] = {}
+    media: dict[int, Media] = {}
+    for i, row in enumerate(rows):
+        try:
+            media[i] = await asyncio.to_thread(read_media, row.sample.files)
+        except ConfigError as error:
+            outcomes[i] = Failure(str(error), "reject")
+    while waiting := [i for i in media if i not in outcomes]:
+        if panel.down:
+            await panel.recover()
+        found = await panel.score([media[i] for i in waiting], [rows[i].sample.prompt for i in waiting])
+        answers = zip(waiting, found, strict=True)
+        outcomes |= {i: one for i, one in answers if isinstance(one, Score) or one.fault != "outage"}
+    return [outcomes[i] for i in range(len(rows))]
+
+
+async def _tell(text: str) -> None:
+    sys.stderr.write(f"{one_line(redact_text(text))}\n")
