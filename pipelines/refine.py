@@ -23,8 +23,8 @@ from omni_async.families import PipelineFamily
 from omni_async.media import Media
 from omni_async.programs import RolloutProgram
 from omni_async.rewards import registry
-from omni_async.rewards.base import Scorer, require_scores, shown_to
-from omni_async.rewards.failures import Discreet, is_outage
+from omni_async.rewards.base import ScoreError, Scorer, require_scores, shown_to
+from omni_async.rewards.failures import Discreet, is_outage, place_of, told
 from omni_async.rollout.calls import Draw
 from omni_async.types import Prompt, Score
 
@@ -105,7 +105,7 @@ class Refine:
             return require_scores(self._label, scores, prompts)
         except Exception as error:  # noqa: BLE001 (foreign code; raised in the samples that it fails)
             if len(drawn) == 1 or is_outage(error):
-                return [error] * len(drawn)
+                return [ScoreError(f"judge {self._label!r}: {told(error)}{place_of(error)}")] * len(drawn)
         return [verdict for one in drawn for verdict in await self._judge_all([one])]
 
 
