@@ -116,7 +116,7 @@ def _generate_jobs(
         swapped[span.actor].append(span.end)
     jobs = []
     for engine, own in per_engine.items():
-        for begin, samples in _batches(own, rollout.max_batch, rollout.num_inference_steps):
+        for begin, samples in _batches(own, rollout.max_batch, rollout.calls * rollout.num_inference_steps):
             if begin >= start and not any(str(span.args.get("sample", "")).startswith("v") for span in samples):
                 job_end = samples[-1].end
                 pauses = sum(pause for end in swapped[engine] if begin < end <= job_end)

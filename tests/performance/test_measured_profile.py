@@ -71,6 +71,14 @@ def test_an_engine_that_finishes_samples_one_by_one_keeps_its_throughput() -> No
     assert measured(spans).generate.mean(4) == pytest.approx(4.0, rel=0.08)
 
 
+def test_a_step_of_a_sample_of_several_calls_is_one_of_a_calls() -> None:
+    """Samples that end a step apart were not computed together, however many steps all calls have."""
+    spans = [Span("rollout-0", "generate", 0.9 * i, 0.9 * i + 18.0) for i in range(16)]
+    of_calls = measured(spans, num_inference_steps=10, calls=2, max_batch=8).generate
+    assert of_calls == measured(spans, num_inference_steps=20, max_batch=8).generate
+    assert of_calls != measured(spans, num_inference_steps=10, max_batch=8).generate
+
+
 def test_a_pause_for_a_swap_is_no_generation_and_the_wait_for_its_boundary_is_no_pause() -> None:
     spans = [s for job in range(8) for s in generated("rollout-0", 5.0 * job, 5.0 * job + 4.2, 4)]
     # Each job is interrupted for 0.2 s, asked for between 0 and 0.3 s earlier.
