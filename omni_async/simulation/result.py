@@ -69,5 +69,7 @@ def times_of(config: Config, profile: Profile, plan: Plan | None = None) -> Stag
 
 
 def not_measured(config: Config, profile: Profile) -> list[str]:
-    """Return sentences about stages that the job needs and the profile has no time for."""
-    return unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)
+    """Return sentences about what the job needs and the profile has no time for, or may have another time for."""
+    calls = config.rollout.calls
+    said = [f"rollout.calls: profile {profile.name}'s times for a sample are taken for its {calls} calls together"]
+    return (said if calls > 1 else []) + unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)

@@ -215,3 +215,11 @@ def test_stages_that_nothing_can_be_said_about_are_named():
     config = replace(recomputing(steps_per_update=1), placement=Placement(colocated=True))
     bare = replace(MEASURED, swap=NOTHING)
     assert not_measured(config, bare) == ["profile run has no time for swap, switch: counted as 0 s"]
+
+
+def test_that_a_profiles_sample_is_taken_for_one_of_several_calls_is_said():
+    config = recomputing(steps_per_update=1)
+    several = replace(config, rollout=replace(config.rollout, calls=2))
+    assert not_measured(several, MEASURED) == [
+        "rollout.calls: profile run's times for a sample are taken for its 2 calls together"
+    ]
