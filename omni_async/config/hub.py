@@ -26,8 +26,13 @@ def no_checkpoint(folder: Path) -> str:
     why = f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no model_index.json"
     if folder.exists():
         return why
+    return f"model.path: {how_to_get(folder)}"
+
+
+def how_to_get(folder: Path) -> str:
+    """Say that there is no such folder, and what to do where it may be a hub's `owner/name`."""
     name = "/".join(folder.parts[-2:])
     return (
-        f"model.path: there is no folder {folder}; a checkpoint of a hub is found by its name in the hub's cache on"
-        f" this machine, once `hf download {name}` has put it there"
+        f"there is no folder {folder}; a checkpoint of a hub is found by its name in the hub's cache on this machine,"
+        f" once `hf download {name}` has put it there"
     )

@@ -17,7 +17,7 @@ from typing import Any
 from omni_async.config.describe import annotation_at, describe
 from omni_async.config.hub import downloaded
 from omni_async.config.reading import TooLargeError, read_file
-from omni_async.config.redact import is_secret_key, redact_text, shown
+from omni_async.config.redact import REFERENCE, is_secret_key, redact_text, shown
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError, parse_yaml
 
@@ -30,6 +30,8 @@ _PATHS = (
     "emulation.profile",
     "run.dir",
 )
+# Parameters of scorers that are registered under a short name. What those of `module:Class` mean is theirs.
+_SCORER_PATHS = ("path", "processor", "head")
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
@@ -45,6 +47,8 @@ def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         for below in _PATHS:
             if below == key or below.startswith(f"{key}."):
                 _anchor(tree, below, Path.cwd())
+        if f"{key}.".startswith("reward.scorers.") or key == "reward":
+            _anchor_scorers(tree, Path.cwd())
     with errors_of(path):
         _require_plain(tree)
     return tree
@@ -77,6 +81,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         _require_plain(tree)
     for key in _PATHS:
         _anchor(tree, key, path.parent)
+    _anchor_scorers(tree, path.parent)
     base = tree.pop("extends", None)
     if base is None:
         return tree
@@ -152,15 +157,36 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
         folder = Path()  # runs go where the command is started
         if not given.startswith("~"):
             return
+    section[key] = _resolved(path, given, folder, hub=path == "model.path")
+
+
+def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
+    """Make the paths in the parameters of scorers absolute."""
+    section = tree.get("reward")
+    scorers = section.get("scorers") if isinstance(section, dict) else None
+    for number, scorer in enumerate(scorers if isinstance(scorers, list) else []):
+        params = scorer.get("params") if isinstance(scorer, dict) else None
+        if not isinstance(params, dict) or ":" in str(scorer.get("name", "")):
+            continue
+        for key in _SCORER_PATHS:
+            given = params.get(key)
+            if isinstance(given, str) and not given.startswith(REFERENCE):
+                params[key] = _resolved(f"reward.scorers.{number}.params.{key}", given, folder, hub=True)
+
+
+def _resolved(path: str, given: str, folder: Path, hub: bool) -> str:
+    """Return the absolute path that `given`, which stands at the key `path`, means: relative ones start at `folder`.
+
+    What is not there may be the name of a checkpoint in the hub's cache, if `hub`."""
     try:
         resolved = (folder / Path(given).expanduser()).resolve()
         if long := [size for name in resolved.parts if (size := len(os.fsencode(name))) > _LONGEST_NAME]:
             raise ValueError(f"a name in it has {long[0]} bytes, file systems take {_LONGEST_NAME}")
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{path}: expected a path, got {shown(given)}: {error}") from None
-    if path == "model.path" and not resolved.exists() and (found := downloaded(given)) is not None:
+    if hub and not resolved.exists() and (found := downloaded(given)) is not None:
         resolved = found
-    section[key] = str(resolved)
+    return str(resolved)
 
 
 def _require_plain(

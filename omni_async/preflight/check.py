@@ -115,6 +115,7 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
     for number, scorer in enumerate(config.reward.scorers):
         try:
             scorers.check(scorer, config.rollout.sampling.media())
+            scorers.check_files(scorer)
             check = scorers.prompt_check(scorer)
         except ValueError as error:
             raise ConfigError(f"reward.scorers.{number}: {error}") from None

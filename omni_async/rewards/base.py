@@ -59,6 +59,9 @@ class Scorer(Protocol):
     declares that `score` may be called while another call of it is running, as that of a client of an HTTP server
     usually may: then a slow call is hedged after `reward.hedge_s`.
 
+    A class whose constructor requires a keyword `device` is given it by the run: the accelerator that torch sees where
+    `placement.reward.gpus` gives the reward worker one, else "cpu".
+
     A class may also have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every
     prompt of the recipe before anything is started. It returns what the prompt lacks, as a text for the user, or None;
     `params` are the constructor's keyword arguments, defaults included. It should import no torch: recipes are checked

@@ -20,13 +20,13 @@ def _labels(names: Sequence[str]) -> list[str]:
     return [name if number == 1 else f"{name}_{number}" for name, number in zip(names, numbers, strict=True)]
 
 
-def _built(label: str, config: schema.Scorer) -> Scorer:
+def _built(label: str, config: schema.Scorer, gpus: float) -> Scorer:
     """Build a scorer.
 
     WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do not
     fit."""
     try:
-        return registry.build(config)
+        return registry.build(config, gpus)
     except registry.ScorerConfigError:
         raise
     except BaseException as error:  # noqa: BLE001 (its constructor is foreign code, and may exit)
@@ -47,11 +47,11 @@ class WeightedScorer:
 
     name = "reward"
 
-    def __init__(self, configs: Sequence[schema.Scorer]) -> None:
+    def __init__(self, configs: Sequence[schema.Scorer], gpus: float = 0.0) -> None:
         if not configs:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
         self.members = [
-            Member(label, config.weight, Discreet(_built(label, config), registry.secrets_of(config)))
+            Member(label, config.weight, Discreet(_built(label, config, gpus), registry.secrets_of(config)))
             for label, config in zip(_labels([one.name for one in configs]), configs, strict=True)
         ]
 

@@ -24,6 +24,7 @@ from typing import Any, cast, get_type_hints
 
 import msgspec
 
+from omni_async.accelerator import require_accelerator
 from omni_async.config import schema
 from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
 from omni_async.entry_points import find_point, registered_names
@@ -39,10 +40,15 @@ _BUILT_IN = {
     name: EntryPoint(name, f"omni_async.rewards.{name}:{cls}", ENTRY_POINT_GROUP)
     for name, cls in (
         ("ocr", "OcrScorer"),
+        ("clip_score", "ClipScoreScorer"),
+        ("pick_score", "PickScoreScorer"),
+        ("hps_v2", "HpsV2Scorer"),
+        ("aesthetic", "AestheticScorer"),
         ("jpeg_size", "JpegSizeScorer"),
         ("motion_smoothness", "MotionSmoothnessScorer"),
     )
 }
+_DEVICE = "device"
 _OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _SHOWN_FOLDERS = 4
 
@@ -118,7 +124,7 @@ def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, An
 
 
 def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any]:
-    """Convert `params` to the types of the constructor's keyword arguments."""
+    """Convert `params` to the types of the constructor's keyword arguments. A required `device` is left to `build`."""
     signature, hints = _signature(name, scorer)
     named = (p for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
     allowed = {p.name: hints.get(p.name, Any) for p in named}
@@ -139,7 +145,7 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
             raise ScorerConfigError(f"{where}: {why}, got {redact({key: value})[key]!r}") from None
         except (TypeError, ValueError) as error:
             raise ScorerConfigError(f"{where}: a recipe cannot give a {allowed[key]}: {error}") from None
-    needed = {key for key in allowed if signature.parameters[key].default is inspect.Parameter.empty}
+    needed = {key for key in allowed if signature.parameters[key].default is inspect.Parameter.empty} - {_DEVICE}
     if missing := sorted(needed - converted.keys(), key=[*allowed].index):
         raise ScorerConfigError(f"scorer {name!r} needs the parameter {', '.join(map(repr, missing))}")
     return converted
@@ -183,10 +189,7 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
     if not isinstance(declared, classmethod | staticmethod):
         why = "prompts are checked before a scorer is built"
         raise _refused(config.name, f"check_prompt must be a classmethod or staticmethod: {why}")
-    signature, _ = _signature(config.name, scorer)
-    bound = signature.bind(**_arguments(config.name, scorer, config.params))
-    bound.apply_defaults()
-    ask, params, secrets = cast(Any, scorer).check_prompt, bound.arguments, secrets_of(config)
+    ask, params, secrets = cast(Any, scorer).check_prompt, _all_arguments(config, scorer), secrets_of(config)
 
     def check(prompt: Prompt) -> str | None:
         try:
@@ -200,13 +203,37 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
     return check
 
 
+def _all_arguments(config: schema.Scorer, scorer: type) -> dict[str, Any]:
+    """Return the constructor's keyword arguments, defaults included."""
+    signature, _ = _signature(config.name, scorer)
+    bound = signature.bind_partial(**_arguments(config.name, scorer, config.params))
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def check_files(config: schema.Scorer) -> None:
+    """Raise `ScorerConfigError` if a built-in scorer's `check_params` misses a file that its parameters name.
+
+    Loads no model."""
+    scorer = _load(config.name)
+    ask = getattr(scorer, "check_params", None)
+    if config.name in _BUILT_IN and ask is not None and (missing := ask(_all_arguments(config, scorer))) is not None:
+        raise _refused(config.name, redact_text(missing, secrets_of(config)))
+
+
 def is_concurrent(config: schema.Scorer) -> bool:
     """Return whether the scorer declares that calls of it may overlap; see `Scorer`."""
     return base.is_concurrent(_load(config.name))
 
 
-def build(config: schema.Scorer) -> Scorer:
-    """Build the scorer that `config` names, with its model loaded."""
+def build(config: schema.Scorer, gpus: float = 0.0) -> Scorer:
+    """Build the scorer that `config` names, with its model loaded.
+
+    `gpus`: the accelerators that it may use, `placement.reward.gpus`. They decide the argument `device` of a
+    constructor that requires one: the accelerator of this process, or "cpu"."""
     scorer = _load(config.name)
     arguments = _arguments(config.name, scorer, config.params)
+    device = _signature(config.name, scorer)[0].parameters.get(_DEVICE)
+    if device is not None and device.default is device.empty and _DEVICE not in arguments:
+        arguments[_DEVICE] = str(require_accelerator("placement.reward.gpus", gpus)) if gpus > 0 else "cpu"
     return cast(Scorer, call_discreetly(lambda: scorer(**arguments), secrets_of(config)))

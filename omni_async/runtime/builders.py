@@ -146,7 +146,8 @@ def rewarder(context: WorkerContext) -> Rewarder:
     from omni_async.rewards.composition import WeightedScorer
     from omni_async.rewards.probe import Probe
 
-    reward, probe = WeightedScorer(config.reward.scorers), Probe.of(config, inputs.prompts)
+    reward = WeightedScorer(config.reward.scorers, config.placement.reward.gpus)
+    probe = Probe.of(config, inputs.prompts)
     return Rewarder(context.name, config, reward, context.coordinator, context.store, context.clock, probe)
 
 

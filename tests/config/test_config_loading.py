@@ -374,3 +374,33 @@ def test_a_chain_of_recipes_is_followed(tmp_path: Path) -> None:
 def test_a_base_that_cannot_be_used_is_one_line(tmp_path: Path, files: dict[str, str], said: str) -> None:
     assert said in complaint_about(write(tmp_path, **files))
     assert "extends: unknown key" in complaint_about(write(tmp_path, own=MINIMAL), "extends=base.yaml"), "no override"
+
+
+def test_paths_of_registered_scorers_are_relative_to_the_recipe_and_may_be_names_of_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--owner--clip" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    scorers = (
+        "{name: pick_score, params: {path: clip, processor: owner/clip}}",
+        "{name: 'mine:Scorer', params: {path: clip}}",
+        "{name: aesthetic, params: {path: /clip, head: 'env:HEAD'}}",
+    )
+    recipe = folder / "recipe.yaml"
+    text = MINIMAL.replace("{scorers: [{name: ocr}]}", f"{{scorers: [{', '.join(scorers)}]}}")
+    assert scorers[0] in text
+    recipe.write_text(text)
+    first, own, last = (scorer.params for scorer in load(recipe).reward.scorers)
+    assert first == {"path": str(folder / "clip"), "processor": str(snapshot)}
+    assert own == {"path": "clip"}, "what a parameter of one's own scorer means is that scorer's"
+    assert last == {"path": "/clip", "head": "env:HEAD"}
+    said = "reward.scorers.0.params.path=elsewhere"
+    assert load(recipe, [said]).reward.scorers[0].params["path"] == str(tmp_path / "elsewhere")
+    listed = "reward.scorers=[{name: hps_v2, params: {path: x}}]"
+    assert load(recipe, [listed]).reward.scorers[0].params["path"] == str(tmp_path / "x")

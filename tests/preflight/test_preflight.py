@@ -307,3 +307,9 @@ def test_a_prompt_without_an_image_is_refused_where_the_family_needs_one(tmp_pat
     config = write_world(tmp_path, data={"prompts": "p.jsonl"})
     said = refusal(config)
     assert said.endswith("p.jsonl:2: images: the prompt has none, but model.pipeline 'qwen_image' needs one")
+
+
+def test_a_scorers_checkpoint_that_is_not_there_is_refused(tmp_path):
+    scorers = [{"name": "jpeg_size"}, {"name": "pick_score", "params": {"path": "/nowhere/PickScore_v1"}}]
+    said = refusal(write_world(tmp_path, reward={"scorers": scorers}))
+    assert said.startswith("reward.scorers.1: scorer 'pick_score': path: there is no folder /nowhere/PickScore_v1; a")

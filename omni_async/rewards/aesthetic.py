@@ -1,0 +1,98 @@
+"""Scores how much an image is liked, whatever its prompt: LAION's aesthetic predictors on CLIP's image embeddings.
+
+A predictor is a linear layer, or several without anything between them that matters after training (the "improved"
+predictor of C. Schuhmann, sac+logos+ava1-l14-linearMSE); either way
+
+    value = W_n ( ... (W_1 e + b_1) ... ) + b_n,    e the embedding, divided by its norm
+
+on about the scale of the ratings it was trained on, 1 to 10. It only means something on the embeddings that it was
+trained on: those of OpenAI's ViT-L/14 for the published ones.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from omni_async.rewards.clip import Clip, frames_of, missing_clip, per_sample
+from omni_async.rewards.pretrained import Precision, folder_of, missing_file
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from omni_async.media import Media
+
+_LAYER = re.compile(r"(?:.*?(\d+)\.)?(weight|bias)")
+
+
+class AestheticScorer:
+    """A scorer of images; of a video the mean over `frames` frames.
+
+    `path`: a CLIP checkpoint in transformers' layout. `head`: the predictor's file (.pth, .pt or .safetensors). The
+    others are as in `PromptAlignmentScorer`."""
+
+    name = "aesthetic"
+    accepts = ("image", "video")
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        head: str,
+        processor: str | None = None,
+        dtype: Precision = "float32",
+        frames: Annotated[int, Meta(ge=1)] = 4,
+        batch: Annotated[int, Meta(ge=1)] = 32,
+        device: str,
+    ) -> None:
+        self._frames = frames
+        self._clip = Clip(path, processor, device, dtype, batch)
+        self._layers = read_head(head, self._clip.width)
+
+    @staticmethod
+    def check_params(params: dict[str, Any]) -> str | None:
+        """Require the checkpoint's files and the predictor's."""
+        return missing_clip(params) or missing_file("head", params["head"])
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        frames = [frames_of(one, self._frames) for one in media]
+        rows = self._clip.images([frame for some in frames for frame in some]).astype(np.float64)
+        for weight, bias in self._layers:
+            rows = rows @ weight.T + bias
+        return [Score(float(values.mean())) for values in per_sample(rows[:, 0], frames)]
+
+
+def read_head(path: str, width: int) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Read the predictor's layers, each a weight (out, in) and a bias (out), first to last.
+
+    Raises ValueError if the file holds anything else, or the layers do not lead from `width` numbers to one."""
+    file = folder_of(path)
+    found: dict[int, dict[str, NDArray[np.float64]]] = {}
+    for name, tensor in _tensors(str(file)).items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            raise ValueError(f"head: {file} holds {name!r}, expected the weight and the bias of layers")
+        found.setdefault(int(match[1] or 0), {})[match[2]] = tensor.double().numpy()
+    layers = [found[number] for number in sorted(found)]
+    for layer in layers:
+        if (shape := getattr(layer.get("weight"), "shape", ())) != (*getattr(layer.get("bias"), "shape", ()), width):
+            raise ValueError(f"head: {file} has a layer of shape {shape} where {width} numbers come in")
+        width = len(layer["bias"])
+    if width != 1 or not layers:
+        raise ValueError(f"head: {file} has {len(layers)} layers that end in {width} numbers, expected 1")
+    return [(layer["weight"], layer["bias"]) for layer in layers]
+
+
+def _tensors(file: str) -> dict[str, Any]:
+    if file.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    import torch
+
+    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return loaded

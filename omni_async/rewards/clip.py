@@ -1,0 +1,144 @@
+"""Embeds images and texts with a CLIP checkpoint of transformers, for the scorers that compare them.
+
+Pillow prepares the images, as it did for the published scores, in the sizes of the checkpoint's own processor; texts
+are cut to the length that the model takes. The model runs in the precision that is asked for; embeddings are float32
+from there on, and scores float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from omni_async.media import evenly
+from omni_async.rewards.pretrained import Precision, folder_of, load_model, missing_file, wrong_checkpoint
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from omni_async.media import Media
+
+
+class Clip:
+    """A CLIP checkpoint on a device. `logit_scale` is the factor that it learnt, in float32 whatever the precision."""
+
+    def __init__(self, path: str, processor: str | None, device: str, dtype: Precision, batch: int) -> None:
+        import torch
+        from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
+
+        prepared = folder_of(processor or path)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(prepared, local_files_only=True)
+        self._prepare: Any = CLIPImageProcessorPil.from_pretrained(prepared, local_files_only=True)
+        model = load_model(CLIPModel, path)
+        self.logit_scale = float(model.logit_scale.exp())
+        self.width = int(model.config.projection_dim)
+        self._longest = int(model.config.text_config.max_position_embeddings)
+        self._model = model.to(device, getattr(torch, dtype))
+        self._device, self._dtype, self._batch = device, getattr(torch, dtype), batch
+
+    def images(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        """Return the embeddings of images uint8 (height, width, 3), each of norm 1: float32 (images, width)."""
+        found = []
+        for start in range(0, len(images), self._batch):
+            some = list(images[start : start + self._batch])
+            pixels = self._prepare(some, return_tensors="pt", input_data_format="channels_last").pixel_values
+            features = self._model.get_image_features(pixel_values=pixels.to(self._device, self._dtype))
+            found.append(unit(features.pooler_output))
+        return np.concatenate(found)
+
+    def texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the embeddings of texts, each of norm 1: float32 (texts, width). The same text is embedded once."""
+        distinct, found = list(dict.fromkeys(texts)), []
+        for start in range(0, len(distinct), self._batch):
+            tokens = self._tokenizer(
+                distinct[start : start + self._batch],
+                padding="max_length",
+                truncation=True,
+                max_length=self._longest,
+                return_tensors="pt",
+            )
+            features = self._model.get_text_features(
+                input_ids=tokens.input_ids.to(self._device), attention_mask=tokens.attention_mask.to(self._device)
+            )
+            found.append(unit(features.pooler_output))
+        return np.concatenate(found)[[distinct.index(text) for text in texts]]
+
+
+def unit(features: Any) -> NDArray[np.float32]:
+    """Return the rows of a tensor (n, width), each divided by its norm, as float32 on the CPU."""
+    exact = features.float()
+    rows: NDArray[np.float32] = (exact / exact.norm(dim=-1, keepdim=True)).cpu().numpy()
+    return rows
+
+
+def frames_of(media: Media, count: int) -> list[NDArray[np.uint8]]:
+    """Return what is looked at of a sample: its image, or `count` evenly spaced frames of its video."""
+    return [media.pixels] if media.image is not None else list(evenly(media.frames, count))
+
+
+def per_sample(values: NDArray[Any], frames: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
+    """Split rows, one per frame of all samples, into those of each sample."""
+    return np.split(values, np.cumsum([len(some) for some in frames])[:-1])
+
+
+class PromptAlignmentScorer:
+    """The base of scorers that are a function of the cosine between image and prompt.
+
+    A video scores the mean over `frames` evenly spaced frames.
+
+    Args:
+        path: a CLIP checkpoint in transformers' layout.
+        processor: where tokenizer and image processor are, if not there.
+        dtype: the precision that the model runs in.
+        frames: how many frames are looked at of a video.
+        batch: images and texts that the model is given at once.
+        device: the reward worker's, given by the run."""
+
+    name = "prompt_alignment"
+    accepts: tuple[str, ...] = ("image", "video")
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        processor: str | None = None,
+        dtype: Precision = "float32",
+        frames: Annotated[int, Meta(ge=1)] = 4,
+        batch: Annotated[int, Meta(ge=1)] = 32,
+        device: str,
+    ) -> None:
+        self._frames = frames
+        self._clip = Clip(path, processor, device, dtype, batch)
+
+    @staticmethod
+    def check_params(params: dict[str, Any]) -> str | None:
+        """Require the checkpoint's files."""
+        return missing_clip(params)
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        frames = [[self._shown(frame) for frame in frames_of(one, self._frames)] for one in media]
+        images = self._clip.images([frame for some in frames for frame in some])
+        texts = self._clip.texts([prompt.text for prompt in prompts])
+        return [
+            self._judge(rows.astype(np.float64) @ text.astype(np.float64))
+            for rows, text in zip(per_sample(images, frames), texts, strict=True)
+        ]
+
+    def _shown(self, frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return frame
+
+    def _judge(self, cosines: NDArray[np.float64]) -> Score:
+        """Return the score of a sample whose frames have these cosines with its prompt."""
+        raise NotImplementedError
+
+
+def missing_clip(params: dict[str, Any]) -> str | None:
+    """Return which of the files are not there that the parameters of a scorer on CLIP name."""
+    wrong = wrong_checkpoint(params["path"], "clip")
+    if wrong is None and params["processor"] is not None:
+        wrong = missing_file("processor", params["processor"])
+    return wrong

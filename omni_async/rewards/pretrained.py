@@ -1,0 +1,61 @@
+"""Loads the models of scorers from folders in transformers' layout, onto the device of the reward worker.
+
+Nothing is downloaded. A checkpoint that lacks weights of its model is refused: transformers would draw them at random
+and say so in a log.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from omni_async.config.hub import downloaded, how_to_get
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+_CONFIG = "config.json"
+
+
+def folder_of(path: str) -> Path:
+    """Return the folder `path`, or that of the hub's cache if `path` is the `owner/name` of a checkpoint in it."""
+    folder = Path(path).expanduser()
+    return folder if folder.exists() else downloaded(path) or folder
+
+
+def wrong_checkpoint(path: str, model_type: str) -> str | None:
+    """Return why `path` is no checkpoint of transformers' `model_type`; None if its config.json says that it is."""
+    folder = folder_of(path)
+    if not folder.exists():
+        return f"path: {how_to_get(folder)}"
+    try:
+        found = json.loads((folder / _CONFIG).read_bytes())["model_type"]
+    except FileNotFoundError:
+        return f"path: {folder} is not a checkpoint in transformers layout: it has no {_CONFIG}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"path: {folder / _CONFIG} names no model_type ({type(error).__name__}: {error})"
+    return None if found == model_type else f"path: {folder} is a {found!r} checkpoint, expected {model_type!r}"
+
+
+def missing_file(name: str, path: str) -> str | None:
+    """Return that there is no such file or folder; `name` is the parameter that names it."""
+    return None if folder_of(path).exists() else f"{name}: there is no {folder_of(path)}"
+
+
+def load_model(model: Any, path: str) -> Any:
+    """Load a checkpoint on the CPU in float32, without gradients.
+
+    Args:
+        model: transformers' class.
+        path: the checkpoint's folder, or its name in the hub's cache.
+
+    Raises:
+        ValueError: its weights lack some of the model's."""
+    import torch
+
+    loaded, found = model.from_pretrained(
+        folder_of(path), local_files_only=True, dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{path}: {len(missing)} weights of {model.__name__} are not there, {missing[0]} for one")
+    return loaded.eval().requires_grad_(False)
