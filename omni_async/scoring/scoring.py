@@ -56,7 +56,7 @@ def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck
 def build_reward(config: Config) -> WeightedScorer:
     """Build the scorers. Raises ConfigError."""
     try:
-        return WeightedScorer(config.reward.scorers)
+        return WeightedScorer(config.reward.scorers, config.placement.reward.gpus)
     except (WrongScorer, ValueError) as error:
         raise ConfigError(f"reward.scorers: {error}") from None
 
