@@ -24,6 +24,7 @@ from omni_async.config.redact import one_line, redact_text
 from omni_async.driver.operate import add_command, add_operations, operate
 from omni_async.entry_points import not_one_of
 from omni_async.parity.command import add_parity
+from omni_async.reward_server.command import add_serve_reward
 from omni_async.scoring.command import add_score
 from omni_async.simulation.command import add_simulate
 from omni_async.tune.command import add_tune
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_tune(commands)
     add_parity(commands)
+    add_serve_reward(commands)
     return parser
 
 
@@ -151,6 +153,10 @@ def _run(options: argparse.Namespace) -> int:
                 from omni_async.parity.command import parity
 
                 return parity(options)
+            case "serve-reward":
+                from omni_async.reward_server.command import serve_reward
+
+                return serve_reward(options)
             case "tune":
                 from omni_async.tune.command import tune_recipe
 

@@ -83,15 +83,20 @@ def read_prompt_image(image: PromptImage) -> Media:
     """Decode a prompt's image, as `read_image` does.
 
     ValueError if the file is gone, or another one than when the run began."""
+    return read_image(io.BytesIO(encoded_bytes(image)), image.path)
+
+
+def encoded_bytes(image: PromptImage) -> bytes:
+    """Return the bytes of a prompt's image, not decoded, with the errors of `read_prompt_image`."""
     if image.content is not None:
-        return read_image(io.BytesIO(image.content), image.path)
+        return image.content
     try:
         content = Path(image.path).read_bytes()
     except OSError as error:
         raise ValueError(f"the prompt's image {image.path} cannot be read: {error.strerror or error}") from None
     if _digest(content) != image.digest:
         raise ValueError(f"the prompt's image {image.path} has changed since the run began")
-    return read_image(io.BytesIO(content), image.path)
+    return content
 
 
 def drawn_image(media: Media, name: str) -> PromptImage:

@@ -46,6 +46,7 @@ _BUILT_IN = {
         ("aesthetic", "AestheticScorer"),
         ("jpeg_size", "JpegSizeScorer"),
         ("motion_smoothness", "MotionSmoothnessScorer"),
+        ("http", "HttpScorer"),
     )
 }
 _DEVICE = "device"

@@ -1,0 +1,1 @@
+"""Serves scorers over HTTP, for the scorer `http` of runs elsewhere: `omni-async serve-reward`."""

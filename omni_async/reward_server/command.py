@@ -1,0 +1,53 @@
+"""Implements `omni-async serve-reward`: its arguments, its help, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from omni_async.config.redact import one_line, redact_text
+from omni_async.driver.operate import add_command
+
+_SERVE = """\
+Serve scorers over HTTP, for the scorer `http` of runs on other machines or in other environments. The file has the
+section `reward` of a recipe and a section `server` (docs/rewards/http.md has both, and the protocol). It listens on
+this machine alone unless server.host says otherwise, which needs a token:
+
+  omni-async serve-reward scorers.yaml
+  omni-async serve-reward scorers.yaml server.port=8701 reward.batch=32
+  omni-async serve-reward scorers.yaml server.host=0.0.0.0 server.token=env:REWARD_TOKEN
+"""
+
+
+def add_serve_reward(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    parser = add_command(commands, "serve-reward", "serve scorers over HTTP", _SERVE)
+    parser.add_argument("scorers", type=Path, metavar="SCORERS", help="a YAML file with the scorers and the server")
+    more = "override a value of the file (values are YAML)"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
+
+
+def serve_reward(options: argparse.Namespace) -> int:
+    """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot begin."""
+    from omni_async.reward_server.serve import serve
+    from omni_async.reward_server.settings import load_server
+
+    with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is not the address
+        config = load_server(options.scorers, options.overrides)
+        return asyncio.run(serve(config, _say, _tell))
+
+
+def _say(text: str) -> None:
+    """Write a line for the program that started the server: past the redirection, which is for scorers."""
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(f"{text}\n")
+    sys.__stdout__.flush()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"omni-async: {one_line(redact_text(text))}\n")
+    sys.stderr.flush()

@@ -1,0 +1,172 @@
+"""Scores the samples of all requests: waits for samples and for scorers that are down, in one task per worker.
+
+A worker takes what waits, `reward.batch` samples at most and of any requests, and never waits to fill a batch; its
+scorers run in threads, behind the guards that reward workers have. While every worker's scorer is down, requests are
+refused at once, and so is what waits: clients know how to come back.
+
+A sample that comes again while it waits or is scored, or soon after, gets the same outcome without being scored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omni_async.aio.clock import WallClock
+from omni_async.aio.waiting import FairQueue, cancel
+from omni_async.config.schema import Reward
+from omni_async.media import Media
+from omni_async.reward_server.metrics import Metrics
+from omni_async.rewards import registry
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.guard import Failure, Panel
+from omni_async.rewards.wire import Outcome, kind_of
+from omni_async.types import Prompt, Score
+
+
+class NotNow(RuntimeError):
+    """The samples cannot be taken now: too many wait, or the scorers are down."""
+
+
+@dataclass(eq=False)
+class _Job:
+    media: Media
+    prompt: Prompt
+    outcome: asyncio.Future[Outcome]
+
+
+class Scoring:
+    """All workers of a server. `async with` runs them; `failed` is done, with its error, when one of them is lost."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        scorers: Sequence[WeightedScorer],
+        metrics: Metrics,
+        tell: Callable[[str], None],
+        *,
+        most_waiting: int,
+        remembered: int,
+    ) -> None:
+        async def report(text: str) -> None:
+            tell(text)
+
+        clock = WallClock()
+        self._panels = [Panel(f"scorer-{i}", one, reward, clock, report) for i, one in enumerate(scorers)]
+        self._checks = [check for one in reward.scorers if (check := registry.prompt_check(one)) is not None]
+        self._batch = reward.batch
+        self._metrics = metrics
+        self._most_waiting = most_waiting
+        self._remembered = remembered
+        self._known: OrderedDict[str, asyncio.Future[Outcome]] = OrderedDict()
+        self._waiting: deque[_Job] = deque()
+        self._queue = FairQueue(lambda: bool(self._waiting))
+        self._num_down = 0
+        self._workers: list[asyncio.Task[None]] = []
+        metrics.waiting.set_function(lambda: len(self._waiting))
+        metrics.up.set_function(lambda: float(not self.down))
+
+    async def __aenter__(self) -> Scoring:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._workers = [asyncio.create_task(self._work(panel)) for panel in self._panels]
+        for worker in self._workers:
+            worker.add_done_callback(self._ended)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await cancel(self._workers)
+        for panel in self._panels:
+            panel.close()
+        self._fail_waiting("the server is ending")
+        self.failed.cancel()
+
+    @property
+    def down(self) -> str:
+        """Returns why nothing can be scored now; empty if something can."""
+        if self._num_down < len(self._panels):
+            return ""
+        return next((reason for panel in self._panels for reason in panel.outages), "the scorers are down")
+
+    async def score(self, samples: Sequence[tuple[str | None, Media, Prompt]]) -> list[Outcome]:
+        """Return one outcome per sample: (key, media, prompt). Raises NotNow if none of them can be taken."""
+        if reason := self.down:
+            raise NotNow(reason)
+        if len(self._waiting) + len(samples) > self._most_waiting:
+            raise NotNow(f"{len(self._waiting)} samples wait already")
+        outcomes = [self._outcome(*sample) for sample in samples]
+        self._queue.notify()
+        await asyncio.wait(outcomes)  # not gathered: a client that leaves takes nothing away from others
+        return [outcome.result() for outcome in outcomes]
+
+    def _outcome(self, key: str | None, media: Media, prompt: Prompt) -> asyncio.Future[Outcome]:
+        """Return the future outcome of a sample, which waits from now on unless it is known."""
+        if key is not None and (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            self._metrics.samples.labels("remembered").inc()
+            return known
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if missing := next(filter(None, (check(prompt) for check in self._checks)), None):
+            outcome.set_result(Outcome(error=missing))
+            self._metrics.samples.labels("failed").inc()
+            return outcome
+        self._waiting.append(_Job(media, prompt, outcome))
+        if key is not None:
+            self._remember(key, outcome)
+        return outcome
+
+    def _remember(self, key: str, outcome: asyncio.Future[Outcome]) -> None:
+        self._known[key] = outcome
+        if len(self._known) > self._remembered:
+            self._known.popitem(last=False)
+
+        def forget_failure(done: asyncio.Future[Outcome]) -> None:
+            if done.result().error is not None and self._known.get(key) is done:
+                del self._known[key]
+
+        outcome.add_done_callback(forget_failure)
+
+    async def _work(self, panel: Panel) -> None:
+        while True:
+            if panel.down:
+                await self._recover(panel)
+            jobs = await self._queue.take(self._take)
+            began = time.monotonic()
+            outcomes = await panel.score([job.media for job in jobs], [job.prompt for job in jobs])
+            self._metrics.scored(len(jobs), time.monotonic() - began)
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                self._settle(job, _told(outcome, panel.down))
+
+    async def _recover(self, panel: Panel) -> None:
+        self._num_down += 1
+        try:
+            if reason := self.down:
+                self._fail_waiting(reason)
+            await panel.recover()
+        finally:
+            self._num_down -= 1
+
+    def _take(self) -> list[_Job]:
+        return [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+
+    def _settle(self, job: _Job, outcome: Outcome) -> None:
+        self._metrics.samples.labels("scored" if outcome.error is None else "failed").inc()
+        job.outcome.set_result(outcome)
+
+    def _fail_waiting(self, reason: str) -> None:
+        while self._waiting:
+            self._settle(self._waiting.popleft(), Outcome(error=reason, kind="outage"))
+
+    def _ended(self, worker: asyncio.Task[None]) -> None:
+        """Note the loss of a worker: its scorer hangs, and only the end of the process stops its threads."""
+        if not worker.cancelled() and not self.failed.done():
+            self._fail_waiting("the server is ending")
+            self.failed.set_exception(worker.exception() or RuntimeError("a worker ended"))
+
+
+def _told(outcome: Score | Failure, down: bool) -> Outcome:
+    if isinstance(outcome, Failure):
+        return Outcome(error=outcome.reason, kind="outage" if down else kind_of(outcome.fault))
+    return Outcome(value=outcome.value, parts=outcome.parts, text=outcome.text)

@@ -1,0 +1,110 @@
+"""Runs a reward server until a signal ends it, or a scorer that hangs.
+
+At the end it stops listening, and waits `server.grace_s` for the requests under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from aiohttp import web
+
+from omni_async.config import ConfigError
+from omni_async.reward_server.metrics import Metrics
+from omni_async.reward_server.scoring import Scoring
+from omni_async.reward_server.server import RewardApp
+from omni_async.reward_server.settings import ServerConfig, token_of
+from omni_async.rewards.base import WrongScorer
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.registry import ScorerConfigError
+
+Tell = Callable[[str], None]
+
+_LINGER_S = 2.0  # for the rest of a body that was refused unread
+
+
+@contextlib.asynccontextmanager
+async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, Scoring]]:
+    """Load the scorers and serve them inside; yields the address and the workers. ConfigError if that cannot be."""
+    # aiohttp logs each request that is no HTTP with its traceback: a log that strangers can fill.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    server, token = config.server, token_of(config.server)
+    try:
+        scorers = [WeightedScorer(config.reward.scorers) for _ in range(config.reward.workers)]
+    except (WrongScorer, ScorerConfigError) as error:
+        raise ConfigError(f"reward.scorers: {error}") from None
+    metrics = Metrics()
+    scoring = Scoring(
+        config.reward, scorers, metrics, tell, most_waiting=server.max_waiting, remembered=server.remembered
+    )
+    async with scoring:
+        routes = RewardApp(server, token, scoring, metrics)
+        runner = web.AppRunner(
+            routes.app(),
+            access_log=None,
+            handle_signals=False,
+            auto_decompress=False,
+            lingering_time=_LINGER_S,
+            shutdown_timeout=server.grace_s,
+        )
+        await runner.setup()
+        try:
+            listening = await asyncio.to_thread(_listening, server.host, server.port)
+            await web.SockSite(runner, listening).start()
+            yield _address(listening), scoring
+        finally:
+            routes.ending = True
+            await runner.cleanup()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, number)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise ConfigError(f"server.port: cannot listen at {host}:{port}: {error.strerror or error}") from None
+    return listening
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(config: ServerConfig, say: Tell, tell: Tell) -> int:
+    """Serve until SIGTERM (returns 0), Ctrl-C (130) or a scorer's end (1).
+
+    Args:
+        config: of `load_server`.
+        say: gets the address, once the server answers there.
+        tell: gets messages about scorers."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    code = 0
+
+    def end(number: int) -> None:
+        nonlocal code
+        code = 130 if number == signal.SIGINT else 0
+        ended.set()
+        for one in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(one)  # a second one does not wait
+
+    async with serving(config, tell) as (address, scoring):
+        for one in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(one, end, one)
+        say(f"serving {', '.join(scorer.name for scorer in config.reward.scorers)} at {address}")
+        stopping = asyncio.create_task(ended.wait())
+        ends: set[asyncio.Future[Any]] = {stopping, scoring.failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if scoring.failed.done():
+            tell(f"the server ends: {scoring.failed.exception()}")
+            code = 1
+    return code

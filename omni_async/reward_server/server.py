@@ -1,0 +1,155 @@
+"""Answers HTTP: who may ask, what a request may be, and which status says what.
+
+A request is refused as early as that is known: by its address and its headers before its body is read, by the body
+before a sample reaches a scorer. Handlers wait for room, for a body (`server.read_s` at most) and for scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from omni_async.aio.waiting import FairQueue
+from omni_async.config.redact import one_line
+from omni_async.config.section import bytes_of
+from omni_async.reward_server.limits import RateLimit
+from omni_async.reward_server.metrics import Metrics
+from omni_async.reward_server.scoring import NotNow, Scoring
+from omni_async.reward_server.settings import Server
+from omni_async.rewards import wire
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_COME_BACK_S = 1
+
+
+class Refused(Exception):
+    """A request is answered with `status` and one line; `retry_s`: when to come back."""
+
+    def __init__(self, status: int, why: str, retry_s: float | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+        self.retry_s = retry_s
+
+
+class RewardApp:
+    """The routes of a server.
+
+    POST /v1/score, GET /metrics (both with the token), GET /health (without)."""
+
+    def __init__(self, server: Server, token: str | None, scoring: Scoring, metrics: Metrics) -> None:
+        self._server = server
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self._scoring = scoring
+        self._metrics = metrics
+        self._rate = RateLimit(server.requests_per_s, server.burst)
+        self._largest = bytes_of(server.max_request)
+        self._held = 0
+        most_held = bytes_of(server.max_held)
+        self._room = FairQueue(lambda: self._held < most_held)
+        self.ending = False
+        metrics.held.set_function(lambda: self._held)
+
+    def app(self) -> web.Application:
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._guarded(request, handler)
+
+        app = web.Application(middlewares=[guarded], client_max_size=self._largest)
+        app.router.add_post(wire.PATH, self._score)
+        app.router.add_get("/health", self._health, allow_head=False)
+        app.router.add_get("/metrics", self._metrics_text, allow_head=False)
+        return app
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn every way in which a request can fail into a status and one line, and count it."""
+        began = time.monotonic()
+        try:
+            self._require_allowed(request, began)
+            response = await handler(request)
+        except Refused as refused:
+            response = _refusal(request, refused.status, str(refused))
+            if refused.retry_s is not None:
+                response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_s)))
+        except web.HTTPException as error:  # no such path, or not this method
+            response = _refusal(request, error.status, error.reason)
+        except (web.RequestPayloadError, ConnectionError) as error:
+            response = _refusal(request, 400, f"the body did not arrive: {one_line(str(error), 200)}")
+        self._metrics.requests.labels(str(response.status)).inc()
+        self._metrics.request_s.observe(time.monotonic() - began)
+        return response
+
+    def _require_allowed(self, request: web.Request, now: float) -> None:
+        if wait_s := self._rate.wait_s(request.remote or "", now):
+            raise Refused(429, "too many requests", wait_s)
+        if self._token is None or request.path == "/health":
+            return
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._token):
+            raise Refused(401, "a token is needed: Authorization: Bearer ...")
+
+    async def _score(self, request: web.Request) -> web.Response:
+        if request.content_type not in (wire.MSGPACK, wire.JSON):
+            raise Refused(415, f"expected Content-Type {wire.MSGPACK} or {wire.JSON}")
+        if "Content-Encoding" in request.headers:
+            raise Refused(415, "expected a body without Content-Encoding")
+        length = request.content_length
+        if length is None:
+            raise Refused(411, "expected a Content-Length")
+        if length > self._largest:
+            raise Refused(413, f"the body has {length} bytes, at most {self._largest} are read")
+        if self.ending:
+            raise Refused(503, "the server is ending", _COME_BACK_S)
+        if reason := self._scoring.down:
+            raise Refused(503, reason, _COME_BACK_S)
+        await self._room.take(lambda: self._hold(length))
+        try:
+            return await self._answer(request)
+        finally:
+            self._hold(-length)
+            self._room.notify()
+
+    def _hold(self, nbytes: int) -> None:
+        self._held += nbytes
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        try:
+            async with asyncio.timeout(self._server.read_s):
+                body = await request.read()
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {self._server.read_s:g} s") from None
+        form = request.content_type
+        try:
+            asked = wire.decode_request(body, form)
+        except wire.WireError as error:
+            raise Refused(400, str(error)) from None
+        del body
+        samples = []
+        for position, sample in enumerate(asked.samples):
+            try:
+                samples.append((sample.key, *wire.sample_of(sample)))
+            except wire.WireError as error:
+                raise Refused(400, f"sample {position}: {error}") from None
+        try:
+            outcomes = await self._scoring.score(samples)
+        except NotNow as error:
+            raise Refused(503, str(error), _COME_BACK_S) from None
+        return web.Response(body=wire.encode(wire.Answer(1, tuple(outcomes)), form), content_type=form)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """Answer 200 if samples are scored now. The reason is for those who have the token: see the log."""
+        well = not self.ending and not self._scoring.down
+        return web.json_response({"status": "ok" if well else "down"}, status=200 if well else 503)
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+def _refusal(request: web.Request, status: int, why: str) -> web.Response:
+    form = wire.MSGPACK if request.content_type == wire.MSGPACK else wire.JSON
+    return web.Response(status=status, body=wire.encode(wire.Refusal(why), form), content_type=form)

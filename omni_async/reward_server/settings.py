@@ -1,0 +1,95 @@
+"""Defines the file of a reward server: who may ask, how much, and, as in a recipe, which scorers answer."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from omni_async.config import ConfigError, schema
+from omni_async.config.load import decode
+from omni_async.config.redact import REFERENCE, resolve_references
+from omni_async.config.section import InMemory, Plain, Seconds, Section, SizeText, most
+from omni_async.config.tree import errors_of, read_tree
+from omni_async.families import MediaShape
+from omni_async.rewards import registry
+
+_SHORTEST_TOKEN = 16
+# One of each part: a server does not know what its clients draw.
+_ANY_MEDIA = (MediaShape("image", (3, 1, 1)), MediaShape("video", (1, 3, 1, 1), 1.0), MediaShape("audio", (1, 1), 1.0))
+
+
+class Server(Section, kw_only=True, frozen=True):
+    host: Plain = "127.0.0.1"
+    """Address to listen at. One that other machines reach needs a token."""
+    port: Annotated[int, most(65535, ge=0)] = 8700
+    """Port to listen at; 0: a free one, which is printed."""
+    token: Plain | None = None
+    """Secret that clients send, as the environment variable that holds it: `env:NAME`. null: whoever reaches the port
+    may ask."""
+    max_request: SizeText = "256MiB"
+    """Largest body of a request."""
+    max_held: SizeText = "1GiB"
+    """Bytes of requests that are held at once; the next one is read when there is room."""
+    max_waiting: InMemory = 4096
+    """Samples that may wait for a scorer; a request beyond is told to come back (503)."""
+    requests_per_s: Annotated[float, most(1e6, gt=0)] = 200.0
+    """Requests a second of one client's address, on average; beyond it is told to wait (429)."""
+    burst: Annotated[int, most(1_000_000, ge=1)] = 1000
+    """Requests of one address that are taken at once after a pause."""
+    read_s: Seconds = 30.0
+    """Longest that the body of a request may take to arrive."""
+    grace_s: Seconds = 30.0
+    """How long requests under way are waited for at the end."""
+    remembered: Annotated[int, most(1_000_000, ge=1)] = 10_000
+    """Recent scores that a repeated sample is answered from."""
+
+
+class ServerConfig(Section, kw_only=True, frozen=True):
+    server: Server = Server()
+    reward: schema.Reward
+
+
+def load_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
+    """Load the file at `path` with `overrides` `key.path=value`. Raises ConfigError, one line; loads no scorer."""
+    tree = read_tree(path, overrides)
+    with errors_of(path):
+        config = decode(tree, ServerConfig)
+        if not config.reward.scorers:
+            raise ConfigError(f"reward.scorers: empty; registered are {', '.join(registry.names())}")
+        for scorer in config.reward.scorers:
+            try:
+                registry.check(scorer, _ANY_MEDIA)
+            except registry.ScorerConfigError as error:
+                raise ConfigError(f"reward.scorers: {error}") from None
+        if token_of(config.server) is None and not _is_loopback(config.server.host):
+            raise ConfigError(
+                f"server.token: required where server.host = {config.server.host} is reached from other machines;"
+                " give env:NAME"
+            )
+    return config
+
+
+def token_of(server: Server) -> str | None:
+    """Return the secret itself; ConfigError if its variable is not set, or it is too short."""
+    if server.token is None:
+        return None
+    if not server.token.startswith(REFERENCE):
+        raise ConfigError("server.token: expected env:NAME, the environment variable that holds it")
+    try:
+        token = str(resolve_references(server.token, "server.token"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"server.token: expected {_SHORTEST_TOKEN} or more printable ASCII characters in {server.token}"
+        )
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

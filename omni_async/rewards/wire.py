@@ -1,0 +1,218 @@
+"""Defines what a reward server is asked and answers: version 1 of the protocol of `docs/rewards/http.md`.
+
+The same structs in MessagePack, where bytes are bytes, and in JSON, where they are base64. Both sides take what the
+other sends for foreign data: decoding checks kinds, `sample_of` the rest, and neither can run code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import count
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from omni_async.config.redact import one_line
+from omni_async.data.image_files import encoded_bytes
+from omni_async.media import Media
+from omni_async.types import Fault, Prompt, PromptImage
+
+PATH = "/v1/score"
+MSGPACK, JSON = "application/msgpack", "application/json"
+# Why a sample has no score: it, the scorer that is down, or a value beyond reward.max_abs.
+Kind = Literal["sample", "outage", "unbounded"]
+_FAULTS: dict[Kind, Fault] = {"sample": "retry", "outage": "outage", "unbounded": "reject"}
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "float32": np.dtype("<f4")}
+_DEEPEST = 50  # levels of a prompt's metadata
+_MOST_VALUES = 20_000
+_MOST_IMAGES = 16
+Extent = Annotated[int, Meta(ge=1, le=2**31)]
+
+
+class WireError(ValueError):
+    """What came is not what the protocol says; its text is one line, for the other side."""
+
+
+class Array(msgspec.Struct, frozen=True):
+    """One part of a sample's media: `data` are its elements, row by row, little-endian.
+
+    `rate`: frames a second of a video, samples a second of audio."""
+
+    dtype: Literal["uint8", "float32"]
+    shape: Annotated[tuple[Extent, ...], Meta(min_length=2, max_length=4)]
+    data: bytes
+    rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+
+
+class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Parts as `omni_async.media.Media` has them; at least one."""
+
+    image: Array | None = None
+    video: Array | None = None
+    audio: Array | None = None
+
+
+class WirePrompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt; `images` are the bytes of PNG, JPEG or WebP files that it carries."""
+
+    text: str
+    index: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    target: str | None = None
+    metadata: dict[str, Any] = {}
+    images: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_IMAGES)] = ()
+
+
+class WireSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One sample. Samples with the same `key` are the same sample: a server may answer the second from memory."""
+
+    prompt: WirePrompt
+    media: WireMedia
+    key: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+
+
+class Request(msgspec.Struct, frozen=True):
+    version: Literal[1]
+    samples: Annotated[tuple[WireSample, ...], Meta(min_length=1, max_length=1024)]
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer for one sample: a value, with parts and a text, or an error and its kind."""
+
+    value: float | None = None
+    parts: dict[str, float] = {}
+    text: str | None = None
+    error: str | None = None
+    kind: Kind = "sample"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One outcome per sample, in their order."""
+
+    version: Literal[1]
+    scores: tuple[Outcome, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The body of every status but 200."""
+
+    error: str
+
+
+def kind_of(fault: Fault) -> Kind:
+    return next((kind for kind, one in _FAULTS.items() if one == fault), "sample")
+
+
+_ENCODERS: dict[str, msgspec.msgpack.Encoder | msgspec.json.Encoder] = {
+    MSGPACK: msgspec.msgpack.Encoder(),
+    JSON: msgspec.json.Encoder(),
+}
+_REQUESTS = {MSGPACK: msgspec.msgpack.Decoder(Request), JSON: msgspec.json.Decoder(Request)}
+_ANSWERS = {MSGPACK: msgspec.msgpack.Decoder(Answer), JSON: msgspec.json.Decoder(Answer)}
+
+
+def encode(message: Any, form: str) -> bytes:
+    return _ENCODERS[form].encode(message)
+
+
+def decode_request(body: bytes, form: str) -> Request:
+    """Return a client's request; WireError if it is none."""
+    return _decoded(_REQUESTS[form], body)
+
+
+def decode_answer(body: bytes, form: str) -> Answer:
+    """Return a server's answer; WireError if it is none."""
+    return _decoded(_ANSWERS[form], body)
+
+
+def decode_refusal(body: bytes, form: str) -> str:
+    """Return why a server refused: its own words, or an empty text if it has none that can be read."""
+    try:
+        decode = msgspec.msgpack.decode if form == MSGPACK else msgspec.json.decode
+        return decode(body, type=Refusal).error
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+
+
+def _decoded(decoder: Any, body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(one_line(str(error), 300)) from None
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def sent_sample(media: Media, prompt: Prompt, key: str | None) -> WireSample:
+    """Return a sample as it is sent; ValueError if an image of its prompt cannot be read."""
+    rates = {"image": None, "video": media.fps, "audio": media.sample_rate}
+    media = media.numpy()
+    parts = {name: _sent(getattr(media, name), rates[name]) for name in media.parts}
+    images = tuple(encoded_bytes(image) for image in prompt.images)
+    return WireSample(
+        WirePrompt(prompt.text, prompt.index, prompt.target, prompt.metadata, images), WireMedia(**parts), key
+    )
+
+
+def _sent(array: Any, rate: float | None) -> Array:
+    form: Literal["uint8", "float32"] = "uint8" if array.dtype == np.uint8 else "float32"
+    return Array(form, tuple(array.shape), array.astype(_DTYPES[form], copy=False).tobytes(), rate)
+
+
+def sample_of(sample: WireSample) -> tuple[Media, Prompt]:
+    """Return the media, as arrays that cannot be written to, and the prompt; WireError names what is wrong."""
+    found = sample.media
+    try:
+        media = Media(
+            image=_array("image", found.image),
+            video=_array("video", found.video),
+            fps=found.video.rate if found.video else None,
+            audio=_array("audio", found.audio),
+            sample_rate=_whole(found.audio.rate) if found.audio else None,
+        )
+    except ValueError as error:
+        raise WireError(one_line(str(error), 300)) from None
+    if media.audio is not None and not np.isfinite(media.audio).all():
+        raise WireError("audio: expected finite numbers")
+    sent = sample.prompt
+    _require_plain(sent.metadata, count())
+    images = tuple(PromptImage(f"image {i} of the prompt", "", content) for i, content in enumerate(sent.images))
+    return media, Prompt(sent.index, sent.text, sent.target, sent.metadata, images)
+
+
+def _array(part: str, sent: Array | None) -> Any:
+    if sent is None:
+        return None
+    dtype = _DTYPES[sent.dtype]
+    if (expected := math.prod(sent.shape) * dtype.itemsize) != len(sent.data):
+        shape = list(sent.shape)
+        raise WireError(f"{part}: {sent.dtype} of shape {shape} has {expected} bytes, got {len(sent.data)}")
+    return np.frombuffer(sent.data, dtype).reshape(sent.shape).astype(sent.dtype, copy=False)
+
+
+def _whole(rate: float | None) -> int | None:
+    if rate is not None and rate != int(rate):
+        raise WireError(f"audio: expected a whole number of samples a second, got {rate:g}")
+    return None if rate is None else int(rate)
+
+
+def _require_plain(value: Any, values: Iterator[int], depth: int = 0) -> None:
+    """Refuse metadata that no JSON file could hold: MessagePack has bytes, times and extensions."""
+    if next(values) > _MOST_VALUES or depth > _DEEPEST:
+        raise WireError(f"metadata: more than {_MOST_VALUES} values, or nested more than {_DEEPEST} deep")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise WireError(f"metadata: keys are texts, got a {type(name).__name__}")
+            _require_plain(item, values, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _require_plain(item, values, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise WireError("metadata: expected finite numbers")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise WireError(f"metadata: expected what JSON holds, got a {type(value).__name__}")

@@ -1,0 +1,144 @@
+"""Runs reward servers: real ones on loopback, in a thread of this process or as the command, and wrong ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from omni_async.reward_server.serve import serving
+from omni_async.reward_server.settings import load_server
+from omni_async.rewards.http import HttpScorer
+from omni_async.types import Prompt, Score
+from tests.images import as_media
+
+ROOT = Path(__file__).parents[2]
+MEDIA = [as_media(np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)) for i in range(4)]
+PROMPTS = [Prompt(i, f"prompt {i}", metadata={"colour": "red"}) for i in range(4)]
+
+
+class Recorder:
+    """A scorer that remembers its batches; the value is the mean of the image. `pause_s` is each batch's time."""
+
+    name, accepts = "recorder", ("image",)
+    batches: list[list[str]] = []  # noqa: RUF012 (of the class: the server builds the scorer)
+    error: BaseException | None = None
+
+    def __init__(self, *, pause_s: float = 0.0) -> None:
+        self._pause_s = pause_s
+        type(self).batches = []
+        type(self).error = None
+
+    def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
+        if self.error is not None:
+            raise self.error
+        type(self).batches.append([prompt.text for prompt in prompts])
+        time.sleep(self._pause_s)
+        return [Score(float(one.image.mean()), {"n": float(one.image.size)}, "read") for one in media]
+
+
+RECORDER = {"name": f"{__name__}:Recorder"}
+
+
+def write_scorers(folder: Path, *scorers: dict[str, Any], reward: Any = None, **server: Any) -> Path:
+    path = folder / "scorers.yaml"
+    reward = {"scorers": [*scorers] or [RECORDER]} | (reward or {})
+    path.write_text(yaml.safe_dump({"server": {"port": 0} | server, "reward": reward}))
+    return path
+
+
+@contextlib.contextmanager
+def served(path: Path) -> Iterator[str]:
+    """Serves the file's scorers on a thread of this process; yields the address."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    found: list[Any] = []
+    end = asyncio.Event()
+
+    async def main() -> None:
+        async with serving(load_server(path), lambda text: None) as (address, _):
+            found.append(address)
+            ready.set()
+            await end.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(main())
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait(60)
+    try:
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join(60)
+        loop.close()
+
+
+@contextlib.contextmanager
+def command(path: Path, *overrides: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Starts `omni-async serve-reward`; yields the process and its address."""
+    words = [sys.executable, "-m", "omni_async.cli", "serve-reward", str(path), *overrides]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | environment, **pipes)
+    try:
+        assert process.stdout is not None and select.select([process.stdout], [], [], 120)[0]
+        yield process, process.stdout.readline().rpartition(" ")[2].strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def asking(*urls: str, **params: Any) -> Iterator[HttpScorer]:
+    scorer = HttpScorer(urls=urls, **{"backoff_s": 0.01, "backoff_max_s": 0.05} | params)
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[int], tuple[int, bytes]], *, cut: int = 0) -> Iterator[tuple[str, list[bytes]]]:
+    """Serves what `answer(number of the request, from 1)` says, less the last `cut` bytes; yields URL and bodies."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            status, body = answer(len(bodies))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(body[: len(body) - cut])
+            self.close_connection = bool(cut)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

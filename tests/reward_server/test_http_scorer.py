@@ -1,0 +1,215 @@
+"""Tests the scorer `http`: retries, several servers, hedging, and servers that answer wrongly."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+
+from omni_async.config import schema
+from omni_async.rewards import registry, wire
+from omni_async.rewards.base import Outage, ScoreError, require_scores
+from omni_async.rewards.failures import is_outage
+from tests.reward_server.serving_world import MEDIA, PROMPTS, ROOT, answering, asking
+from tests.test_documented import blocks
+
+GOOD = msgspec.msgpack.encode({"version": 1, "scores": [{"value": 0.5}]})
+
+
+def closed_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{one.getsockname()[1]}"
+
+
+def score_one(scorer):
+    return scorer.score(MEDIA[:1], PROMPTS[:1])
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_busy_server_is_asked_again_with_the_same_keys(status):
+    with answering(lambda n: (200, GOOD) if n == 3 else (status, b"")) as (url, bodies), asking(url) as scorer:
+        assert score_one(scorer)[0].value == 0.5
+    assert len(bodies) == 3 and len(set(bodies)) == 1
+    assert wire.decode_request(bodies[0], wire.MSGPACK).samples[0].key
+
+
+def test_after_its_retries_it_is_an_outage_in_the_servers_words():
+    refusal = msgspec.msgpack.encode({"error": "the model is loading\nfor\x1b[2J a while"})
+    with answering(lambda n: (503, refusal)) as (url, bodies), asking(url, retries=1) as scorer:
+        with pytest.raises(Outage, match=r"answered 503: the model is loading for\\x1b\[2J a while \(asked 2 times\)"):
+            score_one(scorer)
+        assert len(bodies) == 2
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 422])
+def test_what_a_server_refuses_is_not_sent_again(status):
+    with answering(lambda n: (status, b"")) as (url, bodies), asking(url) as scorer:
+        with pytest.raises(ScoreError, match=f"answered {status}") as raised:
+            score_one(scorer)
+        assert len(bodies) == 1 and not is_outage(raised.value)
+
+
+def test_a_dead_server_costs_an_attempt_and_then_only_the_other_is_asked():
+    dead = closed_port()
+    with answering(lambda n: (200, GOOD)) as (url, bodies), asking(dead, url) as scorer:
+        for _ in range(10):
+            assert score_one(scorer)[0].value == 0.5
+        assert scorer._client.servers[0].failures <= 1
+    assert len(bodies) == 10
+    with asking(dead) as scorer, pytest.raises(Outage, match="cannot be asked"):
+        score_one(scorer)
+
+
+def test_a_slow_server_is_hedged_by_another_and_the_first_answer_counts():
+    release = threading.Event()
+
+    def slow(n: int) -> tuple[int, bytes]:
+        release.wait(60)
+        return 200, GOOD
+
+    with (
+        answering(slow) as (stuck, asked),
+        answering(lambda n: (200, GOOD)) as (url, _),
+        asking(stuck, url, hedge_s=0.01, timeout_s=100) as scorer,
+    ):
+        for _ in range(20):  # which of the two is first is drawn
+            assert score_one(scorer)[0].value == 0.5
+        release.set()
+    assert asked
+
+
+def test_a_server_that_hangs_is_left_after_the_time_out():
+    release = threading.Event()
+    with answering(lambda n: (200, GOOD) if release.wait(60) else (500, b"")) as (url, _):
+        with asking(url, timeout_s=0.05, retries=1) as scorer:
+            began = time.monotonic()
+            with pytest.raises(Outage, match=r"did not answer within 0\.05 s"):
+                score_one(scorer)
+            assert time.monotonic() - began < 20
+        release.set()
+
+
+def packed(**outcome):
+    return msgspec.msgpack.encode({"version": 1, "scores": [outcome]})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "sent no answer of the protocol"),
+        (b"<html>", "sent no answer of the protocol"),
+        (GOOD[:-3], "sent no answer of the protocol"),
+        (b"\x91" * 100_000, "sent no answer of the protocol"),
+        (b"\xdf\xff\xff\xff\xff", "sent no answer of the protocol"),
+        (msgspec.msgpack.encode({"version": 2, "scores": []}), "sent no answer of the protocol"),
+        (packed(value="1.0"), "sent no answer of the protocol"),
+        (packed(value=[1.0]), "sent no answer of the protocol"),
+        (packed(value=True), "sent no answer of the protocol"),
+        (packed(value=1, parts=[1]), "sent no answer of the protocol"),
+        (packed(value=1, text="T").replace(b"\xa1T", b"\xa3\xed\xa0\x80"), "sent no answer of the protocol"),
+        (msgspec.msgpack.encode({"version": 1, "scores": []}), "0 scores for 1 samples"),
+        (msgspec.msgpack.encode({"version": 1, "scores": [{"value": 1}] * 2}), "2 scores for 1 samples"),
+        (packed(), "neither a value nor an error"),
+        (packed(error="bad\n" * 10_000), r"^bad bad .{290,}\.\.\.$"),
+        (packed(value=float("nan")), "value is nan"),
+        (packed(value=float("inf")), "value is inf"),
+        (packed(value=1, parts={"p" * 1000: 1}), "a part is called"),
+        (packed(value=1, parts={str(i): 1 for i in range(1000)}), "1000 parts"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_and_never_a_number(body, said):
+    with answering(lambda n: (200, body)) as (url, _), asking(url, retries=1) as scorer:
+        with pytest.raises(ScoreError, match=said) as raised:
+            require_scores("http", score_one(scorer), PROMPTS[:1])
+        assert not isinstance(raised.value, Outage)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"version":1,"scores":[{"value":%s}]}' % one for one in (b"NaN", b"1e999", b'"\\ud800"')]
+)
+def test_a_wrong_answer_in_json_is_an_error(body):
+    with (
+        answering(lambda n: (200, body)) as (url, _),
+        asking(url, retries=0, form="json") as scorer,
+        pytest.raises(ScoreError, match="sent no answer of the protocol"),
+    ):
+        score_one(scorer)
+
+
+def test_an_answer_that_is_cut_off_by_the_connection_is_asked_for_again():
+    with answering(lambda n: (200, GOOD), cut=3) as (url, bodies), asking(url) as scorer:
+        with pytest.raises(Outage, match="cannot be asked"):
+            score_one(scorer)
+        assert len(bodies) == 3
+
+
+def test_a_megabyte_of_text_is_cut_and_one_without_end_is_not_read():
+    long = packed(value=1, text="x" * 2**20)
+    with answering(lambda n: (200, long)) as (url, _), asking(url) as scorer:
+        [score] = require_scores("http", score_one(scorer), PROMPTS[:1])
+        assert len(score.text) < 2100
+    with (
+        answering(lambda n: (200, b" " * (2**26 + 1))) as (url, _),
+        asking(url) as scorer,
+        pytest.raises(ScoreError, match="more than 67108864 bytes"),
+    ):
+        score_one(scorer)
+
+
+def test_an_outage_of_one_sample_is_an_outage():
+    outcomes = [{"error": "unreadable"}, {"error": "away", "kind": "outage"}]
+    body = msgspec.msgpack.encode({"version": 1, "scores": outcomes})
+    with answering(lambda n: (200, body)) as (url, _), asking(url) as scorer, pytest.raises(Outage, match="away"):
+        scorer.score(MEDIA[:2], PROMPTS[:2])
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:1", "ftp://x", "http://user:password@x", "http://x?token=1", "http://x\n", "file:///etc/passwd"]
+)
+def test_a_url_that_is_none_or_holds_a_credential_is_refused(url):
+    with pytest.raises(registry.ScorerConfigError, match="parameter 'urls'"):
+        registry.build(schema.Scorer(name="http", params={"urls": [url]}))
+
+
+def test_the_token_reaches_no_message(monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "sesame-sesame-sesame")
+    config = schema.Scorer(name="http", params={"urls": ["http://127.0.0.1:1"], "token": "env:A_TOKEN"})
+    assert registry.secrets_of(config) == {"sesame-sesame-sesame"}
+    assert registry.is_concurrent(config)
+
+
+def test_the_documented_server_is_short_and_scores():
+    [page] = [one for one in blocks(ROOT / "docs" / "rewards" / "http.md", "python") if "brightness_server" in one]
+    lines = [line for line in page.splitlines() if line.strip()]
+    assert len(lines) <= 32
+    namespace = {"__name__": "brightness_server"}
+    exec(page, namespace)
+    server = namespace["ThreadingHTTPServer"](("127.0.0.1", 0), namespace["Handler"])
+    namespace["Handler"].log_message = lambda *_: None
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        with asking(f"http://127.0.0.1:{server.server_port}", form="json") as scorer:
+            scores = scorer.score(MEDIA, PROMPTS)
+            assert [one.value for one in scores] == pytest.approx([one.image.mean() / 255 for one in MEDIA])
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_documented_messages_are_those_of_the_protocol():
+    request, answer = blocks(ROOT / "docs" / "rewards" / "http.md", "json")
+    sent = json.loads(request)
+    image = sent["samples"][0]["media"]["image"]
+    image["data"] = "AAAA" * (3 * 64 * 64 // 3)
+    asked = wire.decode_request(json.dumps(sent).encode(), wire.JSON)
+    media, prompt = wire.sample_of(asked.samples[0])
+    assert media.image.shape == (3, 64, 64) and re.search('"open"', prompt.text) and prompt.target == "open"
+    assert [one.kind for one in wire.decode_answer(answer.encode(), wire.JSON).scores] == ["sample", "sample"]

@@ -1,0 +1,288 @@
+"""Tests `serve-reward` on loopback: what it scores, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import pytest
+
+from omni_async import cli
+from omni_async.config.describe import walk
+from omni_async.media import Media
+from omni_async.reward_server.limits import RateLimit
+from omni_async.reward_server.settings import Server, load_server
+from omni_async.rewards import wire
+from omni_async.rewards.base import Outage, ScoreError
+from omni_async.rewards.jpeg_size import JpegSizeScorer
+from omni_async.types import Prompt
+from tests.reward_server.serving_world import MEDIA, PROMPTS, ROOT, Recorder, asking, command, served, write_scorers
+from tests.test_documented import blocks
+
+TOKEN = "a token of the tests"
+
+
+def ask(url, body=b"", method="POST", path=wire.PATH, **headers):
+    """Returns status, headers and body of the answer."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    try:
+        connection.request(method, path, body, {"Content-Type": wire.MSGPACK} | headers)
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
+
+
+def request_of(*samples, form=wire.MSGPACK):
+    return wire.encode(wire.Request(1, samples), form)
+
+
+def sample(i=0, key=None):
+    return wire.sent_sample(MEDIA[i], PROMPTS[i], key)
+
+
+@pytest.mark.parametrize("form", ["msgpack", "json"])
+def test_a_served_score_is_the_scorers_own(tmp_path, form):
+    with served(write_scorers(tmp_path, {"name": "jpeg_size"})) as url, asking(url, form=form) as scorer:
+        assert [one.value for one in scorer.score(MEDIA, PROMPTS)] == [
+            one.value for one in JpegSizeScorer().score(MEDIA, PROMPTS)
+        ]
+
+
+def test_every_part_and_all_of_a_prompt_arrive(tmp_path):
+    tone = np.linspace(-1, 1, 20, dtype=np.float32).reshape(2, 10)
+    video = np.random.default_rng(0).integers(0, 256, (5, 3, 4, 6), np.uint8)
+    media = Media(image=MEDIA[0].image, video=video, fps=12.5, audio=tone, sample_rate=8000)
+    prompt = Prompt(7, "a bell", "bell", {"colours": ["red", {"n": 1.5, "none": None}]})
+    for form in (wire.MSGPACK, wire.JSON):
+        [sent] = wire.decode_request(request_of(wire.sent_sample(media, prompt, "k"), form=form), form).samples
+        found, told = wire.sample_of(sent)
+        assert told == prompt and (found.fps, found.sample_rate) == (12.5, 8000)
+        for part in ("image", "video", "audio"):
+            assert np.array_equal(getattr(found, part), getattr(media, part))
+            assert not getattr(found, part).flags.writeable
+
+
+def test_requests_that_wait_are_scored_together(tmp_path):
+    path = write_scorers(tmp_path, {"name": f"{Recorder.__module__}:Recorder", "params": {"pause_s": 0.3}})
+    with served(path) as url, asking(url) as scorer, ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(scorer.score, MEDIA[i % 4 :][:1], [Prompt(i, str(i))]) for i in range(8)]
+        assert all(call.result()[0].text == "read" for call in calls)
+        assert len(Recorder.batches) < 8 and max(map(len, Recorder.batches)) <= 8
+
+
+def test_a_sample_that_is_asked_for_again_is_scored_once(tmp_path):
+    with served(write_scorers(tmp_path)) as url, asking(url) as scorer:
+        first = scorer.score(MEDIA, PROMPTS)
+        assert scorer.score(MEDIA[1:], PROMPTS[1:]) == first[1:]
+        assert sum(map(len, Recorder.batches)) == 4
+        scorer.score(MEDIA[:1], [Prompt(0, "another prompt")])
+        assert sum(map(len, Recorder.batches)) == 5
+        body = request_of(sample(), sample())  # without a key nothing is remembered
+        assert ask(url, body)[0] == ask(url, body)[0] == 200
+        assert sum(map(len, Recorder.batches)) == 9
+
+
+def test_a_prompt_without_what_a_scorer_needs_reaches_no_scorer(tmp_path):
+    with served(write_scorers(tmp_path, {"name": "ocr"})) as url, asking(url) as scorer:
+        with pytest.raises(ScoreError, match='no text in "double quotes"') as raised:
+            scorer.score(MEDIA[:1], [Prompt(0, "a cat")])
+        assert not isinstance(raised.value, Outage)
+        assert ask(url, method="GET", path="/health")[0] == 200
+        assert scorer.score(MEDIA[:1], [Prompt(0, "a cat", "cat")])[0].parts.keys() >= {"ocr"}
+
+
+def test_a_scorer_that_is_down_is_an_outage_and_answers_again(tmp_path):
+    path = write_scorers(tmp_path, reward={"backoff_s": 0.05})
+    with served(path) as url, asking(url, retries=0) as scorer:
+        scorer.score(MEDIA[:1], PROMPTS[:1])
+        Recorder.error = ConnectionError("the judge is away")
+        with pytest.raises(Outage, match="the judge is away"):
+            scorer.score(MEDIA[1:2], PROMPTS[1:2])
+        Recorder.error = None
+        with asking(url, retries=100) as patient:
+            assert patient.score(MEDIA[1:2], PROMPTS[1:2])[0].text == "read"
+
+
+# ---- who may ask, and how much ---------------------------------------------------------------------------------------
+
+
+def test_only_the_token_opens_and_health_needs_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVE_TOKEN", TOKEN)
+    with served(write_scorers(tmp_path, token="env:SERVE_TOKEN")) as url:
+        for given in ("", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", "Bearer \xe9\xff"):
+            for path in (wire.PATH, "/metrics", "/nowhere"):
+                assert ask(url, request_of(sample()), path=path, Authorization=given)[0] == 401
+        assert ask(url, method="GET", path="/health")[0] == 200
+        assert Recorder.batches == []
+        with asking(url, token=TOKEN) as scorer:
+            assert scorer.score(MEDIA, PROMPTS)
+        status, _, text = ask(url, method="GET", path="/metrics", Authorization=f"Bearer {TOKEN}")
+        assert status == 200
+        lines = text.decode().splitlines()
+        assert 'omni_async_reward_samples_total{outcome="scored"} 4.0' in lines
+        assert 'omni_async_reward_requests_total{status="401"} 18.0' in lines
+        assert "omni_async_reward_up 1.0" in lines and TOKEN not in text.decode()
+
+
+def test_too_many_requests_are_told_when_to_come_back(tmp_path):
+    with served(write_scorers(tmp_path, requests_per_s=0.01, burst=3)) as url:
+        answers = [ask(url, request_of(sample()))[:2] for _ in range(4)]
+        assert [status for status, _ in answers] == [200, 200, 200, 429]
+        assert 0 < int(answers[-1][1]["Retry-After"]) <= 100
+
+
+def test_a_rate_limit_gives_back_in_time_and_forgets_old_addresses():
+    limit = RateLimit(2.0, 2)
+    assert [limit.wait_s("a", 0.0) for _ in range(3)] == [0, 0, 0.5]
+    assert limit.wait_s("b", 0.0) == 0 and limit.wait_s("a", 0.5) == 0 and limit.wait_s("a", 0.5) == 0.5
+    for i in range(5000):
+        limit.wait_s(str(i), 1.0)
+    assert len(limit._buckets) == 4096
+
+
+def test_more_samples_than_may_wait_are_told_to_come_back(tmp_path):
+    path = write_scorers(tmp_path, max_waiting=2)
+    with served(path) as url:
+        status, headers, body = ask(url, request_of(sample(), sample(), sample()))
+        assert (status, headers["Retry-After"]) == (503, "1") and b"wait already" in body
+
+
+def wrong(**changes):
+    whole = msgspec.to_builtins(wire.Request(1, (sample(),)), builtin_types=(bytes,))
+    image = whole["samples"][0]["media"]["image"]
+    for place in (whole, whole["samples"][0], whole["samples"][0]["prompt"], image):
+        for name in changes.keys() & place.keys():
+            place[name] = changes[name]
+    return msgspec.msgpack.encode(whole)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"\xff" * 100, 400),
+        (b"\x91" * 100_000, 400),
+        (request_of(sample())[:-1], 400),
+        (request_of(), 400),
+        (wrong(version=2), 400),
+        (wrong(samples=[{}]), 400),
+        (wrong(shape=[3, 8, 9]), 400),
+        (wrong(shape=[2**31, 2**31, 2**31]), 400),
+        (wrong(shape=[-3, -8, 8]), 400),
+        (wrong(shape=[3, 0, 8], data=b""), 400),
+        (wrong(shape=[8, 8, 3]), 400),
+        (wrong(dtype="object"), 400),
+        (wrong(dtype="float32"), 400),
+        (wrong(data="text"), 400),
+        (wrong(media={}), 400),
+        (wrong(text=b"\xed\xa0\x80"), 400),
+        (wrong(metadata={"x": b"bytes"}), 400),
+        (wrong(metadata={"x": msgspec.msgpack.Ext(5, b"y")}), 400),
+        (wrong(metadata={"x": float("nan")}), 400),
+        (wrong(metadata={"x": [0] * 30_000}), 400),
+        (b"x" * 20_000_000, 413),
+    ],
+)
+def test_a_wrong_request_is_a_4xx_and_reaches_no_scorer(tmp_path, body, status):
+    with served(write_scorers(tmp_path, max_request="16MiB")) as url:
+        assert ask(url, body)[0] == status
+        assert Recorder.batches == [] and ask(url, method="GET", path="/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ({"method": "GET"}, 405),
+        ({"method": "PUT"}, 405),
+        ({"path": "/v2/score"}, 404),
+        ({"path": "/../../etc/passwd"}, 404),
+        ({"Content-Type": "application/x-pickle"}, 415),
+        ({"Content-Encoding": "gzip"}, 415),
+        ({"Content-Length": "-1"}, 400),
+        ({"X-Long": "x" * 10_000}, 400),
+    ],
+)
+def test_a_wrong_way_to_ask_is_a_4xx(tmp_path, how, status):
+    with served(write_scorers(tmp_path)) as url:
+        answered, _, body = ask(url, request_of(sample()), **how)
+        assert answered == status and (status == 400 or b"error" in body)
+
+
+def test_a_body_that_does_not_arrive_is_a_408(tmp_path):
+    with served(write_scorers(tmp_path, read_s=0.1)) as url:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        connection.putrequest("POST", wire.PATH)
+        connection.putheader("Content-Type", wire.JSON)
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders(b"{")
+        response = connection.getresponse()
+        assert response.status == 408 and b"did not arrive within 0.1 s" in response.read()
+        connection.close()
+
+
+# ---- the file and the command ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["server.prt=1"], "server.prt: unknown key; did you mean 'port'?"),
+        (["server.port=70000"], "server.port: expected int >= 0, <= 65535, got 70000"),
+        (["server.token=secret-in-the-file"], "server.token: expected"),
+        (["server.token=env:NOT_SET_ANYWHERE"], "set NOT_SET_ANYWHERE"),
+        (["server.token=env:SHORT_TOKEN"], "server.token: expected 16 or more printable ASCII characters"),
+        (["server.host=0.0.0.0"], "server.token: required where server.host = 0.0.0.0"),
+        (["server.host=192.0.2.1", "server.token=env:SERVE_TOKEN"], "server.port: cannot listen at 192.0.2.1:0"),
+        (["reward.scorers=[]"], "reward.scorers: empty"),
+        (["reward.scorers=[{name: orc}]"], "did you mean 'ocr'?"),
+        (["reward.scorers=[{name: jpeg_size, params: {quality: 500}}]"], "parameter 'quality'"),
+        (["trainer.updates=5"], "trainer: unknown key"),
+    ],
+)
+def test_a_wrong_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, overrides, said):
+    monkeypatch.setenv("SHORT_TOKEN", "short")
+    monkeypatch.setenv("SERVE_TOKEN", TOKEN)
+    assert cli.main(["serve-reward", str(write_scorers(tmp_path)), *overrides]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert said in printed.err and "secret-in-the-file" not in printed.err
+
+
+def test_the_page_has_every_key_of_a_server_with_its_default_and_its_file_is_right(tmp_path):
+    page = ROOT / "docs" / "rewards" / "http.md"
+    rows = {
+        line.split("`")[1]: line.split("`")[3] for line in page.read_text().splitlines() if line[:10] == "| `server."
+    }
+    shown = {name: "null" if default is None else str(default) for name, _, default in walk(Server, "server.")}
+    assert rows == shown
+    path = tmp_path / "scorers.yaml"
+    path.write_text(next(blocks(page, "yaml")))
+    assert load_server(path).reward.scorers[0].name == "ocr"
+
+
+def test_sigterm_lets_a_request_under_way_finish(tmp_path):
+    path = write_scorers(tmp_path, {"name": f"{Recorder.__module__}:Recorder", "params": {"pause_s": 1.0}})
+    with command(path) as (process, url), asking(url, retries=0, timeout_s=60) as scorer:
+        answers = []
+        asked = threading.Thread(target=lambda: answers.extend(scorer.score(MEDIA, PROMPTS)))
+        asked.start()
+        while b"omni_async_reward_held_bytes 0.0" in ask(url, method="GET", path="/metrics")[2]:
+            pass
+        process.send_signal(signal.SIGTERM)
+        asked.join(60)
+        assert len(answers) == 4
+        assert process.wait(60) == 0
+
+
+def test_ctrl_c_ends_it_with_130_and_nothing_on_stderr(tmp_path):
+    with command(write_scorers(tmp_path, {"name": "jpeg_size"})) as (process, url):
+        assert json.loads(ask(url, method="GET", path="/health")[2]) == {"status": "ok"}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130 and process.stderr.read() == ""
