@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from omni_async.rewards.clip import Clip, frames_of, missing_clip, per_sample
-from omni_async.rewards.pretrained import Precision, folder_of, missing_file
+from omni_async.rewards.clip import Clip, frames_of, missing_clip
+from omni_async.rewards.pretrained import Precision, folder_of, missing_file, per_sample
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -14,7 +14,16 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.media import evenly
-from omni_async.rewards.pretrained import Precision, folder_of, load_model, missing_file, wrong_checkpoint
+from omni_async.rewards.pretrained import (
+    Precision,
+    embedded_texts,
+    folder_of,
+    load_model,
+    missing_file,
+    per_sample,
+    unit,
+    wrong_checkpoint,
+)
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -52,37 +61,20 @@ class Clip:
 
     def texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the embeddings of texts, each of norm 1: float32 (texts, width). The same text is embedded once."""
-        distinct, found = list(dict.fromkeys(texts)), []
-        for start in range(0, len(distinct), self._batch):
+
+        def embed(some: list[str]) -> Any:
             tokens = self._tokenizer(
-                distinct[start : start + self._batch],
-                padding="max_length",
-                truncation=True,
-                max_length=self._longest,
-                return_tensors="pt",
-            )
-            features = self._model.get_text_features(
-                input_ids=tokens.input_ids.to(self._device), attention_mask=tokens.attention_mask.to(self._device)
-            )
-            found.append(unit(features.pooler_output))
-        return np.concatenate(found)[[distinct.index(text) for text in texts]]
+                some, padding="max_length", truncation=True, max_length=self._longest, return_tensors="pt"
+            ).to(self._device)
+            found = self._model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+            return found.pooler_output
 
-
-def unit(features: Any) -> NDArray[np.float32]:
-    """Return the rows of a tensor (n, width), each divided by its norm, as float32 on the CPU."""
-    exact = features.float()
-    rows: NDArray[np.float32] = (exact / exact.norm(dim=-1, keepdim=True)).cpu().numpy()
-    return rows
+        return embedded_texts(texts, self._batch, embed)
 
 
 def frames_of(media: Media, count: int) -> list[NDArray[np.uint8]]:
     """Return what is looked at of a sample: its image, or `count` evenly spaced frames of its video."""
-    return [media.pixels] if media.image is not None else list(evenly(media.frames, count))
-
-
-def per_sample(values: NDArray[Any], frames: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
-    """Split rows, one per frame of all samples, into those of each sample."""
-    return np.split(values, np.cumsum([len(some) for some in frames])[:-1])
+    return list(evenly(media.frames, count)) if media.image is None else [media.pixels]
 
 
 class PromptAlignmentScorer:

@@ -7,10 +7,16 @@ and say so in a log.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from omni_async.config.hub import downloaded, how_to_get
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -59,3 +65,24 @@ def load_model(model: Any, path: str) -> Any:
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{path}: {len(missing)} weights of {model.__name__} are not there, {missing[0]} for one")
     return loaded.eval().requires_grad_(False)
+
+
+def unit(features: Any) -> NDArray[np.float32]:
+    """Return the rows of a tensor (n, width), each divided by its norm, as float32 on the CPU."""
+    exact = features.float()
+    rows: NDArray[np.float32] = (exact / exact.norm(dim=-1, keepdim=True)).cpu().numpy()
+    return rows
+
+
+def embedded_texts(texts: Sequence[str], batch: int, embed: Callable[[list[str]], Any]) -> NDArray[np.float32]:
+    """Return the embeddings of texts, each of norm 1: float32 (texts, width).
+
+    `embed` gives those of `batch` texts at once, a tensor; it is asked once for a text that comes several times."""
+    distinct = list(dict.fromkeys(texts))
+    rows = np.concatenate([unit(embed(distinct[i : i + batch])) for i in range(0, len(distinct), batch)])
+    return rows[[distinct.index(text) for text in texts]]
+
+
+def per_sample(values: NDArray[Any], looked_at: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
+    """Split rows, one for each thing that was looked at, into those of each sample."""
+    return np.split(values, np.cumsum([len(some) for some in looked_at])[:-1])

@@ -44,6 +44,8 @@ _BUILT_IN = {
         ("pick_score", "PickScoreScorer"),
         ("hps_v2", "HpsV2Scorer"),
         ("aesthetic", "AestheticScorer"),
+        ("clap", "ClapScorer"),
+        ("frame_consistency", "FrameConsistencyScorer"),
         ("jpeg_size", "JpegSizeScorer"),
         ("motion_smoothness", "MotionSmoothnessScorer"),
         ("http", "HttpScorer"),

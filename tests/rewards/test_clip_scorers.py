@@ -16,6 +16,7 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPToken
 from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
+from omni_async.rewards.base import ScoreError
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.types import Prompt, Score
 from pipelines.tiny import clip_tokenizer
@@ -204,3 +205,19 @@ def test_a_scorer_that_requires_a_device_is_given_that_of_its_placement() -> Non
     else:
         with pytest.raises(RuntimeError, match=r"placement\.reward\.gpus: 1 asked for, but torch"):
             scored(name, [as_media(SQUARE[0])], gpus=1)
+
+
+def test_frames_are_as_consistent_as_the_cosines_between_their_embeddings(checkpoint: Path) -> None:
+    frames = [*SQUARE, SQUARE[2]]
+    video = Media(video=np.ascontiguousarray(np.stack(frames).transpose(0, 3, 1, 2)), fps=8)
+    still = Media(video=np.stack([video.video[0]] * 5), fps=8)
+    model = CLIPModel.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        rows = model.get_image_features(torch.stack([pixels_of(image) for image in frames])).pooler_output
+    cosines = torch.nn.functional.cosine_similarity(rows[:-1], rows[1:]).tolist()
+    moving, unmoved = scored("frame_consistency", [video, still], path=str(checkpoint))
+    assert moving.value == pytest.approx(np.mean(cosines), abs=1e-5)
+    assert moving.parts["lowest"] == pytest.approx(min(cosines), abs=1e-5) and moving.parts["lowest"] < 0.99
+    assert unmoved.value == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(ScoreError, match="a video of one frame"):
+        scored("frame_consistency", [Media(video=video.video[:1], fps=8)], path=str(checkpoint))

@@ -1,0 +1,129 @@
+"""Scores how well sound fits its prompt, by a CLAP checkpoint of transformers (Wu et al. 2023, arXiv:2211.06687).
+
+Sound is averaged over its channels and resampled to the rate of the checkpoint. What is longer than the checkpoint
+takes (10 s) is scored in as few windows as cover it, evenly spaced, and the value is their mean: its own feature
+extractor would cut at random, and give the same sound another score every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import av
+import numpy as np
+from msgspec import Meta
+
+from omni_async.rewards.pretrained import (
+    Precision,
+    embedded_texts,
+    folder_of,
+    load_model,
+    missing_file,
+    per_sample,
+    unit,
+    wrong_checkpoint,
+)
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from omni_async.media import Media
+
+_MOST_TOKENS = 512
+
+
+class ClapScorer:
+    """A scorer with value = cosine, in [-1, 1].
+
+    Args:
+        path: a CLAP checkpoint in transformers' layout.
+        processor: where tokenizer and feature extractor are, if not there.
+        dtype: the precision that the model runs in.
+        batch: windows of sound, and texts, that the model is given at once.
+        device: the reward worker's, given by the run."""
+
+    name = "clap"
+    accepts = ("audio",)
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        processor: str | None = None,
+        dtype: Precision = "float32",
+        batch: Annotated[int, Meta(ge=1)] = 16,
+        device: str,
+    ) -> None:
+        import torch
+        from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
+
+        prepared = folder_of(processor or path)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(prepared, local_files_only=True)
+        self._extract: Any = ClapFeatureExtractor.from_pretrained(prepared, local_files_only=True)
+        model = load_model(ClapModel, path)
+        # RoBERTa's positions begin behind its padding's.
+        positions = model.config.text_config.max_position_embeddings - model.config.text_config.pad_token_id - 1
+        self._most_tokens = min(self._tokenizer.model_max_length, positions, _MOST_TOKENS)
+        self._model = model.to(device, getattr(torch, dtype))
+        self._device, self._dtype, self._batch = device, getattr(torch, dtype), batch
+
+    @staticmethod
+    def check_params(params: dict[str, Any]) -> str | None:
+        """Require the checkpoint's files."""
+        wrong = wrong_checkpoint(params["path"], "clap")
+        if wrong is None and params["processor"] is not None:
+            wrong = missing_file("processor", params["processor"])
+        return wrong
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        rate, longest = int(self._extract.sampling_rate), int(self._extract.nb_max_samples)
+        heard = [windows(mono_at(rate, one), longest) for one in media]
+        sounds = self._sounds([window for some in heard for window in some]).astype(np.float64)
+        texts = embedded_texts([prompt.text for prompt in prompts], self._batch, self._embed).astype(np.float64)
+        rows = zip(per_sample(sounds, heard), texts, strict=True)
+        return [Score(float((some @ text).mean())) for some, text in rows]
+
+    def _sounds(self, heard: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        import torch
+
+        found = []
+        for start in range(0, len(heard), self._batch):
+            some, rate = list(heard[start : start + self._batch]), self._extract.sampling_rate
+            features = self._extract(some, sampling_rate=rate, return_tensors="pt").input_features
+            # The extractor calls a window at random longer than it is.
+            is_longer = torch.zeros(len(some), 1, dtype=torch.bool, device=self._device)
+            embedded = self._model.get_audio_features(features.to(self._device, self._dtype), is_longer=is_longer)
+            found.append(unit(embedded.pooler_output))
+        return np.concatenate(found)
+
+    def _embed(self, texts: list[str]) -> Any:
+        tokens = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=self._most_tokens, return_tensors="pt"
+        ).to(self._device)
+        found = self._model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+        return found.pooler_output
+
+
+def mono_at(rate: int, media: Media) -> NDArray[np.float32]:
+    """Return the mean of the channels, float32 (n), at `rate` samples a second."""
+    mono = np.asarray(media.audio).mean(axis=0, dtype=np.float32)
+    assert media.sample_rate is not None
+    if media.sample_rate == rate:
+        return mono
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(mono[None]), format="fltp", layout="mono")
+    frame.sample_rate = media.sample_rate
+    resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
+    made = [*resampler.resample(frame), *resampler.resample(None)]
+    return np.concatenate([part.to_ndarray()[0] for part in made])
+
+
+def windows(sound: NDArray[np.float32], longest: int) -> list[NDArray[np.float32]]:
+    """Return the fewest windows of at most `longest` samples that cover the sound, evenly spaced from start to end."""
+    count = -(-len(sound) // longest)
+    if count <= 1:
+        return [sound]
+    last = len(sound) - longest
+    starts = [round(i * last / (count - 1)) for i in range(count)]
+    return [sound[start : start + longest] for start in starts]
