@@ -36,7 +36,8 @@ async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, 
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     server, token = config.server, token_of(config.server)
     try:
-        scorers = [WeightedScorer(config.reward.scorers) for _ in range(config.reward.workers)]
+        gpus = config.placement.reward.gpus
+        scorers = [WeightedScorer(config.reward.scorers, gpus) for _ in range(config.reward.workers)]
     except (WrongScorer, ScorerConfigError) as error:
         raise ConfigError(f"reward.scorers: {error}") from None
     metrics = Metrics()

@@ -49,6 +49,8 @@ class Server(Section, kw_only=True, frozen=True):
 class ServerConfig(Section, kw_only=True, frozen=True):
     server: Server = Server()
     reward: schema.Reward
+    placement: schema.Placement = schema.Placement()
+    """As in a recipe; `reward.gpus` alone has a meaning here."""
 
 
 def load_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:

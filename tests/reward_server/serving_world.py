@@ -49,6 +49,13 @@ class Recorder:
         return [Score(float(one.image.mean()), {"n": float(one.image.size)}, "read") for one in media]
 
 
+class OnDevice(Recorder):
+    """A scorer that is told where to put its model."""
+
+    def __init__(self, *, device: str) -> None:
+        super().__init__()
+
+
 RECORDER = {"name": f"{__name__}:Recorder"}
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from omni_async import cli
 from omni_async.config.describe import walk
@@ -244,9 +245,14 @@ def test_a_body_that_does_not_arrive_is_a_408(tmp_path):
         (["reward.scorers=[{name: orc}]"], "did you mean 'ocr'?"),
         (["reward.scorers=[{name: jpeg_size, params: {quality: 500}}]"], "parameter 'quality'"),
         (["trainer.updates=5"], "trainer: unknown key"),
+        (
+            ["reward.scorers=[{name: tests.reward_server.serving_world:OnDevice}]", "placement.reward.gpus=1"],
+            "placement.reward.gpus: 1",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, overrides, said):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     monkeypatch.setenv("SHORT_TOKEN", "short")
     monkeypatch.setenv("SERVE_TOKEN", TOKEN)
     assert cli.main(["serve-reward", str(write_scorers(tmp_path)), *overrides]) == 2
