@@ -130,7 +130,7 @@ class ScoreResult(msgspec.Struct, frozen=True, gc=False):
 
     Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's, `fault` what is
     to be done about the error. `wrong`: the scorer has scored nothing yet, and failed this sample twice with the same
-    error."""
+    error. `cached`: how many of its scorers' answers came from the cache."""
 
     sample_id: str
     attempt: int
@@ -138,6 +138,7 @@ class ScoreResult(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     fault: Fault = "retry"
     wrong: bool = False
+    cached: int = 0
 
 
 class ReadySample(msgspec.Struct, frozen=True, gc=False):

@@ -19,6 +19,6 @@ def score_all(reward: WeightedScorer, media: list[Media], prompts: list[Prompt])
     """Scores without threads, retries and waiting; what a scorer raises is raised."""
     require_media(media, prompts)
     rows = []
-    for label, _, scorer in reward.members:
+    for label, _, scorer, _ in reward.members:
         rows.append(require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts))
     return [reward.combine(row, prompt) for row, prompt in zip(zip(*rows, strict=True), prompts, strict=True)]

@@ -98,9 +98,11 @@ class Rewarder:
         with self._tracer.span("score", samples=len(jobs)):
             media = await self._fetch(jobs)
             found = [(job, one) for job, one in zip(jobs, media, strict=True) if not isinstance(one, Failure)]
-            scored = iter(await self._score([one for _, one in found], [job for job, _ in found]))
+            outcomes = await self._score([one for _, one in found], [job for job, _ in found])
+            hits = self._panel.take_hits()
+            scored = iter([(outcome, hits[i]) for i, outcome in enumerate(outcomes)])
             return [
-                _result(job, one if isinstance(one, Failure) else next(scored))
+                _result(job, *((one, 0) if isinstance(one, Failure) else next(scored)))
                 for job, one in zip(jobs, media, strict=True)
             ]
 
@@ -125,8 +127,8 @@ class Rewarder:
             return Failure(f"{type(error).__name__}: {error}")
 
 
-def _result(job: ScoreJob, outcome: Score | Failure) -> ScoreResult:
+def _result(job: ScoreJob, outcome: Score | Failure, cached: int) -> ScoreResult:
     if isinstance(outcome, Failure):
         error, fault, wrong = outcome.reason, outcome.fault, outcome.wrong
         return ScoreResult(job.sample_id, job.attempt, error=error, fault=fault, wrong=wrong)
-    return ScoreResult(job.sample_id, job.attempt, score=outcome)
+    return ScoreResult(job.sample_id, job.attempt, score=outcome, cached=cached)

@@ -34,6 +34,7 @@ from omni_async.config.stages import Emulated as Emulated
 from omni_async.config.stages import Optimizer as Optimizer
 from omni_async.config.stages import Reward as Reward
 from omni_async.config.stages import Rollout as Rollout
+from omni_async.config.stages import ScoreCache as ScoreCache
 from omni_async.config.stages import Scorer as Scorer
 from omni_async.config.stages import Sde as Sde
 from omni_async.config.stages import Trainer as Trainer

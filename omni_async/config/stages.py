@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.config.section import (
+    MOST_BYTES,
     MOST_STEPS,
     MOST_UPDATES,
     MOST_WORKERS,
@@ -25,6 +26,7 @@ from omni_async.config.section import (
     SizeText,
     Updates,
     Workers,
+    bytes_of,
     most,
 )
 
@@ -147,6 +149,31 @@ class Scorer(Section, kw_only=True, frozen=True):
     """The scorer's own options."""
 
 
+class ScoreCache(Section, kw_only=True, frozen=True):
+    memory: Annotated[int, most(MOST_BYTES, ge=0)] | SizeText = "64MiB"
+    """Bytes of answers that a reward worker holds."""
+    path: Plain | None = None
+    """SQLite file that keeps answers, too, for other workers, later runs and `omni-async score`; on a local file
+    system. null: no file."""
+    size: Annotated[int, most(MOST_BYTES, ge=2**16)] | SizeText = "1GiB"
+    """Bytes of answers in the file; the oldest are deleted."""
+
+    @property
+    def memory_bound(self) -> int:
+        """Returns `memory` as a number."""
+        return bytes_of(self.memory) if isinstance(self.memory, str) else self.memory
+
+    @property
+    def size_bound(self) -> int:
+        """Returns `size` as a number."""
+        return bytes_of(self.size) if isinstance(self.size, str) else self.size
+
+    @property
+    def enabled(self) -> bool:
+        """Returns whether answers are kept anywhere."""
+        return self.memory_bound > 0 or self.path is not None
+
+
 class Reward(Section, kw_only=True, frozen=True):
     workers: Workers = 1
     """Number of reward workers."""
@@ -175,6 +202,8 @@ class Reward(Section, kw_only=True, frozen=True):
     probe: bool = True
     """Let every scorer score a synthetic sample before samples are drawn, and end the run if it fails twice with the
     same error that is no outage. false: a scorer that has scored nothing yet counts as down."""
+    cache: ScoreCache = ScoreCache()
+    """Answers of scorers that are `deterministic`, which are asked once for the same media and prompt."""
     scorers: tuple[Scorer, ...] = ()
     """The reward is the weighted sum of these."""
 

@@ -28,6 +28,7 @@ _PATHS = (
     "validation.prompts",
     "checkpoint.resume",
     "emulation.profile",
+    "reward.cache.path",
     "run.dir",
 )
 # Parameters of scorers that are registered under a short name. What those of `module:Class` mean is theirs.
@@ -144,8 +145,10 @@ def _quoted(override: str) -> str:
 
 def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
     """Make the path that stands at the key `path` absolute, if one does; relative ones start at `folder`."""
-    name, key = path.split(".")
-    section = tree.get(name)
+    *names, key = path.split(".")
+    section: Any = tree
+    for name in names:
+        section = section.get(name) if isinstance(section, dict) else None
     given = section.get(key) if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(given, str):
         return

@@ -277,6 +277,7 @@ class Coordinator(Bulletin):
             "images": self._samples.images,
             "drawn": self._samples.drawn,
             "encoded": self._samples.encoded,
+            "cached": self._samples.cached,
             "held": self.versions.held,
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),

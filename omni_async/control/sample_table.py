@@ -198,7 +198,7 @@ class SampleTable:
         self.engines: set[str] = set()
         self.lost_workers: set[str] = set()
         self.images = images
-        self.drawn = self.encoded = 0
+        self.drawn = self.encoded = self.cached = 0
         self.blame = Blame(config, has_scored)
         # Indexes and counts over `samples`; what left QUEUED meanwhile is skipped when its turn comes.
         self._slots = 0
@@ -351,7 +351,7 @@ class SampleTable:
 
     def begin_update(self) -> None:
         """Count anew what is reported update by update."""
-        self.drawn = self.encoded = 0
+        self.drawn = self.encoded = self.cached = 0
         self.bytes.begin_update()
 
     def generation_failed(self, sample: Sample, error: str) -> Outcome | None:
@@ -419,6 +419,7 @@ class SampleTable:
         error = result.error or "no score"
         if result.score is not None:
             self.blame.scores(worker)
+            self.cached += result.cached
             sample.score = result.score
             self._move(sample, SCORE)
             return None if sample.owner.num_missing else Outcome(sample, "complete")

@@ -217,6 +217,7 @@ class Observer:
             "images_per_s": rate,
             "encoder/calls": data["encoded"],
             **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
+            "score_cache/hits": data["cached"],
             "update_s": data["finished"] - data["started"],
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],

@@ -11,8 +11,11 @@ import contextlib
 import sys
 from functools import partial
 
+from msgspec.structs import replace
+
 from omni_async.aio.clock import WallClock
 from omni_async.config import ConfigError
+from omni_async.config.schema import ScoreCache
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Panel
@@ -46,7 +49,8 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
     async def tell(text: str) -> None:
         notes.append(text)
 
-    panel = Panel("check", reward, config.reward, WallClock(), tell, probe=probe)
+    asked = replace(config.reward, cache=ScoreCache(memory=0))  # what they said before is not tried
+    panel = Panel("check", reward, asked, WallClock(), tell, probe=probe)
     try:
         wrong = await panel.try_out()
     finally:

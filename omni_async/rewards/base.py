@@ -62,6 +62,11 @@ class Scorer(Protocol):
     A class whose constructor requires a keyword `device` is given it by the run: the accelerator that torch sees where
     `placement.reward.gpus` gives the reward worker one, else "cpu".
 
+    A class attribute `deterministic = True` (by default it is false) declares that an answer follows from the media and
+    from the prompt's text, target, metadata and images alone: then `reward.cache` keeps it. Other parameters, another
+    version of its package or another source file of its class make another scorer; an attribute `version`, a text,
+    says what else its answers follow from, such as a model's version.
+
     A class may also have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every
     prompt of the recipe before anything is started. It returns what the prompt lacks, as a text for the user, or None;
     `params` are the constructor's keyword arguments, defaults included. It should import no torch: recipes are checked

@@ -10,6 +10,7 @@ from omni_async.config import schema
 from omni_async.config.redact import one_line
 from omni_async.rewards import registry
 from omni_async.rewards.base import Scorer, Unbounded, WrongScorer, describe
+from omni_async.rewards.cache import identity_of
 from omni_async.rewards.failures import Discreet, place_of, told
 from omni_async.types import Prompt, Score
 
@@ -34,9 +35,12 @@ def _built(label: str, config: schema.Scorer, gpus: float) -> Scorer:
 
 
 class Member(NamedTuple):
+    """A scorer of a reward. `identity`: of its answers, see `cache.identity_of`; None: they are not kept."""
+
     label: str
     weight: float
     scorer: Scorer
+    identity: bytes | None = None
 
 
 class WeightedScorer:
@@ -50,10 +54,11 @@ class WeightedScorer:
     def __init__(self, configs: Sequence[schema.Scorer], gpus: float = 0.0) -> None:
         if not configs:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
-        self.members = [
-            Member(label, config.weight, Discreet(_built(label, config, gpus), registry.secrets_of(config)))
-            for label, config in zip(_labels([one.name for one in configs]), configs, strict=True)
-        ]
+        self.members: list[Member] = []
+        for label, config in zip(_labels([one.name for one in configs]), configs, strict=True):
+            scorer = _built(label, config, gpus)
+            shown = Discreet(scorer, registry.secrets_of(config))
+            self.members.append(Member(label, config.weight, shown, identity_of(config, scorer)))
 
     @classmethod
     def alone(cls, scorer: Scorer) -> WeightedScorer:
@@ -72,15 +77,15 @@ class WeightedScorer:
 
         Raises:
             Unbounded: the sum, or what a member adds to it, is beyond `max_abs`."""
-        for (label, weight, _), score in zip(self.members, row, strict=True):
+        for (label, weight, *_), score in zip(self.members, row, strict=True):
             _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
-        value = sum(weight * score.value for (_, weight, _), score in zip(self.members, row, strict=True))
+        value = sum(weight * score.value for (_, weight, *_), score in zip(self.members, row, strict=True))
         _require_bounded("the sum of all scorers", value, prompt, max_abs)
         values = tuple(score.value for score in row)
         if len(row) == 1:
             return Score(value=value, parts=row[0].parts, text=row[0].text, values=values)
         parts: dict[str, float] = {}
-        for (label, _, _), score in zip(self.members, row, strict=True):
+        for (label, *_), score in zip(self.members, row, strict=True):
             parts[f"{label}/value"] = score.value
             parts.update({f"{label}/{part}": number for part, number in score.parts.items()})
         texts = [score.text for score in row if score.text is not None]

@@ -1,7 +1,7 @@
 """Calls the scorers of a reward so that their failures affect nothing else.
 
-`Panel` asks all of them, one after the other; `GuardedScorer` calls one: in threads, with a timeout, a hedge and a
-circuit breaker.
+`Panel` asks all of them, one after the other, for what `reward.cache` does not have; `GuardedScorer` calls one: in
+threads, with a timeout, a hedge and a circuit breaker.
 
 `score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the
 pauses between attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel
@@ -20,6 +20,7 @@ that of an outage, counts against the scorer.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ from omni_async.rewards.base import (
 )
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.failures import is_outage, place_of, repeats, told
+from omni_async.rewards.kept_answers import KeptAnswers
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.types import Fault, Prompt, Score
@@ -107,6 +109,7 @@ class GuardedScorer:
         self._probe = probe
         self._doubted = probe is not None  # until the scorer has scored a drawn sample
         self._known: tuple[MediaList, Prompts] | None = None  # a sample that the scorer could score
+        self.probed: list[Score] = []  # what it said of the probe
         self._reported_down = False
         self._reported_given_up = False
 
@@ -130,8 +133,14 @@ class GuardedScorer:
         if isinstance(answer, ScoreError):
             self._breaker.trip(str(answer))
             return self._probe.failed(str(answer)) if wrong else None
+        self.probed = answer
         self._known = media[:1], prompts[:1]
         return None
+
+    def answered(self, media: Media, prompt: Prompt) -> None:
+        """Take note of a sample whose score is in the cache: the scorer can score it, so it may be asked for it."""
+        if self._known is None:
+            self._known = [media.copy()], [prompt]  # a copy, because the original is the object store's
 
     async def _ask_twice(self, media: MediaList, prompts: Prompts) -> tuple[Answer, bool]:
         """Return the answer, to a second call where the first one failed, and whether both failed in the same way."""
@@ -327,15 +336,36 @@ class Panel:
         self._max_abs = config.max_abs
         self._guards = [
             GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), report, probe)
-            for label, _, scorer in reward.members
+            for label, _, scorer, _ in reward.members
         ]
+        self._probe = probe
+        identities = [member.identity for member in reward.members]
+        self._kept: KeptAnswers | None = None
+        if config.cache.enabled and any(identity is not None for identity in identities):
+            self._kept = KeptAnswers(identities, config.cache, threads(f"{name}/cache"), report)
+        self._hits: Counter[int] = Counter()
 
     async def try_out(self) -> str | None:
-        """Lets every scorer score the probe. Returns why one is wrong, if one is."""
-        for guard in self._guards:
+        """Lets every scorer score the probe, but one that is known to have. Returns why one is wrong, if one is."""
+        probe = self._probe
+        kept = self._kept
+        keys = {} if kept is None or probe is None else await kept.keys(probe.media, probe.prompts)
+        for number, guard in enumerate(self._guards):
+            asked = [key for (member, _), key in keys.items() if member == number]
+            if kept and probe and asked and len(await kept.look_up(asked)) == len({*asked}):
+                guard.answered(probe.media[0], probe.prompts[0])
+                continue
             if (wrong := await guard.try_out()) is not None:
                 return wrong
+            answers = {keys[number, i]: one for i, one in enumerate(guard.probed) if (number, i) in keys}
+            if kept and answers:
+                await kept.keep(answers)
         return None
+
+    def take_hits(self) -> Counter[int]:
+        """Return, by position in the last batch, how many answers came from the cache; the next call returns none."""
+        hits, self._hits = self._hits, Counter()
+        return hits
 
     @property
     def down(self) -> bool:
@@ -361,16 +391,35 @@ class Panel:
             except ScoreError as error:
                 failures[i] = Failure(str(error))
         rows: list[list[Score]] = [[] for _ in media]
-        for guard in self._guards:
-            left = [i for i in range(len(media)) if i not in failures]
+        self._hits = Counter()
+        kept = self._kept
+        keys = {} if kept is None or failures else await kept.keys(media, prompts)
+        for number, guard in enumerate(self._guards):
+            asked = [key for (member, _), key in keys.items() if member == number]
+            known = await kept.look_up(asked) if kept and asked else {}
+            left: list[int] = []
+            for i in range(len(media)):
+                if i in failures:
+                    continue
+                if (score := known.get(keys.get((number, i), b""))) is not None:
+                    rows[i].append(score)
+                    self._hits[i] += 1
+                    guard.answered(media[i], prompts[i])
+                else:
+                    left.append(i)
             if not left:
-                break
+                continue
             outcomes = await guard.score([media[i] for i in left], [prompts[i] for i in left])
+            fresh: dict[bytes, Score] = {}
             for i, outcome in zip(left, outcomes, strict=True):
                 if isinstance(outcome, Failure):
                     failures[i] = outcome
-                else:
-                    rows[i].append(outcome)
+                    continue
+                rows[i].append(outcome)
+                if (number, i) in keys:
+                    fresh[keys[number, i]] = outcome
+            if kept and fresh:
+                await kept.keep(fresh)
         return [failures.get(i) or self._combined(row, prompts[i]) for i, row in enumerate(rows)]
 
     def _combined(self, row: list[Score], prompt: Prompt) -> Score | Failure:
@@ -382,3 +431,5 @@ class Panel:
     def close(self) -> None:
         for guard in self._guards:
             guard.close()
+        if self._kept is not None:
+            self._kept.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import PIL
 from msgspec import Meta
 from PIL import Image
 
@@ -26,6 +27,7 @@ class JpegSizeScorer:
 
     name = "jpeg_size"
     accepts = ("image",)
+    deterministic = True
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class JpegSizeScorer:
         sign: Literal["min", "max"] = "min",
         scale: Annotated[float, Meta(gt=0)] = 1.0,
     ) -> None:
+        self.version = f"pillow {PIL.__version__}"
         self._quality = quality
         self._factor = scale if sign == "max" else -scale
 

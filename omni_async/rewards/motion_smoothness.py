@@ -39,6 +39,7 @@ class MotionSmoothnessScorer:
 
     name = "motion_smoothness"
     accepts = ("video",)
+    deterministic = True
 
     def __init__(self, *, min_motion: Annotated[float, Meta(gt=0, le=255)] = 1.0) -> None:
         self._min_motion = min_motion

@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import cv2
@@ -162,6 +163,7 @@ class OcrScorer:
 
     name = "ocr"
     accepts = ("image", "video")
+    deterministic = True
 
     def __init__(
         self,
@@ -172,6 +174,7 @@ class OcrScorer:
         width: Annotated[int, Meta(ge=48, le=2048)] = 64,
         frames: Annotated[int, Meta(ge=1)] = 4,
     ) -> None:
+        self.version = f"rapidocr {metadata.version('rapidocr')}"
         self._frames = frames
         self._dense = dense
         self._case_sensitive = case_sensitive

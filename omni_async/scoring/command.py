@@ -31,7 +31,8 @@ a line per file in the order of their names.
 
 Printed are mean, standard deviation and quantiles of the reward and of its parts, a histogram, the best and the worst
 samples, and why samples could not be scored. With --repeat every sample is scored so often; own std is the judge's
-own noise, beside the standard deviation between samples, which it should be small against.
+own noise, beside the standard deviation between samples, which it should be small against. Answers of deterministic
+scorers are kept where reward.cache.path=FILE says, and not asked for again (but with --repeat).
 
 Exit codes: 0 done, 1 nothing could be scored or a result not be written, 2 wrong arguments, 130 Ctrl-C (what was scored
 is printed and written).

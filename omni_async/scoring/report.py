@@ -97,6 +97,8 @@ def show(console: Console, rows: Sequence[Scored], repeat: int) -> None:
         console.print(f"error: {names[0]}{more}: {why}", markup=False, soft_wrap=True)
     if failed:
         console.print(f"{len(failed)} of {len(rows)} samples could not be scored")
+    if cached := sum(row.cached for row in rows):
+        console.print(f"{cached} answers of scorers came from reward.cache")
 
 
 def ranked(rows: Sequence[Scored]) -> list[Scored]:
@@ -220,6 +222,7 @@ def as_json(recipe: Path, rows: Sequence[Scored], repeat: int) -> bytes:
         "repeat": repeat,
         "samples": len(rows),
         "failed": sum(not row.scores for row in rows),
+        "cached": sum(row.cached for row in rows),
         "statistics": found,
         "rows": records(rows),
     }

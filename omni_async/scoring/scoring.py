@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from omni_async.aio.backoff import Backoff
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line, redact_text
+from omni_async.config.schema import ScoreCache
 from omni_async.data.media_files import read_media
 from omni_async.data.prompts import PromptCheck
 from omni_async.families import MediaShape
@@ -31,11 +33,14 @@ from omni_async.types import Score
 
 
 class Scored(Struct):
-    """A sample's scores, one per repetition that was made; `error` says why the last one that failed did."""
+    """A sample's scores, one per repetition that was made; `error` says why the last one that failed did.
+
+    `cached`: how many of its scorers' answers came from `reward.cache`."""
 
     sample: Sample
     scores: list[Score] = field(default_factory=list)
     error: str | None = None
+    cached: int = 0
 
 
 def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck]:
@@ -71,6 +76,8 @@ async def score_samples(
 ) -> None:
     """Score every sample `repeat` times, into `rows`, where what is done stays if this is cancelled.
 
+    `reward.cache` is used unless there are repetitions.
+
     Args:
         config: the recipe.
         reward: its scorers.
@@ -85,7 +92,8 @@ async def score_samples(
     for row in rows:
         row.error = next((missing for check in checks if (missing := check(row.sample.prompt)) is not None), None)
     probe = _probe(config, [row for row in rows if row.error is None])
-    panel = Panel("score", reward, config.reward, WallClock(), _tell, probe=probe)
+    cache = config.reward.cache if repeat == 1 else ScoreCache(memory=0)
+    panel = Panel("score", reward, replace(config.reward, cache=cache), WallClock(), _tell, probe=probe)
     try:
         if (wrong := await panel.try_out()) is not None:
             raise ConfigError(f"reward.scorers: {wrong}")
@@ -150,6 +158,8 @@ async def _score(panel: Panel, rows: list[Scored]) -> list[Score | Failure]:
         if panel.down:
             await panel.recover()
         found = await panel.score([media[i] for i in waiting], [rows[i].sample.prompt for i in waiting])
+        for position, hits in panel.take_hits().items():
+            rows[waiting[position]].cached = hits
         answers = zip(waiting, found, strict=True)
         outcomes |= {i: one for i, one in answers if isinstance(one, Score) or one.fault != "outage"}
     return [outcomes[i] for i in range(len(rows))]

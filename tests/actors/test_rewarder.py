@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from actor_world import Desk, make_config, make_job, settle
@@ -99,6 +100,21 @@ async def test_it_scores_a_sample_at_once_and_then_whatever_has_come_meanwhile_w
     assert scorer.let_go == [True]
     assert scorer.batches == [[0], [1, 2, 3, 4], [5, 6]]  # reward.batch is 4
     assert values(desk) == {f"g0.s{i}": float(i) for i in range(7)}
+
+
+async def test_an_answer_that_is_known_is_not_asked_for_and_is_counted():
+    scorer = Brightness()
+    reward = WeightedScorer.alone(scorer)
+    reward.members[0] = reward.members[0]._replace(identity=b"deterministic")
+    async with on_stage(reward) as desk:
+        desk.offer(make_job(0), make_job(1))
+        await desk.until(of(desk, 2))
+        again = [make_job(0), make_job(1), make_job(2)]
+        desk.offer(*(msgspec.structs.replace(job, sample_id=f"again{i}") for i, job in enumerate(again)))
+        await desk.until(of(desk, 5))
+    assert sorted(index for batch in scorer.batches for index in batch) == [0, 1, 2]
+    assert [desk.scores[f"again{i}"].cached for i in range(3)] == [1, 1, 0]
+    assert values(desk) == {"g0.s0": 0.0, "g0.s1": 1.0, "again0": 0.0, "again1": 1.0, "again2": 2.0}
 
 
 async def test_a_bad_sample_does_not_take_its_neighbours_along_and_is_alone_not_tried_twice():

@@ -118,6 +118,17 @@ def test_validation_is_scored_first_then_what_came_first_and_what_is_tried_again
     assert [job.sample_id for job in again] == ["v1.p0.s0"], "alone: it may be what the worker died of"
 
 
+def test_kept_answers_are_counted_until_the_next_update() -> None:
+    world = SampleWorld()
+    world.add_generated()
+    for job, cached in zip(world.table.jobs("w", 2), (1, 2), strict=True):
+        result = ScoreResult(job.sample_id, job.attempt, Score(1.0), cached=cached)
+        list(world.table.scored("w", [result, result]))
+    assert world.table.cached == 3, "a second answer does not count"
+    world.table.begin_update()
+    assert world.table.cached == 0
+
+
 def test_only_the_first_sample_that_a_scorer_is_down_for_may_have_brought_it_down() -> None:
     world = SampleWorld()
     first, second = (world.add_generated().samples for _ in range(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from PIL import Image
 
+from omni_async import cli
 from omni_async.config import load
 from omni_async.data.prompts import load_prompts
 from omni_async.families import MediaShape
@@ -115,16 +118,23 @@ def test_validation_curve_and_images(recipe: Path) -> None:
     held_out = recipe.with_name("held_out.txt")
     held_out.write_text("a blue digit\nthe digit 9\n")
     rounds = f"validation={{every: 2, prompts: {held_out}, samples_per_prompt: 2, num_inference_steps: 5}}"
-    finished = _done(run(recipe, rounds, "staleness.max_updates=1", "tracking.images_every=2"))
+    kept = f"reward.cache.path={recipe.with_name('scores.sqlite')}"
+    finished = _done(run(recipe, rounds, "staleness.max_updates=1", "tracking.images_every=2", kept))
     assert [point.version for point in finished.summary.validation] == [0, 2, 3]
     assert [line["update"] for line in finished.validation] == [0, 2, 3]
     first, *_, last = finished.summary.validation
     assert first.value == -first.parts["jpeg_kb"] != last.value
-    images = {path.stem: Image.open(path) for path in (finished.path / "samples").iterdir()}
+    images = {path.stem: Image.open(path) for path in (finished.path / "samples").glob("*.png")}
     assert {"train-000001", "train-000002", "train-000003", "validation-000000", "validation-000003"} <= images.keys()
     for image in images.values():
         image.load()
         assert min(image.size) >= 32
+    grids = [name for name in images if re.fullmatch(r"\w+-\d{6}", name)]
+    found = recipe.with_name("found.json")
+    assert cli.main(["score", str(recipe), str(finished.path), "--json", str(found), kept]) == 0
+    scored = json.loads(found.read_text())
+    assert scored["samples"] == scored["cached"] == len(images) - len(grids) > 10
+    assert "score_cache/hits" in finished.metrics[0]
 
 
 class FilmSampling(QwenImageSampling, frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ def test_metrics_validation_and_images(asynchronous: Run) -> None:
         assert line["conservation"]["admitted"] >= line["conservation"]["trained"] == 2 * line["update"]
     versions = [point.version for point in asynchronous.summary.validation]
     assert versions[0] == 0 and versions[-1] == 6
-    images = {path.stem: Image.open(path) for path in (asynchronous.path / "samples").iterdir()}
+    images = {path.stem: Image.open(path) for path in (asynchronous.path / "samples").glob("*.png")}
     assert {"train-000001", "train-000003", "train-000006", "validation-000000", "validation-000006"} <= images.keys()
     for image in images.values():
         image.load()

@@ -135,6 +135,7 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
         "images": 4 * version,
         "drawn": 0,
         "encoded": 0,
+        "cached": 0,
         "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
         "buffers": {
             "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},

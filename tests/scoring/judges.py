@@ -62,6 +62,17 @@ class Impatient(Red):
         return super()._score(one, prompt)
 
 
+class Exact(Red):
+    deterministic = True
+
+
+class Lower(Exact):
+    """Another scorer, whose values are other ones."""
+
+    def _score(self, one: Media, prompt: Prompt) -> Score:
+        return Score(-super()._score(one, prompt).value)
+
+
 class Demanding(Red):
     @staticmethod
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:

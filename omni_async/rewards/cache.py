@@ -1,0 +1,171 @@
+"""Keeps the answers of deterministic scorers, so that nothing is scored twice: in memory, and on disk if asked.
+
+An answer is found by what it was made of: the scorer with its parameters, version and source file, the media, and the
+prompt with its target, metadata and images. Owns a bounded memory and a `ScoreFile`, for which it waits. An entry that
+is damaged is none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from omni_async.config import schema
+from omni_async.config.redact import resolve_references
+from omni_async.media import Media
+from omni_async.rewards.score_file import ScoreFile
+from omni_async.types import Prompt, Score
+
+_FORMAT = b"1"
+_SUM_BYTES = 8  # of the checksum before every entry
+_OVERHEAD = 200  # bytes that an entry in memory takes besides its own
+
+
+# ---- what an answer is made of ---------------------------------------------------------------------------------------
+
+
+def identity_of(config: schema.Scorer, scorer: Any) -> bytes | None:
+    """Return what distinguishes a scorer's answers from another's; None if it is not `deterministic`.
+
+    Its class, parameters, `version` if it has one, the version of its package, and its source file."""
+    if getattr(scorer, "deterministic", False) is not True:
+        return None
+    kind = type(scorer)
+    params = resolve_references(config.params, f"scorer {config.name!r}")
+    told = str(getattr(scorer, "version", ""))
+    try:
+        made = msgspec.msgpack.encode(
+            [f"{kind.__module__}:{kind.__qualname__}", params, told, _package_version(kind), _sources(kind)],
+            order="deterministic",
+        )
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return blake2b(made, digest_size=16).digest()
+
+
+def _package_version(kind: type) -> str:
+    try:
+        return metadata.version(kind.__module__.partition(".")[0])
+    except (metadata.PackageNotFoundError, ValueError):
+        return ""
+
+
+def _sources(kind: type) -> list[bytes]:
+    """Return the files of the class and of those that it inherits from; what is built in has none."""
+    found = []
+    for one in kind.__mro__:
+        try:
+            found.append(Path(inspect.getfile(one)).read_bytes())
+        except (OSError, TypeError):
+            continue
+    return found
+
+
+def digest_of(media: Media) -> bytes:
+    """Return the digest of the media's parts: shapes, rates and every byte."""
+    found = xxhash.xxh3_128()
+    for part in media.parts:
+        array = np.ascontiguousarray(getattr(media, part))
+        found.update(f"{part} {array.dtype} {array.shape} {media.fps} {media.sample_rate};".encode())
+        found.update(array.data)
+    return found.digest()
+
+
+def key_of(identity: bytes, digest: bytes, prompt: Prompt) -> bytes | None:
+    """Return the key of a scorer's answer; None if the prompt's metadata cannot be written.
+
+    Args:
+        identity: the scorer's, see `identity_of`.
+        digest: of the media, see `digest_of`.
+        prompt: of which the position in its file does not count."""
+    images = [image.digest for image in prompt.images]
+    asked = [identity, digest, prompt.text, prompt.target, prompt.metadata, images]
+    try:
+        return blake2b(_FORMAT + msgspec.msgpack.encode(asked, order="deterministic"), digest_size=16).digest()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+# ---- the answers -----------------------------------------------------------------------------------------------------
+
+
+class ScoreCache:
+    """The answers of one reward worker, or of `omni-async score`. May be used by several threads.
+
+    `problem`: why the file is not used any more, None while it is."""
+
+    def __init__(self, config: schema.ScoreCache) -> None:
+        self._lock = threading.Lock()
+        self._memory: OrderedDict[bytes, bytes] = OrderedDict()
+        self._held, self._bound = 0, config.memory_bound
+        self._file = None if config.path is None else ScoreFile(Path(config.path), config.size_bound)
+
+    @property
+    def problem(self) -> str | None:
+        return None if self._file is None else self._file.problem
+
+    def get(self, keys: Iterable[bytes]) -> dict[bytes, Score]:
+        """Return the answers that are known."""
+        with self._lock:
+            wanted = set(keys)
+            found = {key: self._memory[key] for key in wanted if key in self._memory}
+            for key in found:
+                self._memory.move_to_end(key)
+            if self._file is not None and len(found) < len(wanted):
+                read = self._file.get([*(wanted - found.keys())])
+                self._remember(read)
+                found |= read
+            decoded = {key: _decoded(key, entry) for key, entry in found.items()}
+            return {key: score for key, score in decoded.items() if score is not None}
+
+    def put(self, answers: Mapping[bytes, Score]) -> None:
+        """Keep answers; the oldest are forgotten where there is no room."""
+        entries = {key: _encoded(key, score) for key, score in answers.items()}
+        with self._lock:
+            self._remember(entries)
+            if self._file is not None and entries:
+                self._file.put(entries)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+
+    def _remember(self, entries: Mapping[bytes, bytes]) -> None:
+        for key, entry in entries.items():
+            self._held += _OVERHEAD + len(entry)
+            if (before := self._memory.pop(key, None)) is not None:
+                self._held -= _OVERHEAD + len(before)
+            self._memory[key] = entry
+        while self._held > self._bound and self._memory:
+            _, forgotten = self._memory.popitem(last=False)
+            self._held -= _OVERHEAD + len(forgotten)
+
+
+def _encoded(key: bytes, score: Score) -> bytes:
+    content = msgspec.msgpack.encode(score)
+    return _sum(key, content) + content
+
+
+def _decoded(key: bytes, entry: Any) -> Score | None:
+    """Return the score of an entry; None if the entry is damaged, or another key's."""
+    if not isinstance(entry, bytes) or _sum(key, entry[_SUM_BYTES:]) != entry[:_SUM_BYTES]:
+        return None
+    try:
+        return msgspec.msgpack.decode(entry[_SUM_BYTES:], type=Score)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _sum(key: bytes, content: bytes) -> bytes:
+    return blake2b(key + content, digest_size=_SUM_BYTES).digest()

@@ -1,0 +1,97 @@
+"""Keeps the entries of a score cache in one SQLite file, which several workers of one machine share.
+
+Owns the connection. Blocking: waits for the file, unblocked by its other users, five seconds at most. SQLite's journal
+keeps the file whole when one of them is killed. A file that is locked, broken, another program's, or on a full disk
+costs entries, and raises nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+_APPLICATION = 0x6F614331  # marks our files, so that no other program's database is written to
+_LOCK_S = 5.0
+_MOST_ASKED = 500  # keys in one query
+
+
+class ScoreFile:
+    """Entries by key. It is opened when it is first asked, and given up when it cannot be used.
+
+    For one thread at a time. `problem`: why it was given up, None if it was not."""
+
+    def __init__(self, path: Path, bound: int) -> None:
+        self.problem: str | None = None
+        self._path, self._bound = path, bound
+        self._database: sqlite3.Connection | None = None
+
+    def get(self, keys: list[bytes]) -> dict[bytes, bytes]:
+        """Return the entries that are there."""
+        found: dict[bytes, bytes] = {}
+        try:
+            if (database := self._opened()) is not None:
+                for start in range(0, len(keys), _MOST_ASKED):
+                    some = keys[start : start + _MOST_ASKED]
+                    marks = ",".join("?" * len(some))
+                    found |= dict(database.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some))
+        except (sqlite3.Error, OSError) as error:
+            self._failed(error)
+        return found
+
+    def put(self, entries: Mapping[bytes, bytes]) -> None:
+        """Add entries, all of them or none; the oldest are deleted where the file would grow beyond its bound."""
+        try:
+            if (database := self._opened()) is not None:
+                with database:
+                    database.executemany("INSERT OR REPLACE INTO scores (key, value) VALUES (?, ?)", entries.items())
+                    while self._used(database) > self._bound:
+                        oldest = "SELECT min(id) + (max(id) - min(id)) / 10 FROM scores"
+                        if not database.execute(f"DELETE FROM scores WHERE id <= ({oldest})").rowcount:
+                            break
+        except (sqlite3.Error, OSError) as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def _opened(self) -> sqlite3.Connection | None:
+        if self._database is None and self.problem is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            database = sqlite3.connect(self._path, timeout=_LOCK_S, check_same_thread=False)
+            try:
+                self._prepare(database)
+            except BaseException:
+                database.close()
+                raise
+            self._database = database
+        return self._database
+
+    @staticmethod
+    def _prepare(database: sqlite3.Connection) -> None:
+        [application] = database.execute("PRAGMA application_id").fetchone()
+        [tables] = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if application != _APPLICATION and (application or tables):
+            raise sqlite3.DatabaseError("it is the database of another program")
+        with closing(database.execute("PRAGMA journal_mode = WAL")):
+            database.execute("PRAGMA synchronous = NORMAL")
+        database.execute(f"PRAGMA application_id = {_APPLICATION}")
+        database.execute("CREATE TABLE IF NOT EXISTS scores (id INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB)")
+        database.commit()
+
+    @staticmethod
+    def _used(database: sqlite3.Connection) -> int:
+        """Return the bytes of the pages that hold something; those of deleted entries are used again."""
+        asked = ("page_count", "freelist_count", "page_size")
+        count, free, size = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in asked)
+        return int((count - free) * size)
+
+    def _failed(self, error: Exception) -> None:
+        """Give the file up, unless it is only in use."""
+        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            return
+        self.problem = f"{self._path}: {error}"
+        self.close()
