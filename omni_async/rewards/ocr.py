@@ -152,6 +152,13 @@ def _alphabet() -> frozenset[str]:
     return frozenset(Recogniser(threads=1, width=HEIGHT).alphabet[1:])
 
 
+def mean_of_frames(found: Sequence[Score]) -> Score:
+    """Return the mean of the scores of a video's frames, with the text of the best of them."""
+    parts = {name: sum(score.parts[name] for score in found) / len(found) for name in found[0].parts}
+    best = max(found, key=lambda score: score.value)
+    return Score(sum(score.value for score in found) / len(found), parts, best.text)
+
+
 class OcrScorer:
     """The OCR scorer.
 
@@ -206,9 +213,7 @@ class OcrScorer:
         if media.image is not None:
             return self._judge(self._recogniser.read(media.pixels), wanted)
         found = [self._judge(self._recogniser.read(frame), wanted) for frame in evenly(media.frames, self._frames)]
-        parts = {name: sum(score.parts[name] for score in found) / len(found) for name in found[0].parts}
-        best = max(found, key=lambda score: score.value)
-        return Score(sum(score.value for score in found) / len(found), parts, best.text)
+        return mean_of_frames(found)
 
     def _fold(self, text: str) -> str:
         return text if self._case_sensitive else text.lower()

@@ -40,6 +40,7 @@ _BUILT_IN = {
     name: EntryPoint(name, f"omni_async.rewards.{name}:{cls}", ENTRY_POINT_GROUP)
     for name, cls in (
         ("ocr", "OcrScorer"),
+        ("scene_text", "SceneTextScorer"),
         ("clip_score", "ClipScoreScorer"),
         ("pick_score", "PickScoreScorer"),
         ("hps_v2", "HpsV2Scorer"),

@@ -6,10 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image, ImageDraw, ImageFont
 from recipe import MINIMAL, load_text
 
 from omni_async.algorithms.registry import objective_names
@@ -17,7 +15,6 @@ from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
 from omni_async.families import MediaShape, find_family
 from omni_async.rewards import registry as scorers
-from omni_async.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -134,25 +131,3 @@ def test_yaml_of_the_pages_is_accepted(fragment: str) -> None:
     sections = yaml.safe_load(fragment)
     rest = [line for line in MINIMAL.splitlines() if line.split(":")[0] not in sections]
     assert list(problems(load_text("\n".join([fragment, *rest])))) == []
-
-
-def image(*lines: str) -> np.ndarray:
-    image = Image.new("RGB", (512, 512), (90, 120, 160))
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(48)
-    for row, line in enumerate(lines):
-        draw.text((110, 180 + 70 * row), line, fill="white", font=font)
-    return np.asarray(image)
-
-
-def test_the_scene_text_scorer_finds_words_anywhere_in_an_image() -> None:
-    from recipes.qwen_image_ocr.scene_text import SceneTextScorer
-
-    scorer = SceneTextScorer()
-    images = [image("GRAND", "OPENING"), image("GRAND", "OPENING"), image("GRAND"), image()]
-    wanted = ["Grand opening", "open", "grandeur", "ab"]
-    scores = scorer.score(images, [Prompt(i, "", text, {}) for i, text in enumerate(wanted)])
-    assert [score.value for score in scores] == pytest.approx([1.0, 1.0, 1 - 3 / 8, 0.0])
-    assert [score.parts["exact"] for score in scores] == [1.0, 1.0, 0.0, 0.0]
-    assert [score.parts["lines"] for score in scores] == [2.0, 2.0, 1.0, 0.0]
-    quoted = scorer.score([image("GRAND")], [Prompt(0, 'a sign that says "grand"', None, {})])
-    assert quoted[0].value == 1.0

@@ -1,0 +1,81 @@
+"""Scores the text that an image shows anywhere: RapidOCR's detector and recogniser together, both inside its wheel.
+
+The rule is the one of flow_grpo's and VeRL-Omni's OCR rewards. Of everything that was read, lines joined and without
+white space or case, and the wanted text, n characters long:
+
+    value = 1 if the wanted text occurs in it, else 1 - min(Levenshtein distance, n) / n
+
+Of a video `frames` frames are read, as by the scorer `ocr`, which reads one line that fills the image: that is faster,
+and wrong for a photograph of a shop sign.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+from rapidfuzz.distance import Levenshtein
+
+from omni_async.media import evenly
+from omni_async.rewards.base import ScoreError, describe
+from omni_async.rewards.ocr import mean_of_frames, missing_text, wanted_text
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from omni_async.media import Media
+
+
+class SceneTextScorer:
+    """A scorer that finds text anywhere in an image.
+
+    Parts: `exact` (0 or 1, the wanted text was found) and `lines`, how many were read. The wanted text is the prompt's
+    target, else the first text it has in double quotes. `frames`: those that are read of a video."""
+
+    name = "scene_text"
+    accepts = ("image", "video")
+
+    def __init__(self, *, threads: Annotated[int, Meta(ge=1)] = 1, frames: Annotated[int, Meta(ge=1)] = 4) -> None:
+        from rapidocr import RapidOCR
+
+        self._frames = frames
+        self._read: Any = RapidOCR(
+            params={
+                "Global.use_cls": False,
+                "Global.log_level": "error",
+                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+                "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+            }
+        )
+        logging.getLogger("RapidOCR").setLevel(logging.ERROR)
+
+    @staticmethod
+    def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
+        """Require a text to read."""
+        return missing_text(prompt)
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        wanted = [_wanted(position, prompt) for position, prompt in enumerate(prompts)]
+        return [self._score(one, text) for one, text in zip(media, wanted, strict=True)]
+
+    def _score(self, media: Media, wanted: str) -> Score:
+        if media.image is not None:
+            return self._judge(media.pixels, wanted)
+        return mean_of_frames([self._judge(frame, wanted) for frame in evenly(media.frames, self._frames)])
+
+    def _judge(self, image: NDArray[np.uint8], wanted: str) -> Score:
+        lines = self._read(np.ascontiguousarray(image[:, :, ::-1])).txts or ()  # RapidOCR takes BGR
+        found = "".join("".join(lines).split()).lower()
+        distance = 0 if wanted in found else min(Levenshtein.distance(found, wanted), len(wanted))
+        parts = {"exact": float(distance == 0), "lines": float(len(lines))}
+        return Score(value=1 - distance / len(wanted), parts=parts, text=" ".join(lines))
+
+
+def _wanted(position: int, prompt: Prompt) -> str:
+    text = wanted_text(prompt)
+    if text is None:
+        raise ScoreError(f'{describe(position, prompt)}: no `target` and no text in "double quotes"')
+    return text.lower()
