@@ -49,6 +49,14 @@ class Recorder:
         return [Score(float(one.image.mean()), {"n": float(one.image.size)}, "read") for one in media]
 
 
+class Hanging(Recorder):
+    """A scorer that never returns."""
+
+    def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
+        threading.Event().wait()
+        raise AssertionError
+
+
 class OnDevice(Recorder):
     """A scorer that is told where to put its model."""
 

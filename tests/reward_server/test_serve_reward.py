@@ -292,3 +292,15 @@ def test_ctrl_c_ends_it_with_130_and_nothing_on_stderr(tmp_path):
         assert json.loads(ask(url, method="GET", path="/health")[2]) == {"status": "ok"}
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130 and process.stderr.read() == ""
+
+
+def test_a_scorer_that_hangs_for_good_ends_the_server_with_1(tmp_path):
+    reward = {"timeout_s": 0.05, "backoff_s": 0.01, "backoff_max_s": 0.01, "outage_s": 0.1}
+    path = write_scorers(tmp_path, {"name": f"{Recorder.__module__}:Hanging"}, reward=reward)
+    with command(path) as (process, url), asking(url, retries=0) as scorer:
+        while process.poll() is None:
+            with pytest.raises(Outage):
+                scorer.score(MEDIA[:1], PROMPTS[:1])
+        assert process.returncode == 1
+        last = process.stderr.read().splitlines()[-1]
+        assert last.startswith("omni-async: the server ends: scorer ") and "calls have not returned" in last
