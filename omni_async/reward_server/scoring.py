@@ -26,6 +26,8 @@ from omni_async.rewards.guard import Failure, Panel
 from omni_async.rewards.wire import Outcome, kind_of
 from omni_async.types import Prompt, Score
 
+_ENDING = "the server is ending"
+
 
 class NotNow(RuntimeError):
     """The samples cannot be taken now: too many wait, or the scorers are down."""
@@ -80,12 +82,14 @@ class Scoring:
         await cancel(self._workers)
         for panel in self._panels:
             panel.close()
-        self._fail_waiting("the server is ending")
+        self._fail_waiting(_ENDING)
         self.failed.cancel()
 
     @property
     def down(self) -> str:
         """Returns why nothing can be scored now; empty if something can."""
+        if self.failed.done():
+            return _ENDING
         if self._num_down < len(self._panels):
             return ""
         return next((reason for panel in self._panels for reason in panel.outages), "the scorers are down")
@@ -134,7 +138,11 @@ class Scoring:
                 await self._recover(panel)
             jobs = await self._queue.take(self._take)
             began = time.monotonic()
-            outcomes = await panel.score([job.media for job in jobs], [job.prompt for job in jobs])
+            try:
+                outcomes = await panel.score([job.media for job in jobs], [job.prompt for job in jobs])
+            except BaseException:  # their requests would wait for ever
+                self._fail(jobs, _ENDING)
+                raise
             self._metrics.scored(len(jobs), time.monotonic() - began)
             for job, outcome in zip(jobs, outcomes, strict=True):
                 self._settle(job, _told(outcome, panel.down))
@@ -156,14 +164,18 @@ class Scoring:
         job.outcome.set_result(outcome)
 
     def _fail_waiting(self, reason: str) -> None:
-        while self._waiting:
-            self._settle(self._waiting.popleft(), Outcome(error=reason, kind="outage"))
+        waiting, self._waiting = [*self._waiting], deque()
+        self._fail(waiting, reason)
+
+    def _fail(self, jobs: Sequence[_Job], reason: str) -> None:
+        for job in jobs:
+            self._settle(job, Outcome(error=reason, kind="outage"))
 
     def _ended(self, worker: asyncio.Task[None]) -> None:
         """Note the loss of a worker: its scorer hangs, and only the end of the process stops its threads."""
         if not worker.cancelled() and not self.failed.done():
-            self._fail_waiting("the server is ending")
             self.failed.set_exception(worker.exception() or RuntimeError("a worker ended"))
+            self._fail_waiting(_ENDING)
 
 
 def _told(outcome: Score | Failure, down: bool) -> Outcome:

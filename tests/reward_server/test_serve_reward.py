@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
@@ -16,11 +17,16 @@ import torch
 
 from omni_async import cli
 from omni_async.config.describe import walk
+from omni_async.config.schema import Reward
 from omni_async.media import Media
 from omni_async.reward_server.limits import RateLimit
+from omni_async.reward_server.metrics import Metrics
+from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.reward_server.settings import Server, load_server
 from omni_async.rewards import wire
 from omni_async.rewards.base import Outage, ScoreError
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.guard import ScorerHangs
 from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.types import Prompt
 from tests.reward_server.serving_world import MEDIA, PROMPTS, ROOT, Recorder, asking, command, served, write_scorers
@@ -304,3 +310,18 @@ def test_a_scorer_that_hangs_for_good_ends_the_server_with_1(tmp_path):
         assert process.returncode == 1
         last = process.stderr.read().splitlines()[-1]
         assert last.startswith("omni-async: the server ends: scorer ") and "calls have not returned" in last
+
+
+async def test_a_lost_worker_leaves_no_request_waiting(monkeypatch):
+    async def hangs(media: object, prompts: object) -> None:
+        raise ScorerHangs("8 calls have not returned")
+
+    reward = WeightedScorer.alone(Recorder())
+    async with Scoring(Reward(), [reward], Metrics(), print, most_waiting=9, remembered=9) as scoring:
+        monkeypatch.setattr(scoring._panels[0], "score", hangs)
+        [outcome] = await scoring.score([("key", MEDIA[0], PROMPTS[0])])
+        assert (outcome.error, outcome.kind) == ("the server is ending", "outage")
+        await asyncio.wait({scoring.failed})
+        assert isinstance(scoring.failed.exception(), ScorerHangs)
+        with pytest.raises(NotNow, match="the server is ending"):
+            await scoring.score([("key", MEDIA[0], PROMPTS[0])])
