@@ -18,6 +18,7 @@ import torch
 from omni_async import cli
 from omni_async.config.describe import walk
 from omni_async.config.schema import Reward
+from omni_async.data.image_files import drawn_image, read_prompt_image
 from omni_async.media import Media
 from omni_async.reward_server.limits import RateLimit
 from omni_async.reward_server.metrics import Metrics
@@ -325,3 +326,11 @@ async def test_a_lost_worker_leaves_no_request_waiting(monkeypatch):
         assert isinstance(scoring.failed.exception(), ScorerHangs)
         with pytest.raises(NotNow, match="the server is ending"):
             await scoring.score([("key", MEDIA[0], PROMPTS[0])])
+
+
+def test_the_images_of_a_prompt_arrive_as_bytes_and_never_as_a_path():
+    drawn = drawn_image(MEDIA[0], "/etc/hostname")
+    sent = wire.sent_sample(MEDIA[1], Prompt(0, "brighter", images=(drawn,)), None)
+    [found] = wire.sample_of(sent)[1].images
+    assert np.array_equal(read_prompt_image(found).image, MEDIA[0].image)
+    assert found.path == "image 0 of the prompt" and b"hostname" not in request_of(sent)
