@@ -58,7 +58,9 @@ def load_model(model: Any, path: str) -> Any:
     Raises:
         ValueError: its weights lack some of the model's."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would stand among the run's own lines
     loaded, found = model.from_pretrained(
         folder_of(path), local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
