@@ -2,19 +2,21 @@
 
 Owns the connection. Blocking: waits for the file, unblocked by its other users, five seconds at most. SQLite's journal
 keeps the file whole when one of them is killed. A file that is locked, broken, another program's, or on a full disk
-costs entries, and raises nothing.
+costs entries, and raises nothing; one that stays locked is given up, because every attempt takes the five seconds.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 
 _APPLICATION = 0x6F614331  # marks our files, so that no other program's database is written to
 _LOCK_S = 5.0
 _MOST_ASKED = 500  # keys in one query
+_MOST_LOCKED = 3  # times that the file may be locked without a write in between
+_MOST_ROUNDS = 8  # of deleting as many entries as were added
 
 
 class ScoreFile:
@@ -24,7 +26,7 @@ class ScoreFile:
 
     def __init__(self, path: Path, bound: int) -> None:
         self.problem: str | None = None
-        self._path, self._bound = path, bound
+        self._path, self._bound, self._locked = path, bound, 0
         self._database: sqlite3.Connection | None = None
 
     def get(self, keys: list[bytes]) -> dict[bytes, bytes]:
@@ -35,7 +37,8 @@ class ScoreFile:
                 for start in range(0, len(keys), _MOST_ASKED):
                     some = keys[start : start + _MOST_ASKED]
                     marks = ",".join("?" * len(some))
-                    found |= dict(database.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some))
+                    rows = database.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some)
+                    found |= {key: value for key, value in rows if isinstance(value, bytes)}  # damage may change types
         except (sqlite3.Error, OSError) as error:
             self._failed(error)
         return found
@@ -46,10 +49,8 @@ class ScoreFile:
             if (database := self._opened()) is not None:
                 with database:
                     database.executemany("INSERT OR REPLACE INTO scores (key, value) VALUES (?, ?)", entries.items())
-                    while self._used(database) > self._bound:
-                        oldest = "SELECT min(id) + (max(id) - min(id)) / 10 FROM scores"
-                        if not database.execute(f"DELETE FROM scores WHERE id <= ({oldest})").rowcount:
-                            break
+                    self._make_room(database, len(entries))
+                self._locked = 0
         except (sqlite3.Error, OSError) as error:
             self._failed(error)
 
@@ -72,15 +73,27 @@ class ScoreFile:
 
     @staticmethod
     def _prepare(database: sqlite3.Connection) -> None:
-        [application] = database.execute("PRAGMA application_id").fetchone()
+        database.text_factory = bytes  # a damaged entry may be a text, and not one of UTF-8
+        # Tables first: a worker that makes the file at this moment marks it before it has one.
         [tables] = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        [application] = database.execute("PRAGMA application_id").fetchone()
         if application != _APPLICATION and (application or tables):
             raise sqlite3.DatabaseError("it is the database of another program")
-        with closing(database.execute("PRAGMA journal_mode = WAL")):
-            database.execute("PRAGMA synchronous = NORMAL")
+        with suppress(sqlite3.OperationalError):  # another worker switches it: SQLite does not wait for that
+            database.execute("PRAGMA journal_mode = WAL").close()
+        database.execute("PRAGMA synchronous = NORMAL")
         database.execute(f"PRAGMA application_id = {_APPLICATION}")
         database.execute("CREATE TABLE IF NOT EXISTS scores (id INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB)")
         database.commit()
+
+    def _make_room(self, database: sqlite3.Connection, count: int) -> None:
+        """Delete the oldest entries while the file is too large, `count` at a time.
+
+        A small multiple of what was added at most: other workers wait meanwhile."""
+        for _ in range(_MOST_ROUNDS):
+            if self._used(database) <= self._bound:
+                return
+            database.execute("DELETE FROM scores WHERE id IN (SELECT id FROM scores ORDER BY id LIMIT ?)", [count])
 
     @staticmethod
     def _used(database: sqlite3.Connection) -> int:
@@ -90,8 +103,10 @@ class ScoreFile:
         return int((count - free) * size)
 
     def _failed(self, error: Exception) -> None:
-        """Give the file up, unless it is only in use."""
+        """Give the file up, unless it is only in use, and not all the time."""
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-            return
+            self._locked += 1
+            if self._locked < _MOST_LOCKED:
+                return
         self.problem = f"{self._path}: {error}"
         self.close()

@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_the_file_stays_within_its_size_and_keeps_the_newest(tmp_path):
 
 def test_a_damaged_entry_is_none_and_is_replaced(tmp_path):
     kept = cache(tmp_path / "scores", memory=0)
-    kept.put({key(number): SCORE for number in range(6)})
+    kept.put({key(number): SCORE for number in range(9)})
     with sqlite3.connect(tmp_path / "scores") as file:
         [(whole,)] = file.execute("SELECT value FROM scores WHERE key = ?", [key(0)])
         other = cache()
@@ -65,7 +66,9 @@ def test_a_damaged_entry_is_none_and_is_replaced(tmp_path):
             [whole[:-1] + bytes([whole[-1] ^ 1]), whole[:9], b"", "text", other._memory[key(5)]]
         ):
             file.execute("UPDATE scores SET value = ? WHERE key = ?", [value, key(number)])
-    assert kept.get([key(number) for number in range(6)]) == {key(5): SCORE}
+        for number, value in ((6, "NULL"), (7, "7"), (8, "CAST(x'ff' AS TEXT)")):
+            file.execute(f"UPDATE scores SET value = {value} WHERE key = ?", [key(number)])
+    assert kept.get([key(number) for number in range(9)]) == {key(5): SCORE} and kept.problem is None
     kept.put({key(1): Score(3.0)})
     assert kept.get([key(1)]) == {key(1): Score(3.0)} and kept.problem is None
 
@@ -82,6 +85,36 @@ def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reas
         assert kept.get([key(0)]) == {key(0): SCORE}, "memory goes on"
     with sqlite3.connect(tmp_path / "theirs") as file:
         assert file.execute("SELECT count(*) FROM scores").fetchone() == (0,)
+
+
+def test_a_file_that_stays_locked_is_given_up_and_one_that_is_busy_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_async.rewards.score_file._LOCK_S", 0.01)
+    kept = cache(tmp_path / "scores", memory=0)
+    kept.put({key(0): SCORE})
+    with closing(sqlite3.connect(tmp_path / "scores", isolation_level=None)) as other:
+        for numbers in ((1, 2), (4, 5)):
+            other.execute("BEGIN IMMEDIATE")
+            for number in numbers:
+                kept.put({key(number): SCORE})
+            other.execute("ROLLBACK")
+            kept.put({key(numbers[-1] + 1): SCORE})
+            assert kept.problem is None
+        other.execute("BEGIN IMMEDIATE")
+        for number in (7, 8, 9):
+            kept.put({key(number): SCORE})
+    assert kept.problem is not None and "locked" in kept.problem
+    assert cache(tmp_path / "scores").get([key(number) for number in range(10)]).keys() == {key(0), key(3), key(6)}
+
+
+def test_a_smaller_bound_is_reached_little_by_little(tmp_path):
+    large = cache(tmp_path / "scores", memory=0)
+    large.put({key(number): Score(1.0, text="x" * 2000) for number in range(300)})
+    large.close()
+    kept, counts = cache(tmp_path / "scores", memory=0, size=2**18), []
+    for number in range(300, 360):
+        kept.put({key(number): Score(1.0, text="x" * 2000)})
+        counts.append(len(kept.get([key(one) for one in range(360)])))
+    assert counts[0] > 250 and counts[-1] < 100 and key(359) in kept.get([key(359)])
 
 
 WRITER = """
