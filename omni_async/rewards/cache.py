@@ -29,6 +29,7 @@ from omni_async.types import Prompt, Score
 _FORMAT = b"1"
 _SUM_BYTES = 8  # of the checksum before every entry
 _OVERHEAD = 200  # bytes that an entry in memory takes besides its own
+_MEDIA = Path(__file__).parents[1] / "media.py"
 
 
 # ---- what an answer is made of ---------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ _OVERHEAD = 200  # bytes that an entry in memory takes besides its own
 def identity_of(config: schema.Scorer, scorer: Any) -> bytes | None:
     """Return what distinguishes a scorer's answers from another's; None if it is not `deterministic`.
 
-    Its class, parameters, `version` if it has one, the version of its package, and its source file."""
+    Its class, parameters, `version` if it has one, the version of its package, and its source files."""
     if getattr(scorer, "deterministic", False) is not True:
         return None
     kind = type(scorer)
@@ -61,13 +62,17 @@ def _package_version(kind: type) -> str:
 
 
 def _sources(kind: type) -> list[bytes]:
-    """Return the files of the class and of those that it inherits from; what is built in has none."""
+    """Return the files of the class and of those that it inherits from; those of Python itself have none.
+
+    If one of them is of this package, all that its scorers share, too: its version is the same between releases."""
     found = []
     for one in kind.__mro__:
         try:
             found.append(Path(inspect.getfile(one)).read_bytes())
         except (OSError, TypeError):
             continue
+    if any(one.__module__.startswith("omni_async.") for one in kind.__mro__):
+        found += [file.read_bytes() for file in (*sorted(Path(__file__).parent.glob("*.py")), _MEDIA)]
     return found
 
 

@@ -215,6 +215,14 @@ def test_a_scorer_is_known_by_its_parameters_version_and_source(tmp_path, monkey
     assert identity_of(by_name, JpegSizeScorer()) != first
     assert identity_of(config, object()) is None
 
+    shared = tmp_path / "media.py"
+    monkeypatch.setattr("omni_async.rewards.cache._MEDIA", shared)
+    found = []
+    for text in ("one", "other"):
+        shared.write_text(text)
+        found.append(identity_of(config, JpegSizeScorer()))
+    assert found[0] != found[1], "what scorers of this package share"
+
     module = tmp_path / "judge_of_today.py"
     monkeypatch.syspath_prepend(str(tmp_path))
     found = []
