@@ -12,6 +12,7 @@ trained on: those of OpenAI's ViT-L/14 for the published ones.
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class AestheticScorer:
 
     name = "aesthetic"
     accepts = ("image", "video")
+    deterministic = True
 
     def __init__(
         self,
@@ -52,6 +54,8 @@ class AestheticScorer:
         self._frames = frames
         self._clip = Clip(path, processor, device, dtype, batch)
         self._layers = read_head(head, self._clip.width)
+        layers = b"".join(part.tobytes() for layer in self._layers for part in layer)
+        self.version = f"{self._clip.version}, head {blake2b(layers, digest_size=16).hexdigest()}"
 
     @staticmethod
     def check_params(params: dict[str, Any]) -> str | None:

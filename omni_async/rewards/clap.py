@@ -8,6 +8,7 @@ extractor would cut at random, and give the same sound another score every time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import av
@@ -22,6 +23,7 @@ from omni_async.rewards.pretrained import (
     missing_file,
     per_sample,
     unit,
+    version_of,
     wrong_checkpoint,
 )
 from omni_async.types import Prompt, Score
@@ -46,6 +48,7 @@ class ClapScorer:
 
     name = "clap"
     accepts = ("audio",)
+    deterministic = True
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class ClapScorer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(prepared, local_files_only=True)
         self._extract: Any = ClapFeatureExtractor.from_pretrained(prepared, local_files_only=True)
         model = load_model(ClapModel, path)
+        self.version = f"{version_of(model, prepared, device)}, pyav {metadata.version('av')}"
         # RoBERTa's positions begin behind its padding's.
         positions = model.config.text_config.max_position_embeddings - model.config.text_config.pad_token_id - 1
         self._most_tokens = min(self._tokenizer.model_max_length, positions, _MOST_TOKENS)

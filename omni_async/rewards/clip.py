@@ -22,6 +22,7 @@ from omni_async.rewards.pretrained import (
     missing_file,
     per_sample,
     unit,
+    version_of,
     wrong_checkpoint,
 )
 from omni_async.types import Prompt, Score
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class Clip:
-    """A CLIP checkpoint on a device. `logit_scale` is the factor that it learnt, in float32 whatever the precision."""
+    """A CLIP checkpoint on a device. `logit_scale` is the factor that it learnt, in float32 whatever the precision.
+
+    `version`: what its embeddings follow from besides the parameters, see `version_of`."""
 
     def __init__(self, path: str, processor: str | None, device: str, dtype: Precision, batch: int) -> None:
         import torch
@@ -45,6 +48,7 @@ class Clip:
         model = load_model(CLIPModel, path)
         self.logit_scale = float(model.logit_scale.exp())
         self.width = int(model.config.projection_dim)
+        self.version = version_of(model, prepared, device)
         self._longest = int(model.config.text_config.max_position_embeddings)
         self._model = model.to(device, getattr(torch, dtype))
         self._device, self._dtype, self._batch = device, getattr(torch, dtype), batch
@@ -92,6 +96,7 @@ class PromptAlignmentScorer:
 
     name = "prompt_alignment"
     accepts: tuple[str, ...] = ("image", "video")
+    deterministic = True
 
     def __init__(
         self,
@@ -105,6 +110,7 @@ class PromptAlignmentScorer:
     ) -> None:
         self._frames = frames
         self._clip = Clip(path, processor, device, dtype, batch)
+        self.version = self._clip.version
 
     @staticmethod
     def check_params(params: dict[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ class FrameConsistencyScorer:
 
     name = "frame_consistency"
     accepts = ("video",)
+    deterministic = True
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class FrameConsistencyScorer:
     ) -> None:
         self._frames = frames
         self._clip = Clip(path, processor, device, dtype, batch)
+        self.version = self._clip.version
 
     @staticmethod
     def check_params(params: dict[str, Any]) -> str | None:

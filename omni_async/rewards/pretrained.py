@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import xxhash
 
 from omni_async.config.hub import downloaded, how_to_get
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16", "float16"]
 
 _CONFIG = "config.json"
+_PROCESSOR_FILES = (".json", ".txt", ".model", ".jinja")  # of tokenizers, image processors and feature extractors
 
 
 def folder_of(path: str) -> Path:
@@ -67,6 +69,28 @@ def load_model(model: Any, path: str) -> Any:
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{path}: {len(missing)} weights of {model.__name__} are not there, {missing[0]} for one")
     return loaded.eval().requires_grad_(False)
+
+
+def version_of(model: Any, prepared: Path, device: str) -> str:
+    """Return what the answers of a loaded model follow from, for a scorer's `version`.
+
+    Args:
+        model: on the CPU; its weights count, and its configuration.
+        prepared: the folder with the tokenizer and the processor, of whose files the content counts.
+        device: that it will run on, of which the kind counts."""
+    import PIL
+    import torch
+    import transformers
+
+    found = xxhash.xxh3_128(model.config.to_json_string().encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.contiguous().reshape(-1).numpy().data)
+    for file in sorted(prepared.iterdir()):
+        if file.suffix in _PROCESSOR_FILES:
+            found.update(file.name.encode() + b";" + file.read_bytes())
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}, pillow {PIL.__version__}"
+    return f"{found.hexdigest()}, {torch.device(device).type}, {libraries}"
 
 
 def unit(features: Any) -> NDArray[np.float32]:

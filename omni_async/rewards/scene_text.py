@@ -12,6 +12,7 @@ and wrong for a photograph of a shop sign.
 from __future__ import annotations
 
 import logging
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -37,10 +38,12 @@ class SceneTextScorer:
 
     name = "scene_text"
     accepts = ("image", "video")
+    deterministic = True
 
     def __init__(self, *, threads: Annotated[int, Meta(ge=1)] = 1, frames: Annotated[int, Meta(ge=1)] = 4) -> None:
         from rapidocr import RapidOCR
 
+        self.version = f"rapidocr {metadata.version('rapidocr')}"
         self._frames = frames
         self._read: Any = RapidOCR(
             params={

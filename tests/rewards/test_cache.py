@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from omni_async.config import schema
 from omni_async.media import Media
+from omni_async.rewards import registry
 from omni_async.rewards.cache import ScoreCache, digest_of, identity_of, key_of
 from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.types import Prompt, PromptImage, Score
@@ -232,6 +233,11 @@ def test_a_scorer_is_known_by_its_parameters_version_and_source(tmp_path, monkey
         judge = __import__("judge_of_today").Judge()
         found.append(identity_of(schema.Scorer(name="judge_of_today:Judge"), judge))
     assert None not in found and found[0] != found[1]
+
+
+def test_answers_of_every_built_in_scorer_are_kept_but_those_of_another_machine():
+    declared = {name: getattr(registry._load(name), "deterministic", False) for name in registry._BUILT_IN}
+    assert declared == {name: name != "http" for name in registry._BUILT_IN}
 
 
 @pytest.mark.parametrize(("given", "said"), [(-1, "memory"), ("many", "memory")])

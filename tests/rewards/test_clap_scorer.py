@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,22 @@ def test_sounds_score_the_cosine_with_their_prompt(checkpoint: Path, device: str
         expected = [cosines[0, 0], cosines[1, 1], cosines[2:, 2].mean()]
         assert [score.value for score in found] == pytest.approx(expected, abs=1e-4)
     assert len({round(score.value, 4) for score in found}) == 3
+
+
+def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "clap"
+    shutil.copytree(checkpoint, folder)
+
+    def identity() -> bytes | None:
+        [member] = WeightedScorer([schema.Scorer(name="clap", params={"path": str(folder)})]).members
+        return member.identity
+
+    first = identity()
+    assert first is not None and identity() == first
+    model = ClapModel.from_pretrained(folder)
+    model.text_projection.linear1.weight.data[0, 0] += 1
+    model.save_pretrained(folder)
+    assert identity() != first
 
 
 @pytest.mark.parametrize("rate", [44100, 24000, 8000])

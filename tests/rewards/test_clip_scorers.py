@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,30 @@ def test_files_that_are_not_there_are_known_before_anything_is_loaded(checkpoint
     assert "is a 'bert' checkpoint, expected 'clip'" in refused(path=str(tmp_path))
     assert "processor: there is no /no/where" in refused(processor="/no/where")
     assert "head: there is no /no/head.pth" in refused("aesthetic", head="/no/head.pth")
+
+
+def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "clip"
+    shutil.copytree(checkpoint, folder)
+
+    def identity(name: str = "pick_score", **params: str) -> bytes | None:
+        [member] = WeightedScorer([schema.Scorer(name=name, params={"path": str(folder), **params})]).members
+        return member.identity
+
+    def aesthetic(*widths: int) -> bytes | None:
+        head, _ = head_of(tmp_path, *widths)
+        return identity("aesthetic", head=str(head))
+
+    found = [identity(), identity("frame_consistency"), aesthetic(12, 1), aesthetic(12, 1)]
+    assert identity() == found[0]
+    model = CLIPModel.from_pretrained(folder)
+    model.visual_projection.weight.data[0, 0] += 1
+    model.save_pretrained(folder)
+    found += [identity(), identity("frame_consistency")]
+    prepared: dict[str, Any] = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    CLIPImageProcessorPil(**prepared, do_normalize=False).save_pretrained(folder)
+    found.append(identity())
+    assert None not in found and len({*found}) == 7
 
 
 class Placed:
