@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from omni_async.config import ConfigError
+from omni_async.config.redact import one_line
 from omni_async.data.media_files import read_media
 from omni_async.scoring.scoring import Scored
 
@@ -94,7 +95,7 @@ def show(console: Console, rows: Sequence[Scored], repeat: int) -> None:
     for reason, names in _errors(rows).items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         why = reason.removeprefix(f"{names[0]}: ")
-        console.print(f"error: {names[0]}{more}: {why}", markup=False, soft_wrap=True)
+        console.print(one_line(f"error: {names[0]}{more}: {why}"), markup=False, soft_wrap=True)
     if failed:
         console.print(f"{len(failed)} of {len(rows)} samples could not be scored")
     if cached := sum(row.cached for row in rows):
@@ -158,7 +159,7 @@ def _extremes(scored: list[Scored]) -> Table:
 
 
 def _cut(text: str) -> str:
-    text = " ".join(text.split())
+    text = one_line(" ".join(text.split()))
     return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 3]}..."
 
 

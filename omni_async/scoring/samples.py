@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from omni_async.config import ConfigError
+from omni_async.config import ConfigError, redact
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.data.image_files import one_line, prompt_image
 from omni_async.data.media_files import SUFFIXES, part_of
@@ -38,7 +38,9 @@ _LARGEST_SIDECAR = 2**20
 
 
 class Sample(Struct, frozen=True):
-    """A sample to score: its files by part of media, and its prompt; `name` is how results call it."""
+    """A sample to score: its files by part of media, and its prompt.
+
+    `name` is how results call it: characters that no terminal should get, or no file can hold, are escaped."""
 
     name: str
     files: dict[str, Path]
@@ -63,7 +65,7 @@ def _samples_of(path: Path, max_chars: int) -> list[Sample]:
     if is_folder:
         return _of_folder(path, max_chars)
     if (part := part_of(path)) is not None:
-        return [Sample(str(path), {part: path}, _sidecar(path) or Prompt(0, ""))]
+        return [Sample(redact.one_line(str(path)), {part: path}, _sidecar(path) or Prompt(0, ""))]
     if path.suffix.lower() in _TABLES:
         return _of_table(path)
     known = ", ".join([*SUFFIXES, *_TABLES])
@@ -90,7 +92,7 @@ def _of_folder(folder: Path, max_chars: int) -> list[Sample]:
             raise ConfigError(f"{listed[0]}: {len(lines)} prompts for {len(files)} files; expected a line per file")
         prompts = [own or line for own, line in zip(prompts, lines, strict=True)]
     return [
-        Sample(str(file), {part_of(file) or "": file}, prompt or Prompt(0, ""))
+        Sample(redact.one_line(str(file)), {part_of(file) or "": file}, prompt or Prompt(0, ""))
         for file, prompt in zip(files, prompts, strict=True)
     ]
 
@@ -181,7 +183,8 @@ def _of_row(table: Path, where: str, row: dict[str, Any]) -> Sample:
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{where}: {one_line(error)}") from None
     prompt = _with_images(parse_object(0, text, where), table)
-    return Sample(", ".join(named.values()), {part: table.parent / name for part, name in named.items()}, prompt)
+    files = {part: table.parent / name for part, name in named.items()}
+    return Sample(redact.one_line(", ".join(named.values())), files, prompt)
 
 
 def _with_images(prompt: Prompt, file: Path) -> Prompt:

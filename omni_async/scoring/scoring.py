@@ -153,7 +153,7 @@ async def _score(panel: Panel, rows: list[Scored]) -> list[Score | Failure]:
         try:
             media[i] = await asyncio.to_thread(read_media, row.sample.files)
         except ConfigError as error:
-            outcomes[i] = Failure(str(error), "reject")
+            outcomes[i] = Failure(one_line(str(error)), "reject")
     while waiting := [i for i in media if i not in outcomes]:
         if panel.down:
             await panel.recover()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,18 @@ def test_a_file_that_cannot_be_scored_is_a_row_with_its_error_and_its_neighbours
     assert "the video cannot be decoded" in errors[4] and "the audio cannot be decoded" in errors[5]
     assert "4 of 6 samples could not be scored" in capsys.readouterr().out
     assert sum(prompt.index == 1 for prompt in judges.calls) == 3, "with its batch, alone, and once more"
+
+
+def test_names_and_prompts_that_a_terminal_would_obey_or_no_file_can_hold_are_escaped(capsys):
+    for file, name in zip(draw("images", 10, 20), (b"\x1b[2J.png", b"caf\xe9.png"), strict=True):
+        file.rename(Path("images", os.fsdecode(name)))
+    Path("images", os.fsdecode(b"caf\xe9.txt")).write_text("a \x1b[2J cat")
+    Path("images", os.fsdecode(b"z\xe9.png")).write_bytes(b"no image")
+    found = scored("images", "--out", "rows.csv")
+    names = [row["file"] for row in found["rows"]]
+    assert names == [r"images/\x1b[2J.png", r"images/caf\udce9.png", r"images/z\udce9.png"]
+    assert found["failed"] == 1 and found["rows"][1]["prompt"] == "a \x1b[2J cat"
+    assert "\x1b[2J" not in capsys.readouterr().out
 
 
 def test_where_nothing_can_be_scored_the_exit_code_says_so_and_no_grid_is_left(capsys):
