@@ -109,7 +109,15 @@ def drawn_image(media: Media, name: str) -> PromptImage:
 
     buffer = io.BytesIO()
     Image.fromarray(media.pixels).save(buffer, "PNG", compress_level=1)
-    content = buffer.getvalue()
+    return carried_image(buffer.getvalue(), name)
+
+
+def carried_image(content: bytes, name: str) -> PromptImage:
+    """Return an encoded image, which nothing has looked at yet, as one that a prompt carries.
+
+    Args:
+        content: what the bytes of its file would be.
+        name: what it is, for errors."""
     return PromptImage(name, _digest(content), content)
 
 

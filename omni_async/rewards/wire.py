@@ -16,9 +16,9 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.config.redact import one_line
-from omni_async.data.image_files import encoded_bytes
+from omni_async.data.image_files import carried_image, encoded_bytes
 from omni_async.media import Media
-from omni_async.types import Fault, Prompt, PromptImage
+from omni_async.types import Fault, Prompt
 
 PATH = "/v1/score"
 MSGPACK, JSON = "application/msgpack", "application/json"
@@ -180,7 +180,7 @@ def sample_of(sample: WireSample) -> tuple[Media, Prompt]:
         raise WireError("audio: expected finite numbers")
     sent = sample.prompt
     _require_plain(sent.metadata, count())
-    images = tuple(PromptImage(f"image {i} of the prompt", "", content) for i, content in enumerate(sent.images))
+    images = tuple(carried_image(content, f"image {i} of the prompt") for i, content in enumerate(sent.images))
     return media, Prompt(sent.index, sent.text, sent.target, sent.metadata, images)
 
 

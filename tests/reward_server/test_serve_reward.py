@@ -26,6 +26,7 @@ from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.reward_server.settings import Server, load_server
 from omni_async.rewards import wire
 from omni_async.rewards.base import Outage, ScoreError
+from omni_async.rewards.cache import key_of
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import ScorerHangs
 from omni_async.rewards.jpeg_size import JpegSizeScorer
@@ -334,3 +335,11 @@ def test_the_images_of_a_prompt_arrive_as_bytes_and_never_as_a_path():
     [found] = wire.sample_of(sent)[1].images
     assert np.array_equal(read_prompt_image(found).image, MEDIA[0].image)
     assert found.path == "image 0 of the prompt" and b"hostname" not in request_of(sent)
+
+
+def test_a_kept_answer_is_that_of_the_image_which_the_prompt_carries():
+    drawn = [drawn_image(media, "drawn") for media in MEDIA[:2]]
+    sent = [wire.sent_sample(MEDIA[2], Prompt(0, "brighter", images=(one,)), None) for one in drawn]
+    keys = [key_of(b"scorer", b"media", wire.sample_of(one)[1]) for one in sent]
+    assert keys[0] != keys[1]
+    assert keys == [key_of(b"scorer", b"media", Prompt(0, "brighter", images=(one,))) for one in drawn]
