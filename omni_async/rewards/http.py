@@ -129,8 +129,14 @@ class _Client:
     async def _post(self, server: _Server, body: bytes) -> wire.Answer:
         if self.session is None:
             connector = aiohttp.TCPConnector(limit=self.connections)
-            # A compressed answer could be of any size, and a redirect would take the token elsewhere.
-            self.session = aiohttp.ClientSession(connector=connector, headers=self.headers, auto_decompress=False)
+            # A compressed answer could be of any size, and a redirect would take the token elsewhere. The library's own
+            # time-outs (300 s, 30 s to connect) would end attempts before `timeout_s`.
+            self.session = aiohttp.ClientSession(
+                connector=connector,
+                headers=self.headers,
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(),
+            )
         try:
             async with asyncio.timeout(self.timeout_s):
                 url = server.url.rstrip("/") + wire.PATH

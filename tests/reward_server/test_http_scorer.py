@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -93,6 +94,18 @@ def test_a_server_that_hangs_is_left_after_the_time_out():
                 score_one(scorer)
             assert time.monotonic() - began < 20
         release.set()
+
+
+def test_an_answer_may_take_as_long_as_timeout_s_says_whatever_the_library_thinks(monkeypatch):
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+
+    def slow(n: int) -> tuple[int, bytes]:
+        time.sleep(0.3)
+        return 200, GOOD
+
+    with answering(slow) as (url, bodies), asking(url, timeout_s=100, retries=0) as scorer:
+        assert score_one(scorer)[0].value == 0.5
+    assert len(bodies) == 1
 
 
 def packed(**outcome):
