@@ -107,8 +107,8 @@ class _Client:
                 for call, error in zip(done, errors, strict=True):
                     if error is None:
                         return call.result()
-                    if not running:
-                        raise error
+                if not running:
+                    raise next(error for error in errors if error is not None)
         finally:
             await cancel(calls)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -16,6 +17,7 @@ from omni_async.config import schema
 from omni_async.rewards import registry, wire
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.failures import is_outage
+from omni_async.rewards.http import HttpScorer
 from tests.reward_server.serving_world import MEDIA, PROMPTS, ROOT, answering, asking
 from tests.test_documented import blocks
 
@@ -83,6 +85,24 @@ def test_a_slow_server_is_hedged_by_another_and_the_first_answer_counts():
             assert score_one(scorer)[0].value == 0.5
         release.set()
     assert asked
+
+
+@pytest.mark.parametrize("number", range(10))  # which of the two is looked at first is not ours to say
+async def test_a_failure_that_comes_with_an_answer_does_not_count(monkeypatch, number):
+    client = HttpScorer(urls=("http://a", "http://b"), hedge_s=0.001, retries=0)._client
+    answer, begun, both = wire.Answer(1, (wire.Outcome(value=0.5),)), [], asyncio.Event()
+
+    async def attempt(server, body, num_samples):
+        begun.append(server)
+        if len(begun) == 2:
+            asyncio.get_running_loop().call_soon(both.set)
+        await both.wait()
+        if server is client.servers[0]:
+            raise ScoreError("refused")
+        return answer
+
+    monkeypatch.setattr(client, "_attempt", attempt)
+    assert await client.ask(b"", 1) is answer
 
 
 def test_a_server_that_hangs_is_left_after_the_time_out():
