@@ -3,15 +3,17 @@
 Owns an event loop in a thread, with a pool of connections; `score` waits there for the answer, `retries` + 1 times
 `timeout_s` and the pauses between at most. An answer, a time-out or a lost connection unblocks it.
 
-A request goes to the server that has the fewest of ours. One that does not answer, or says that it is busy, is asked
-again after a pause, which doubles and varies at random so that clients do not return together; another server, if there
-is one. What a server refuses as wrong is not sent again. A sample's key is made of its content, so that a server which
-has scored it already can answer a repeated request from memory.
+A request goes to the server that has the fewest of ours; one that failed is asked last for `timeout_s`. What is not
+answered, or answered by a server that says it is busy, is asked again after a pause, which doubles and varies at random
+so that clients do not return together; another server, if there is one. What a server refuses as wrong is not sent
+again. A sample's key is made of its content, so that a server which has scored it already can answer a repeated request
+from memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import secrets
 import threading
@@ -52,11 +54,11 @@ class _Failed(Exception):
 
 @dataclass(eq=False)
 class _Server:
-    """A server, the requests that it has of ours, and its failures in a row."""
+    """A server, the requests that it has of ours, and when it failed, if it has not answered since."""
 
     url: str
     running: int = 0
-    failures: int = 0
+    failed_at: float = -math.inf
 
 
 @dataclass
@@ -88,8 +90,13 @@ class _Client:
             await asyncio.sleep(pause_s)
 
     def _next(self, busy: Sequence[_Server]) -> _Server:
-        """Return the server to ask: not one of `busy` if others are left, one that answers, the least loaded."""
-        return min(self.servers, key=lambda one: (one in busy, one.failures, one.running, self.jitter.random()))
+        """Return the server to ask: not one of `busy` if others are left, none that failed lately, the least loaded."""
+        since = asyncio.get_running_loop().time() - self.timeout_s
+
+        def order(one: _Server) -> tuple[bool, bool, int, float]:
+            return one in busy, one.failed_at > since, one.running, self.jitter.random()
+
+        return min(self.servers, key=order)
 
     async def _hedged(self, body: bytes, num_samples: int, tried: list[_Server]) -> wire.Answer:
         """Return the first answer: of one server, or also of a second one if that takes longer than `hedge_s`."""
@@ -117,11 +124,11 @@ class _Client:
         try:
             answer = await self._post(server, body)
         except _Failed:
-            server.failures += 1
+            server.failed_at = asyncio.get_running_loop().time()
             raise
         finally:
             server.running -= 1
-        server.failures = 0
+        server.failed_at = -math.inf
         if len(answer.scores) != num_samples:
             raise ScoreError(f"{server.url} answered with {len(answer.scores)} scores for {num_samples} samples")
         return answer

@@ -59,14 +59,28 @@ def test_what_a_server_refuses_is_not_sent_again(status):
 
 
 def test_a_dead_server_costs_an_attempt_and_then_only_the_other_is_asked():
-    dead = closed_port()
-    with answering(lambda n: (200, GOOD)) as (url, bodies), asking(dead, url) as scorer:
+    with (
+        answering(lambda n: (503, b"")) as (away, asked),
+        answering(lambda n: (200, GOOD)) as (url, bodies),
+        asking(away, url, timeout_s=100) as scorer,
+    ):
         for _ in range(10):
             assert score_one(scorer)[0].value == 0.5
-        assert scorer._client.servers[0].failures <= 1
-    assert len(bodies) == 10
-    with asking(dead) as scorer, pytest.raises(Outage, match="cannot be asked"):
+    assert len(asked) <= 1 and len(bodies) == 10
+    with asking(closed_port()) as scorer, pytest.raises(Outage, match="cannot be asked"):
         score_one(scorer)
+
+
+def test_a_server_that_failed_once_has_its_share_again_after_a_while():
+    with (
+        answering(lambda n: (200, GOOD) if n > 1 else (503, b"")) as (url, asked),
+        answering(lambda n: (200, GOOD)) as (other, _),
+        asking(url, other, timeout_s=0.5, retries=100) as scorer,
+    ):
+        ends = time.monotonic() + 60
+        while len(asked) < 3 and time.monotonic() < ends:
+            assert score_one(scorer)[0].value == 0.5
+    assert len(asked) >= 3
 
 
 def test_a_slow_server_is_hedged_by_another_and_the_first_answer_counts():
