@@ -129,6 +129,8 @@ class RewardApp:
         except wire.WireError as error:
             raise Refused(400, str(error)) from None
         del body
+        if (number := len(asked.samples)) > self._server.max_waiting:  # to come back would not help
+            raise Refused(413, f"{number} samples in one request, at most {self._server.max_waiting} may wait")
         samples = []
         for position, sample in enumerate(asked.samples):
             try:

@@ -49,6 +49,17 @@ class Recorder:
         return [Score(float(one.image.mean()), {"n": float(one.image.size)}, "read") for one in media]
 
 
+class Held(Recorder):
+    """A scorer that sets `begun` and then waits for `free`."""
+
+    begun, free = threading.Event(), threading.Event()
+
+    def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
+        self.begun.set()
+        self.free.wait(60)
+        return super().score(media, prompts)
+
+
 class Hanging(Recorder):
     """A scorer that never returns."""
 
@@ -64,6 +75,7 @@ class OnDevice(Recorder):
         super().__init__()
 
 
+HELD = {"name": f"{__name__}:Held"}
 RECORDER = {"name": f"{__name__}:Recorder"}
 
 
@@ -116,6 +128,17 @@ def command(path: Path, *overrides: str, **environment: str) -> Iterator[tuple[s
     finally:
         process.kill()
         process.communicate()
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Holds what `Held` scores until the end."""
+    Held.begun.clear()
+    Held.free.clear()
+    try:
+        yield
+    finally:
+        Held.free.set()
 
 
 @contextlib.contextmanager

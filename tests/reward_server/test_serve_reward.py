@@ -31,7 +31,19 @@ from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import ScorerHangs
 from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.types import Prompt
-from tests.reward_server.serving_world import MEDIA, PROMPTS, ROOT, Recorder, asking, command, served, write_scorers
+from tests.reward_server.serving_world import (
+    HELD,
+    MEDIA,
+    PROMPTS,
+    ROOT,
+    Held,
+    Recorder,
+    asking,
+    command,
+    held,
+    served,
+    write_scorers,
+)
 from tests.test_documented import blocks
 
 TOKEN = "a token of the tests"
@@ -157,10 +169,23 @@ def test_a_rate_limit_gives_back_in_time_and_forgets_old_addresses():
 
 
 def test_more_samples_than_may_wait_are_told_to_come_back(tmp_path):
-    path = write_scorers(tmp_path, max_waiting=2)
-    with served(path) as url:
+    path = write_scorers(tmp_path, HELD, reward={"batch": 1}, max_waiting=2)
+    with served(path) as url, ThreadPoolExecutor(1) as pool:
+        with held():
+            first = pool.submit(ask, url, request_of(sample(), sample()))
+            assert Held.begun.wait(60)  # with one of the two
+            status, headers, body = ask(url, request_of(sample(), sample()))
+            assert (status, headers["Retry-After"]) == (503, "1") and b"1 samples wait already" in body
+        assert first.result()[0] == 200
+
+
+def test_more_samples_than_may_ever_wait_are_not_told_to_come_back(tmp_path):
+    with served(write_scorers(tmp_path, max_waiting=2)) as url:
         status, headers, body = ask(url, request_of(sample(), sample(), sample()))
-        assert (status, headers["Retry-After"]) == (503, "1") and b"wait already" in body
+        assert status == 413 and "Retry-After" not in headers and b"3 samples in one request" in body
+        with asking(url) as scorer, pytest.raises(ScoreError, match="at most 2 may wait") as raised:
+            scorer.score(MEDIA, PROMPTS)
+        assert not isinstance(raised.value, Outage)
 
 
 def wrong(**changes):
