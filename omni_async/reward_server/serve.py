@@ -45,7 +45,7 @@ async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, 
         config.reward, scorers, metrics, tell, most_waiting=server.max_waiting, remembered=server.remembered
     )
     async with scoring:
-        routes = RewardApp(server, token, scoring, metrics)
+        routes = RewardApp(server, token, scoring, metrics, tell)
         runner = web.AppRunner(
             routes.app(),
             access_log=None,

@@ -22,6 +22,7 @@ from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.reward_server.settings import Server
 from omni_async.rewards import wire
+from omni_async.rewards.failures import place_of, told
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -42,11 +43,14 @@ class RewardApp:
 
     POST /v1/score, GET /metrics (both with the token), GET /health (without)."""
 
-    def __init__(self, server: Server, token: str | None, scoring: Scoring, metrics: Metrics) -> None:
+    def __init__(
+        self, server: Server, token: str | None, scoring: Scoring, metrics: Metrics, tell: Callable[[str], None]
+    ) -> None:
         self._server = server
         self._token = None if token is None else f"Bearer {token}".encode()
         self._scoring = scoring
         self._metrics = metrics
+        self._tell = tell
         self._rate = RateLimit(server.requests_per_s, server.burst)
         self._largest = bytes_of(server.max_request)
         self._held = 0
@@ -80,6 +84,9 @@ class RewardApp:
             response = _refusal(request, error.status, error.reason)
         except (web.RequestPayloadError, ConnectionError) as error:
             response = _refusal(request, 400, f"the body did not arrive: {one_line(str(error), 200)}")
+        except Exception as error:  # noqa: BLE001 (a mistake of ours, of which aiohttp's log shows nothing here)
+            self._tell(f"warning: a request failed: {told(error)}{place_of(error)}")
+            response = _refusal(request, 500, "the server failed; its own messages say how")
         self._metrics.requests.labels(str(response.status)).inc()
         self._metrics.request_s.observe(time.monotonic() - began)
         return response

@@ -87,14 +87,14 @@ def write_scorers(folder: Path, *scorers: dict[str, Any], reward: Any = None, **
 
 
 @contextlib.contextmanager
-def served(path: Path) -> Iterator[str]:
+def served(path: Path, tell: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """Serves the file's scorers on a thread of this process; yields the address."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
     found: list[Any] = []
     end = asyncio.Event()
 
     async def main() -> None:
-        async with serving(load_server(path), lambda text: None) as (address, _):
+        async with serving(load_server(path), tell) as (address, _):
             found.append(address)
             ready.set()
             await end.wait()

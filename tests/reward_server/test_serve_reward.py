@@ -261,6 +261,19 @@ def test_a_body_that_does_not_arrive_is_a_408(tmp_path):
         connection.close()
 
 
+def test_a_mistake_of_the_server_is_a_500_that_is_counted_and_told(tmp_path, monkeypatch):
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(Scoring, "score", broken)
+    told: list[str] = []
+    with served(write_scorers(tmp_path), told.append) as url:
+        status, _, body = ask(url, request_of(sample()))
+        assert status == 500 and msgspec.msgpack.decode(body).keys() == {"error"} and b"a mistake" not in body
+        assert b'omni_async_reward_requests_total{status="500"} 1.0' in ask(url, method="GET", path="/metrics")[2]
+    assert len(told) == 1 and "a request failed: RuntimeError: a mistake" in told[0]
+
+
 # ---- the file and the command ----------------------------------------------------------------------------------------
 
 
