@@ -125,9 +125,11 @@ class RewardApp:
         self._held += nbytes
 
     async def _answer(self, request: web.Request) -> web.Response:
+        body = bytearray()
         try:
             async with asyncio.timeout(self._server.read_s):
-                body = await request.read()
+                async for chunk in request.content.iter_any():  # `request.read` would keep a second copy
+                    body += chunk
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {self._server.read_s:g} s") from None
         form = request.content_type

@@ -118,7 +118,7 @@ def encode(message: Any, form: str) -> bytes:
     return _ENCODERS[form].encode(message)
 
 
-def decode_request(body: bytes, form: str) -> Request:
+def decode_request(body: bytes | bytearray, form: str) -> Request:
     """Return a client's request; WireError if it is none."""
     return _decoded(_REQUESTS[form], body)
 
@@ -137,7 +137,7 @@ def decode_refusal(body: bytes, form: str) -> str:
         return ""
 
 
-def _decoded(decoder: Any, body: bytes) -> Any:
+def _decoded(decoder: Any, body: bytes | bytearray) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:

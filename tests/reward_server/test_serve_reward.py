@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
 import signal
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from omni_async import cli
 from omni_async.config.describe import walk
@@ -177,6 +179,16 @@ def test_more_samples_than_may_wait_are_told_to_come_back(tmp_path):
             status, headers, body = ask(url, request_of(sample(), sample()))
             assert (status, headers["Retry-After"]) == (503, "1") and b"1 samples wait already" in body
         assert first.result()[0] == 200
+
+
+def test_a_body_is_held_once(tmp_path):
+    with served(write_scorers(tmp_path, HELD)) as url, ThreadPoolExecutor(1) as pool:
+        with held():
+            asked = pool.submit(ask, url, request_of(sample()))
+            assert Held.begun.wait(60)
+            bodies = [one._read_bytes for one in gc.get_objects() if type(one) is web.Request]
+            assert bodies and not any(bodies)
+        assert asked.result()[0] == 200
 
 
 def test_more_samples_than_may_ever_wait_are_not_told_to_come_back(tmp_path):
