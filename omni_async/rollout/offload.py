@@ -29,13 +29,17 @@ class Offloaded:
         """Copy the models to the device, unless they are there."""
         if self._there:
             return
-        moved: dict[int, torch.Tensor] = {}  # weights that are tied stay so
-        for module, name, tensor in self._host:
-            if id(tensor) not in moved:
-                there = tensor.detach().to(self._device)
-                moved[id(tensor)] = nn.Parameter(there, False) if isinstance(tensor, nn.Parameter) else there
-            setattr(module, name, moved[id(tensor)])
         self._there = True
+        moved: dict[int, torch.Tensor] = {}  # weights that are tied stay so
+        try:
+            for module, name, tensor in self._host:
+                if id(tensor) not in moved:
+                    there = tensor.detach().to(self._device)
+                    moved[id(tensor)] = nn.Parameter(there, False) if isinstance(tensor, nn.Parameter) else there
+                setattr(module, name, moved[id(tensor)])
+        except BaseException:  # the device has no room for all of them: leave none there
+            self.release()
+            raise
 
     def release(self) -> None:
         """Leave the models to host memory alone."""

@@ -47,6 +47,27 @@ def test_models_are_on_the_device_between_bring_and_release_and_host_memory_is_u
         assert places(model) == {"cpu"}
 
 
+def test_models_that_do_not_fit_on_the_device_leave_nothing_there(monkeypatch):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    offloaded = Offloaded([model], "meta")
+    to, room = torch.Tensor.to, 2
+
+    def full(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal room
+        if room == 0:
+            raise torch.OutOfMemoryError
+        room -= 1
+        return to(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        offloaded.bring()
+    assert places(model) == {"cpu"}
+    room = 4
+    offloaded.bring()
+    assert places(model) == {"meta"}
+
+
 async def test_encoders_are_on_the_device_for_new_prompts_alone_and_never_while_steps_are_taken(policy, monkeypatch):
     seen: list[tuple[str, set[str]]] = []
     known = policy.load_codec(torch.float32)
