@@ -89,7 +89,7 @@ class DiffusersEngine:
         return self._report()
 
     def _load(self) -> None:
-        # First, so that a device need not hold offloaded encoders and denoisers together.
+        # First, so that the device does not hold offloaded encoders and denoisers together before a prompt needs it.
         self._codec: Codec = self._policy.load_codec(self._dtype).to(self._device)
         self._conditioning = ConditioningCache(self._codec, self._conditioning_bytes)
         if self._offload:
