@@ -152,6 +152,15 @@ class HasEncoders(Protocol):
 
 
 @runtime_checkable
+class RoundsTime(Protocol):
+    """A policy whose denoisers embed the time in the dtype that it comes in, which has to be their own. Optional.
+
+    A trainer's weights have another dtype between forward passes than in them, so it casts the time by itself."""
+
+    rounds_time: bool
+
+
+@runtime_checkable
 class HasModalities(Protocol):
     """A policy whose latents are of several media, one after the other along their first axis.
 

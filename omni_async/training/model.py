@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.components import compute_velocity
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
-from omni_async.policy import Policy
+from omni_async.policy import Policy, RoundsTime
 from omni_async.training import TrainingError, checkpoint, sequence_parallel
 from omni_async.training.auxiliary import AuxiliaryPolicies, adapters_off, add_adapters, forget_gathered
 from omni_async.training.groups import Needs
@@ -68,6 +69,8 @@ class ModuleBackend:
         for component in self.components.values():
             if config.trainer.compile:
                 compile_layers(component, layout.rank)
+            if self.dtype != torch.float32 and isinstance(policy, RoundsTime) and policy.rounds_time:
+                component.register_forward_pre_hook(partial(_round_time, self.dtype), with_kwargs=True)
             self.place(component)
         loading.fill(self.weights_device)
         self.trainable = {diffusers_name(name): p for name, p in self.components.named_parameters() if p.requires_grad}
@@ -176,6 +179,13 @@ class PlainBackend(ModuleBackend):
         if self.dtype != torch.float32:
             return torch.autocast(self.device.type, dtype=self.dtype)
         return super().computing()
+
+
+def _round_time(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the time, which is known by the name that diffusers gives it, to the dtype that engines compute in."""
+    return args, kwargs | {"timestep": kwargs["timestep"].to(dtype)}
 
 
 _CACHE, _OWN = "TORCHINDUCTOR_CACHE_DIR", "rank_"

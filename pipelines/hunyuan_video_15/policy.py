@@ -76,6 +76,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
     }
     codec = HunyuanVideo15Codec
     text_rules: ClassVar = {"embeds": "pad", "mask": "pad", "glyphs": "pad", "glyph_mask": "pad"}
+    rounds_time = True
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

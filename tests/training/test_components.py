@@ -14,6 +14,7 @@ from omni_async.components import compute_velocity
 from omni_async.config import load
 from omni_async.training.groups import MicroBatch, Needs, micro_batches
 from omni_async.training.transition_loss import sample_drifts
+from pipelines.hunyuan_video_15 import tiny as hunyuan_video_15
 from pipelines.stable_diffusion_3 import tiny
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
 from tests.training.training_world import group_of, make_config, started, step_on, trainable
@@ -126,6 +127,25 @@ def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_pa
         latents = torch.randn(1, *policy.latent_shape(spec))
         engine._model.velocity(latents, sigma, conditioning, spec, Needs([HIGH], (HIGH,)))
     assert seen and all(torch.equal(time, sigma * 1000) and time.dtype == torch.float32 for time in seen)
+
+
+@pytest.mark.parametrize("backend", ["plain", "fsdp2"])
+def test_a_denoiser_that_embeds_the_time_in_its_own_dtype_is_told_it_as_engines_tell_it(tmp_path, backend):
+    """Trained weights are float32, and bfloat16 while they compute."""
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny" / "hunyuan_video_15.yaml"
+    settings = [f"model.path={hunyuan_video_15.build(tmp_path)}", "model.dtype=bfloat16", f"trainer.backend={backend}"]
+    config = load(recipe, settings)
+    engine, spec = started(config), config.rollout.sampling
+    policy = engine.policy
+    seen: list[torch.Tensor] = []
+    embedder = engine._model.components[HIGH].time_embed.time_proj
+    embedder.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    sigma = torch.tensor([0.9383])
+    conditioning = policy.stack_conditioning([policy.blank_conditioning(spec)])
+    with torch.no_grad():
+        latents = torch.randn(1, *policy.latent_shape(spec))
+        engine._model.velocity(latents, sigma, conditioning, spec, Needs([HIGH], (HIGH,)))
+    assert seen and all(torch.equal(time, (sigma * 1000).bfloat16()) for time in seen)
 
 
 def test_drifts_are_those_of_their_samples_whatever_the_order_of_rows():
