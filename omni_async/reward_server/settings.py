@@ -42,8 +42,8 @@ class Server(Section, kw_only=True, frozen=True):
     """Longest that the body of a request may take to arrive."""
     grace_s: Seconds = 30.0
     """How long requests under way are waited for at the end."""
-    remembered: Annotated[int, most(1_000_000, ge=1)] = 10_000
-    """Recent scores that a repeated sample is answered from."""
+    remembered: Annotated[int, most(1_000_000, ge=0)] = 10_000
+    """Recent scores that a repeated sample is answered from; 0: it is scored again."""
 
 
 class ServerConfig(Section, kw_only=True, frozen=True):

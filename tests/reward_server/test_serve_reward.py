@@ -112,6 +112,13 @@ def test_a_sample_that_is_asked_for_again_is_scored_once(tmp_path):
         assert sum(map(len, Recorder.batches)) == 9
 
 
+def test_a_server_that_remembers_nothing_scores_a_sample_as_often_as_it_is_asked(tmp_path):
+    with served(write_scorers(tmp_path, remembered=0)) as url, asking(url) as scorer:
+        for _ in range(3):
+            scorer.score(MEDIA[:1], PROMPTS[:1])
+        assert sum(map(len, Recorder.batches)) == 3
+
+
 def test_a_prompt_without_what_a_scorer_needs_reaches_no_scorer(tmp_path):
     with served(write_scorers(tmp_path, {"name": "ocr"})) as url, asking(url) as scorer:
         with pytest.raises(ScoreError, match='no text in "double quotes"') as raised:
