@@ -161,6 +161,8 @@ class GuardedScorer:
 
     def _judged(self, failure: Failure) -> Failure:
         """Return the failure as the sample's own, if the scorer has answered since, or is given up."""
+        if failure.fault == "reject":
+            return failure
         if not self.down:
             return replace(failure, fault="retry")
         if not self._breaker.given_up:
@@ -187,6 +189,9 @@ class GuardedScorer:
             return [*answer]
         if len(media) > 1:
             return await self._one_by_one(media, prompts, answer)
+        if isinstance(answer, Unbounded):  # it answered, and would again
+            await self._is_back()
+            return [Failure(str(answer), "reject")]
         if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
             self._breaker.trip(str(answer))
         return [self._failure(str(answer), wrong)]
@@ -313,7 +318,8 @@ def _failed(label: str, error: BaseException) -> ScoreError:
         place = ""  # what went wrong is worth more than where
     longest = _LONGEST_REASON - len(place)
     shown = text if len(text) <= longest else f"{text[: longest - 3]}..."
-    return (Outage if is_outage(error) else ScoreError)(shown + place)
+    kind = Outage if is_outage(error) else Unbounded if isinstance(error, Unbounded) else ScoreError
+    return kind(shown + place)
 
 
 class Panel:

@@ -30,6 +30,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "float32": np.dtyp
 _DEEPEST = 50  # levels of a prompt's metadata
 _MOST_VALUES = 20_000
 _MOST_IMAGES = 16
+_MOST_SAMPLES = 1024
 Extent = Annotated[int, Meta(ge=1, le=2**31)]
 
 
@@ -76,7 +77,7 @@ class WireSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Request(msgspec.Struct, frozen=True):
     version: Literal[1]
-    samples: Annotated[tuple[WireSample, ...], Meta(min_length=1, max_length=1024)]
+    samples: Annotated[tuple[WireSample, ...], Meta(min_length=1, max_length=_MOST_SAMPLES)]
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -93,7 +94,7 @@ class Answer(msgspec.Struct, frozen=True):
     """One outcome per sample, in their order."""
 
     version: Literal[1]
-    scores: tuple[Outcome, ...]
+    scores: Annotated[tuple[Outcome, ...], Meta(max_length=_MOST_SAMPLES)]
 
 
 class Refusal(msgspec.Struct, frozen=True):

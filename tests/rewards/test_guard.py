@@ -16,7 +16,7 @@ import pytest
 from omni_async.config import with_spec
 from omni_async.config.schema import Reward
 from omni_async.media import require_media
-from omni_async.rewards.base import Outage, ScoreError
+from omni_async.rewards.base import Outage, ScoreError, Unbounded
 from omni_async.rewards.composition import Member, WeightedScorer
 from omni_async.rewards.failures import is_outage
 from omni_async.rewards.guard import Failure, Panel, ScorerHangs
@@ -189,6 +189,17 @@ async def test_the_first_samples_ever_may_be_bad_ones_which_only_the_next_sample
     assert now() == 1.0
     assert await stage.score(7, 8, 9, 1) == [BAD, BAD, BAD, 1.0]
     assert not stage.panel.down
+
+
+async def test_a_score_that_is_too_large_rejects_its_sample_and_is_not_asked_for_again():
+    huge = Unbounded("a reward of 1e+09, beyond reward.max_abs")
+    stage = Stage(judge := Judge(says=lambda call: huge))
+    (found,) = await stage.outcomes(1)
+    assert (without_place(found.reason), found.fault) == (
+        "scorer '0': a reward of 1e+09, beyond reward.max_abs",
+        "reject",
+    )
+    assert judge.seen == [[1]] and not stage.panel.down
 
 
 async def test_a_scorer_that_is_not_there_yet_is_waited_for():
