@@ -18,6 +18,14 @@ class Constant:
         return [Score(self.value) for _ in images]
 
 
+class Brightness(Constant):
+    """A reward that moves as little as an image does: a pixel that is rounded otherwise changes hardly anything, where
+    it may change a JPEG by bytes."""
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(float(one.mean()) / 255) for one in images]
+
+
 class NotANumber(Constant):
     value = float("nan")
 

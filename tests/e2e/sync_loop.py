@@ -18,7 +18,8 @@ from omni_async.control.seeds import PromptStream, derive, draw_window
 from omni_async.data.prompts import load_prompts
 from omni_async.families import find_family
 from omni_async.policy import load_policy
-from omni_async.rewards.jpeg_size import JpegSizeScorer
+from omni_async.rewards import registry
+from omni_async.rewards.base import shown_to
 from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.transitions import log_prob, ode_step, take_step, transition
 from tests.fakes import load_model
@@ -33,7 +34,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
     model = load_model(policy).requires_grad_(True)
     codec = policy.load_codec(torch.float32)
     prompts = PromptStream(load_prompts(prompt_file, "data.prompts", 4000), config.run.seed, config.data.shuffle)
-    reward = JpegSizeScorer(**config.reward.scorers[0].params)
+    reward = registry.build(config.reward.scorers[0])
     if t.optimizer.name == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=t.optimizer.lr, weight_decay=t.optimizer.weight_decay)
     else:
@@ -81,7 +82,8 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                     moved.append(to)
                 x = torch.cat(moved)
             media = [one.numpy() for one in codec.decode(x, r.sampling)]
-            rewards += [score.value for score in reward.score(media, [prompts[g] for g, _ in batch])]
+            shown = shown_to(reward.name, reward, media)
+            rewards += [score.value for score in reward.score(shown, [prompts[g] for g, _ in batch])]
             taken += steps
 
         # Advantages: A = (reward - group mean) / (std + eps), clipped.

@@ -39,6 +39,7 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False, allow_infinity=False),
     str: st.text(max_size=10),
+    bytes: st.binary(max_size=10),
     bool: st.booleans(),
     type(None): st.none(),
     Any: st.none() | st.integers(0, 9) | st.text(max_size=5),
