@@ -77,7 +77,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=4)
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_published_recipe_trains_at_test_size(
     path: Path, checkpoint_of: Callable[[str], Path], tmp_path: Path

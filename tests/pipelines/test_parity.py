@@ -54,7 +54,7 @@ def test_a_family_computes_what_its_pipeline_does_and_the_reference_engine_what_
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=3)
+@pytest.mark.sliced(floor=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_vllm_omni_computes_what_the_trainer_does(name, tmp_path):
     """Runs the command itself: an engine claims its process."""

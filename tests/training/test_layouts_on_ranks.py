@@ -89,6 +89,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
     assert_close(found["auxiliary"], expected["auxiliary"])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path):
     jobs: dict[str, tuple[Config, GroupBatch, Path]] = {}

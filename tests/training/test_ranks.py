@@ -163,7 +163,7 @@ def deal_all(rank: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[st
     return {key: two_groups(start(key[0], config, rank)) for key, config in configs.items()}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
     dealt = {key: make_config(**{**change, "workers": world}) for key, change in jobs.items()}
