@@ -20,8 +20,8 @@ FAMILIES = $$($(BIN)/python -c 'from omni_async.families import family_names; pr
 
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
-	@echo "make test         install and run every kind of test, with a slice of the long searches (about 7 minutes)"
-	@echo "make test-all     every test and every schedule (about half an hour)"
+	@echo "make test         install and run every kind of test, with a slice of the long searches (about 12 minutes)"
+	@echo "make test-all     every test and every schedule (about 35 minutes)"
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
 	@echo "make test-gpu     the tests for a machine that has accelerators"
 	@echo "make conformance  compare every model family with its upstream pipeline, on every engine; writes docs/models/measured.md"
