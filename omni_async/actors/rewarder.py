@@ -21,7 +21,8 @@ from omni_async.config import Config
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
-from omni_async.rewards.guard import Failure, Panel
+from omni_async.rewards.guard import Failure
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import Score, ScoreJob, ScoreResult

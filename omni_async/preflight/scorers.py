@@ -18,7 +18,7 @@ from omni_async.config import ConfigError
 from omni_async.config.schema import ScoreCache
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
-from omni_async.rewards.guard import Panel
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.runtime.inputs import RunInputs

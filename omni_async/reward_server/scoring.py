@@ -22,7 +22,8 @@ from omni_async.media import Media
 from omni_async.reward_server.metrics import Metrics
 from omni_async.rewards import registry
 from omni_async.rewards.composition import WeightedScorer
-from omni_async.rewards.guard import Failure, Panel
+from omni_async.rewards.guard import Failure
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.wire import Outcome, kind_of
 from omni_async.types import Prompt, Score
 

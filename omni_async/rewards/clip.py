@@ -7,6 +7,7 @@ from there on, and scores float64.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,7 +82,7 @@ def frames_of(media: Media, count: int) -> list[NDArray[np.uint8]]:
     return list(evenly(media.frames, count)) if media.image is None else [media.pixels]
 
 
-class PromptAlignmentScorer:
+class PromptAlignmentScorer(ABC):
     """The base of scorers that are a function of the cosine between image and prompt.
 
     A video scores the mean over `frames` evenly spaced frames.
@@ -129,9 +130,9 @@ class PromptAlignmentScorer:
     def _shown(self, frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return frame
 
+    @abstractmethod
     def _judge(self, cosines: NDArray[np.float64]) -> Score:
         """Return the score of a sample whose frames have these cosines with its prompt."""
-        raise NotImplementedError
 
 
 def missing_clip(params: dict[str, Any]) -> str | None:

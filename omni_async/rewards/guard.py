@@ -1,7 +1,4 @@
-"""Calls the scorers of a reward so that their failures affect nothing else.
-
-`Panel` asks all of them, one after the other, for what `reward.cache` does not have; `GuardedScorer` calls one: in
-threads, with a timeout, a hedge and a circuit breaker.
+"""Calls a scorer so that its failures affect nothing else: in threads, with a timeout, a hedge and a circuit breaker.
 
 `score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the
 pauses between attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel
@@ -20,8 +17,7 @@ that of an outage, counts against the scorer.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,13 +35,10 @@ from omni_async.rewards.base import (
     Scorer,
     Unbounded,
     is_concurrent,
-    require_media,
     require_scores,
     shown_to,
 )
-from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.failures import is_outage, place_of, repeats, told
-from omni_async.rewards.kept_answers import KeptAnswers
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.types import Fault, Prompt, Score
@@ -119,7 +112,7 @@ class GuardedScorer:
 
     @property
     def outage(self) -> str:
-        """Returns the scorer's last error when it went down."""
+        """The scorer's last error when it went down."""
         return self._breaker.reason
 
     async def try_out(self) -> str | None:
@@ -320,122 +313,3 @@ def _failed(label: str, error: BaseException) -> ScoreError:
     shown = text if len(text) <= longest else f"{text[: longest - 3]}..."
     kind = Outage if is_outage(error) else Unbounded if isinstance(error, Unbounded) else ScoreError
     return kind(shown + place)
-
-
-class Panel:
-    """All guarded scorers of a reward.
-
-    `report` gets messages about them for the user. `probe`: the sample that they are tried with before any sample is
-    drawn."""
-
-    def __init__(
-        self,
-        name: str,
-        reward: WeightedScorer,
-        config: Reward,
-        clock: Clock,
-        report: Callable[[str], Awaitable[None]],
-        threads: Callable[[str], Threads] = Threads,
-        probe: Probe | None = None,
-    ) -> None:
-        self._reward = reward
-        self._max_abs = config.max_abs
-        self._guards = [
-            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), report, probe)
-            for label, _, scorer, _ in reward.members
-        ]
-        self._probe = probe
-        identities = [member.identity for member in reward.members]
-        self._kept: KeptAnswers | None = None
-        if config.cache.enabled and any(identity is not None for identity in identities):
-            self._kept = KeptAnswers(identities, config.cache, threads(f"{name}/cache"), report)
-        self._hits: Counter[int] = Counter()
-
-    async def try_out(self) -> str | None:
-        """Lets every scorer score the probe, but one that is known to have. Returns why one is wrong, if one is."""
-        probe = self._probe
-        kept = self._kept
-        keys = {} if kept is None or probe is None else await kept.keys(probe.media, probe.prompts)
-        for number, guard in enumerate(self._guards):
-            asked = [key for (member, _), key in keys.items() if member == number]
-            if kept and probe and asked and len(await kept.look_up(asked)) == len({*asked}):
-                guard.answered(probe.media[0], probe.prompts[0])
-                continue
-            if (wrong := await guard.try_out()) is not None:
-                return wrong
-            answers = {keys[number, i]: one for i, one in enumerate(guard.probed) if (number, i) in keys}
-            if kept and answers:
-                await kept.keep(answers)
-        return None
-
-    def take_hits(self) -> Counter[int]:
-        """Return, by position in the last batch, how many answers came from the cache; the next call returns none."""
-        hits, self._hits = self._hits, Counter()
-        return hits
-
-    @property
-    def down(self) -> bool:
-        """Returns whether samples should wait for `recover`."""
-        return any(guard.down for guard in self._guards)
-
-    @property
-    def outages(self) -> list[str]:
-        """Returns the errors of the scorers that are down."""
-        return [guard.outage for guard in self._guards if guard.down]
-
-    async def recover(self) -> None:
-        """Return when samples may be sent to every scorer, even if they will fail."""
-        for guard in self._guards:
-            await guard.recover()
-
-    async def score(self, media: Sequence[Media], prompts: Sequence[Prompt]) -> list[Score | Failure]:
-        """Return one outcome per sample. A sample that a scorer fails is not shown to those after it."""
-        failures: dict[int, Failure] = {}
-        for i, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
-            try:
-                require_media([one], [prompt])
-            except ScoreError as error:
-                failures[i] = Failure(str(error))
-        rows: list[list[Score]] = [[] for _ in media]
-        self._hits = Counter()
-        kept = self._kept
-        keys = {} if kept is None or failures else await kept.keys(media, prompts)
-        for number, guard in enumerate(self._guards):
-            asked = [key for (member, _), key in keys.items() if member == number]
-            known = await kept.look_up(asked) if kept and asked else {}
-            left: list[int] = []
-            for i in range(len(media)):
-                if i in failures:
-                    continue
-                if (score := known.get(keys.get((number, i), b""))) is not None:
-                    rows[i].append(score)
-                    self._hits[i] += 1
-                    guard.answered(media[i], prompts[i])
-                else:
-                    left.append(i)
-            if not left:
-                continue
-            outcomes = await guard.score([media[i] for i in left], [prompts[i] for i in left])
-            fresh: dict[bytes, Score] = {}
-            for i, outcome in zip(left, outcomes, strict=True):
-                if isinstance(outcome, Failure):
-                    failures[i] = outcome
-                    continue
-                rows[i].append(outcome)
-                if (number, i) in keys:
-                    fresh[keys[number, i]] = outcome
-            if kept and fresh:
-                await kept.keep(fresh)
-        return [failures.get(i) or self._combined(row, prompts[i]) for i, row in enumerate(rows)]
-
-    def _combined(self, row: list[Score], prompt: Prompt) -> Score | Failure:
-        try:
-            return self._reward.combine(row, prompt, self._max_abs)
-        except Unbounded as error:
-            return Failure(str(error), "reject")
-
-    def close(self) -> None:
-        for guard in self._guards:
-            guard.close()
-        if self._kept is not None:
-            self._kept.close()

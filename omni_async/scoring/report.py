@@ -36,9 +36,10 @@ _LONGEST_CELL = 60
 
 
 class Statistics(Struct, frozen=True):
-    """Of one number over samples: `std` between the means of samples (n - 1), `own` within samples (None: not known).
+    """The statistics of one number over samples.
 
-    `quantiles` are at 5, 25, 50, 75 and 95 percent."""
+    `std` is between the means of samples (n - 1), `own` within samples (None: not known). `quantiles` are at 5, 25, 50,
+    75 and 95 percent."""
 
     mean: float
     std: float | None

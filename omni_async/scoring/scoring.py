@@ -26,7 +26,8 @@ from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
-from omni_async.rewards.guard import Failure, Panel
+from omni_async.rewards.guard import Failure
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.scoring.samples import Sample
 from omni_async.types import Score

@@ -1,11 +1,9 @@
 """Computes losses of transition objectives: one row is one trained denoising step of one sample.
 
-Rows are sample-major, (sample 0, step 0), (sample 0, step 1), ...; a sample of several calls has the steps of all of
-them, one call after the other. `correction.mode` decides which policy a ratio is
-taken to. The proximal policy of an update is the trainer's weights at its start. With one optimizer step per update it
-is the policy in training, and the same forward pass evaluates it. Otherwise, and where a correction looks at the whole
-update, its log-probs are recomputed in a separate pass when a group arrives (`recompute_proximal`), and kept here until
-the update is over.
+Rows are those of `transition_rows`. `correction.mode` decides which policy a ratio is taken to. The proximal policy of
+an update is the trainer's weights at its start. With one optimizer step per update it is the policy in training, and
+the same forward pass evaluates it. Otherwise, and where a correction looks at the whole update, its log-probs are
+recomputed in a separate pass when a group arrives (`recompute_proximal`), and kept here until the update is over.
 """
 
 from __future__ import annotations
@@ -20,110 +18,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.algorithms.correction import Drift, correct, interpolated_log_prob, normaliser
-from omni_async.algorithms.kinds import num_trained, sde_of
+from omni_async.algorithms.kinds import sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config
 from omni_async.families import SamplingSpec
-from omni_async.policy import Policy, modalities_of
+from omni_async.policy import modalities_of
 from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
-from omni_async.training.groups import GroupBatch, MicroBatch, Needs, calls_of, check_group, find_step
+from omni_async.training.groups import GroupBatch, calls_of, check_group, find_step
 from omni_async.training.row_loss import LossOfObjective
+from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
-
-
-@dataclass(frozen=True)
-class TransitionRows:
-    """R rows on the trainer's device, float32.
-
-    Latents, next_latents and behaviour_mean (R, *shape), behaviour_by_modality (R, M), all other tensors (R,). `steps`,
-    `row_ids`, each (sample, number among the sample's trained rows), and `needs` stay on the host."""
-
-    latents: Tensor
-    next_latents: Tensor
-    behaviour_mean: Tensor | None
-    behaviour_log_prob: Tensor
-    behaviour_by_modality: Tensor | None
-    advantage: Tensor
-    staleness: Tensor
-    weight: Tensor | None
-    sigma: Tensor
-    sigma_next: Tensor
-    sigma_max: Tensor
-    conditioning: TensorDict
-    steps: list[int]
-    row_ids: list[tuple[int, int]]
-    needs: Needs
-
-    @property
-    def num_elements(self) -> int:
-        return self.latents[0].numel()
-
-
-def trained_steps(seed: int, window: int, fraction: float, calls: int = 1) -> list[int]:
-    """Return the positions of a sample's steps that are trained, in order: `num_trained` of every call.
-
-    Args:
-        seed: the sample's, from which they are drawn.
-        window: W, the number of a call's steps that could be trained; those of call k have the positions from k W on.
-        fraction: `algorithm.timestep_fraction`.
-        calls: how many the sample has."""
-    count = num_trained(window, fraction)
-    if count == window:
-        return list(range(calls * window))
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randperm(window, generator=generator)[:count].sort().values for _ in range(calls)]
-    return [call * window + k for call, positions in enumerate(drawn) for k in positions.tolist()]
-
-
-def build_rows(
-    group: GroupBatch,
-    chosen: Sequence[Sequence[int]],
-    batch: MicroBatch,
-    needs: Sequence[str],
-    policy: Policy,
-    device: torch.device,
-) -> TransitionRows:
-    """Build a micro-batch of a group.
-
-    Args:
-        group: this rank's samples, checked.
-        chosen: the window positions that are trained of each sample, as many of every one.
-        batch: the rows to build, by their number in the group.
-        needs: the component of every row of the group.
-        policy: stacks the conditioning.
-        device: where the rows are put."""
-    row_ids = [divmod(i, len(chosen[0])) for i in batch.rows]
-    pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
-    found = [find_step(group.trajectories[sample], position) for sample, position in pairs]
-    steps = [int(t["steps"][k]) for t, k in found]
-
-    def stacked(name: str, shift: int = 0) -> Tensor:
-        return torch.stack([t[name][k + shift] for t, k in found]).to(device)
-
-    def sigma(position: list[int]) -> Tensor:
-        return torch.stack([t["sigmas"][i] for (t, _), i in zip(found, position, strict=True)]).to(device)
-
-    weight = None
-    if group.weights is not None:
-        weight = torch.tensor([group.weights[sample][n] for sample, n in row_ids], dtype=torch.float64, device=device)
-    return TransitionRows(
-        latents=stacked("latents"),
-        next_latents=stacked("latents", 1),
-        behaviour_mean=stacked("means") if "means" in found[0][0] else None,
-        behaviour_log_prob=stacked("log_probs"),
-        behaviour_by_modality=stacked("modality_log_probs") if "modality_log_probs" in found[0][0] else None,
-        advantage=torch.tensor([group.advantages[sample] for sample, _ in pairs], dtype=torch.float32, device=device),
-        staleness=torch.tensor([group.staleness[sample][k] for sample, k in pairs], dtype=torch.int64, device=device),
-        weight=weight,
-        sigma=sigma(steps),
-        sigma_next=sigma([i + 1 for i in steps]),
-        sigma_max=sigma([1] * len(steps)),
-        conditioning=policy.stack_conditioning([t["conditioning"] for t, _ in found]).to(device),
-        steps=steps,
-        row_ids=row_ids,
-        needs=Needs([needs[i] for i in batch.rows], batch.calls),
-    )
 
 
 @dataclass(frozen=True)

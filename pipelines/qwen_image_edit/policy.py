@@ -104,8 +104,8 @@ class QwenImageEditPolicy(QwenImagePolicy):
     ) -> Tensor:
         """Compute the velocity of rows whose images have the same shape in one call each.
 
-        The denoiser has one table of positions for all of its rows. A group shares a prompt and so has one shape, and
-        the ranks of a trainer make as many calls as each other; only engines mix them."""
+        The denoiser has one table of positions for all of its rows. A trainer's micro-batch has rows of one prompt and
+        one call of its samples, so of one shape, and its ranks call the denoiser equally often; only engines mix."""
         shapes = [image.shape for image in cast(Any, conditioning).get("image", as_list=True)]
         found: Tensor | None = None
         for shape in dict.fromkeys(shapes):

@@ -19,7 +19,8 @@ from omni_async.media import require_media
 from omni_async.rewards.base import Outage, ScoreError, Unbounded
 from omni_async.rewards.composition import Member, WeightedScorer
 from omni_async.rewards.failures import is_outage
-from omni_async.rewards.guard import Failure, Panel, ScorerHangs
+from omni_async.rewards.guard import Failure, ScorerHangs
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.simulation.virtual_time import VirtualClock

@@ -21,7 +21,8 @@ from omni_async.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.composition import WeightedScorer
-from omni_async.rewards.guard import Failure, Panel, _failed
+from omni_async.rewards.guard import Failure, _failed
+from omni_async.rewards.panel import Panel
 from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score

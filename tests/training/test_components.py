@@ -111,41 +111,37 @@ def test_a_policy_of_one_component_needs_no_exchange():
     assert [(list(one.rows), one.counts) for one in found] == [([0, 1], True), ([2, 3], True), ([4], True)]
 
 
-def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_path):
-    """In bfloat16, which FSDP2 would cast it to, 938.3 is 940."""
-    recipe = Path(__file__).parents[2] / "recipes" / "tiny" / "sd35.yaml"
-    settings = [f"model.path={tiny.build(tmp_path)}", "model.dtype=bfloat16", "trainer.backend=fsdp2"]
-    config = load(recipe, settings)
+SIGMA = torch.tensor([0.9383])
+
+
+def times_embedded(recipe: str, path: Any, backend: str, embedder: str) -> list[torch.Tensor]:
+    """Returns the times that reach the module `embedder` of a trainer's denoiser in bfloat16, at `SIGMA`."""
+    settings = [f"model.path={path}", "model.dtype=bfloat16", f"trainer.backend={backend}"]
+    config = load(Path(__file__).parents[2] / "recipes" / "tiny" / recipe, settings)
     engine, spec = started(config), config.rollout.sampling
     policy = engine.policy
     seen: list[torch.Tensor] = []
-    embedder = engine._model.components[HIGH].time_text_embed.time_proj
-    embedder.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
-    sigma = torch.tensor([0.9383])
+    module = engine._model.components[HIGH].get_submodule(embedder)
+    module.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
     conditioning = policy.stack_conditioning([policy.blank_conditioning(spec)])
     with torch.no_grad():
         latents = torch.randn(1, *policy.latent_shape(spec))
-        engine._model.velocity(latents, sigma, conditioning, spec, Needs([HIGH], (HIGH,)))
-    assert seen and all(torch.equal(time, sigma * 1000) and time.dtype == torch.float32 for time in seen)
+        engine._model.velocity(latents, SIGMA, conditioning, spec, Needs([HIGH], (HIGH,)))
+    return seen
+
+
+def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_path):
+    """In bfloat16, which FSDP2 would cast it to, 938.3 is 940."""
+    seen = times_embedded("sd35.yaml", tiny.build(tmp_path), "fsdp2", "time_text_embed.time_proj")
+    assert seen and all(torch.equal(time, SIGMA * 1000) and time.dtype == torch.float32 for time in seen)
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 def test_a_denoiser_that_embeds_the_time_in_its_own_dtype_is_told_it_as_engines_tell_it(tmp_path, backend):
     """Trained weights are float32, and bfloat16 while they compute."""
-    recipe = Path(__file__).parents[2] / "recipes" / "tiny" / "hunyuan_video_15.yaml"
-    settings = [f"model.path={hunyuan_video_15.build(tmp_path)}", "model.dtype=bfloat16", f"trainer.backend={backend}"]
-    config = load(recipe, settings)
-    engine, spec = started(config), config.rollout.sampling
-    policy = engine.policy
-    seen: list[torch.Tensor] = []
-    embedder = engine._model.components[HIGH].time_embed.time_proj
-    embedder.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
-    sigma = torch.tensor([0.9383])
-    conditioning = policy.stack_conditioning([policy.blank_conditioning(spec)])
-    with torch.no_grad():
-        latents = torch.randn(1, *policy.latent_shape(spec))
-        engine._model.velocity(latents, sigma, conditioning, spec, Needs([HIGH], (HIGH,)))
-    assert seen and all(torch.equal(time, (sigma * 1000).bfloat16()) for time in seen)
+    path = hunyuan_video_15.build(tmp_path)
+    seen = times_embedded("hunyuan_video_15.yaml", path, backend, "time_embed.time_proj")
+    assert seen and all(torch.equal(time, (SIGMA * 1000).bfloat16()) for time in seen)
 
 
 def test_drifts_are_those_of_their_samples_whatever_the_order_of_rows():
