@@ -21,7 +21,7 @@ from omni_async.aio.clock import WallClock
 from omni_async.config import Config, check, with_spec
 from omni_async.control.coordinator import Coordinator
 from omni_async.media import Media
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rollout.base import Trajectory
 from omni_async.runtime.on_ray.store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
@@ -157,14 +157,9 @@ def build_producer(nbytes: int, samples: int, coordinator: Any) -> Producer:
 
 
 def build_rewarder(nbytes: int, samples: int, coordinator: Any) -> Rewarder:
-    return Rewarder(
-        "reward-0",
-        make_config(nbytes, samples),
-        WeightedScorer.alone(InstantScorer()),
-        coordinator,
-        RayStore(),
-        WallClock(),
-    )
+    config = make_config(nbytes, samples)
+    reward = LoadedReward.of(config.reward, InstantScorer())
+    return Rewarder("reward-0", config, reward, coordinator, RayStore(), WallClock())
 
 
 def build_trainer(nbytes: int, samples: int, coordinator: Any, producer: Any) -> GroupTrainer:

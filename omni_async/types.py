@@ -104,25 +104,28 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoreJob(msgspec.Struct, frozen=True, gc=False):
-    """A sample to score. `attempt` is the sample's: one that was lost and generated again has other media."""
+    """A sample to score. `attempt` is the sample's: one that was lost and generated again has other media.
+
+    `alone`: workers were lost over it, so that the next one scores nothing beside it."""
 
     sample_id: str
     kind: SampleKind
     prompt: Prompt
     media: Any
     attempt: int = 1
+    alone: bool = False
 
 
 class Score(msgspec.Struct, frozen=True, gc=False):
     """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions.
 
-    `values` are each scorer's own unweighted values, in the order of reward.scorers; a single scorer's own score leaves
-    it empty."""
+    `values` are the unweighted numbers that the reward is made of (`omni_async.reward_formula`), None for those of a
+    scorer that was not asked, or is left out; a single scorer's own score leaves it empty."""
 
     value: float
     parts: dict[str, float] = {}
     text: str | None = None
-    values: tuple[float, ...] = ()
+    values: tuple[float | None, ...] = ()
 
 
 class ScoreResult(msgspec.Struct, frozen=True, gc=False):
@@ -139,6 +142,26 @@ class ScoreResult(msgspec.Struct, frozen=True, gc=False):
     fault: Fault = "retry"
     wrong: bool = False
     cached: int = 0
+
+
+class ScorerReport(msgspec.Struct, frozen=True):
+    """What one scorer did in one worker since the last report.
+
+    `in_flight`: samples that wait for its answer now, of which `queued` wait for a call. `calls` of it, for `samples`;
+    `failed` are its answers without a score, `cached` those that it was not asked for. `tokens`: what a judge read and
+    wrote. `call_s`: seconds of each call; `answer_s`: seconds from asking for a sample to its answer, the wait for a
+    call included."""
+
+    scorer: str
+    in_flight: int = 0
+    queued: int = 0
+    calls: int = 0
+    samples: int = 0
+    failed: int = 0
+    cached: int = 0
+    tokens: float = 0.0
+    call_s: tuple[float, ...] = ()
+    answer_s: tuple[float, ...] = ()
 
 
 class ReadySample(msgspec.Struct, frozen=True, gc=False):
@@ -206,7 +229,9 @@ class SampleDrift(msgspec.Struct, frozen=True):
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
-    """A line of `ledger.jsonl`: how one admitted group ended."""
+    """A line of `ledger.jsonl`: how one admitted group ended.
+
+    `left_out` are the scorers that its rewards are made without, because they failed."""
 
     run: str
     group: int
@@ -219,6 +244,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
     step_versions: tuple[int, int] | None
     attempts: int
     reward: float | None
+    left_out: tuple[str, ...] = ()
 
 
 class UpdateReport(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import numpy as np
 
 from omni_async.media import Media
 from omni_async.rewards.base import require_media, require_scores, shown_to
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 
 
@@ -15,10 +15,11 @@ def as_media(pixels: np.ndarray) -> Media:
     return Media(image=np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
-def score_all(reward: WeightedScorer, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+def score_all(reward: LoadedReward, media: list[Media], prompts: list[Prompt]) -> list[Score]:
     """Scores without threads, retries and waiting; what a scorer raises is raised."""
     require_media(media, prompts)
-    rows = []
-    for label, _, scorer, _ in reward.members:
-        rows.append(require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts))
-    return [reward.combine(row, prompt) for row, prompt in zip(zip(*rows, strict=True), prompts, strict=True)]
+    rows = [
+        require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
+        for label, _, scorer, _ in reward.members
+    ]
+    return [reward.formula.combine(dict(enumerate(row))) for row in zip(*rows, strict=True)]

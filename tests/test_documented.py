@@ -16,9 +16,10 @@ import pytest
 
 from omni_async import cli
 from omni_async.config import load
+from omni_async.config.schema import Reward
 from omni_async.media import Media
 from omni_async.rewards import registry
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 from tests.images import score_all
 
@@ -138,7 +139,7 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     assert ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
     exec(snippet("class Loudness:"), {"Score": Score} | namespace, namespace)
     tone = Media(audio=np.full((2, 10), 0.5, np.float32), sample_rate=8000)
-    reward = WeightedScorer.alone(namespace["Loudness"]())
+    reward = LoadedReward.of(Reward(), namespace["Loudness"]())
     assert score_all(reward, [tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
 
 

@@ -6,7 +6,7 @@ A plain object satisfies the Protocols in one process, and a proxy does across R
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ from omni_async.types import (
     SampleResult,
     ScoreJob,
     ScoreResult,
+    ScorerReport,
     Span,
     TrainGroup,
     UpdateReport,
@@ -48,6 +49,7 @@ class CoordinatorApi(Protocol):
     async def announce(self, version: int, digest: str) -> None: ...
     async def engine_holds(self, report: WeightReport) -> None: ...
     async def report_spans(self, spans: list[Span]) -> None: ...
+    async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None: ...
     async def phase(self, text: str) -> None: ...
     async def continuation(self) -> ControlState: ...
     async def take_up(self, groups: list[ReadyGroup]) -> None: ...
@@ -153,10 +155,19 @@ class UpdateRule(Protocol):
 
 
 class Tracer:
-    """A record of an actor's spans, handed to the coordinator in batches, for the timeline and the busy fractions."""
+    """A record of an actor's spans, handed to the coordinator in batches, for the timeline and the busy fractions.
 
-    def __init__(self, actor: str, coordinator: CoordinatorApi, clock: Clock) -> None:
+    `report` hands over what else the actor has counted, as often."""
+
+    def __init__(
+        self,
+        actor: str,
+        coordinator: CoordinatorApi,
+        clock: Clock,
+        report: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.actor = actor
+        self._report = report
         self._coordinator = coordinator
         self._clock = clock
         self._spans: list[Span] = []
@@ -184,6 +195,8 @@ class Tracer:
         if self._spans:
             spans, self._spans = self._spans, []
             await self._coordinator.report_spans(spans)
+        if self._report is not None:
+            await self._report()
 
     @asynccontextmanager
     async def task_group(self) -> AsyncIterator[asyncio.TaskGroup]:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from omni_async.actors.api import Abandoned, CoordinatorApi, Tracer
 from omni_async.actors.plan import Plan
@@ -22,10 +23,20 @@ from omni_async.actors.rewarder import Rewarder
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
-from omni_async.performance.emulation import Device, Draws, random_bytes, seed_of
+from omni_async.config.schema import Scorer
+from omni_async.media import Media
+from omni_async.performance.emulation import (
+    Device,
+    Draws,
+    random_bytes,
+    seed_of,
+    with_seed,
+)
 from omni_async.performance.profile import Profile
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.performance.scorer_lanes import scorer_lanes
+from omni_async.reward_formula import RewardFormula
 from omni_async.rewards.guard import Failure
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.store import ObjectStore
 from omni_async.types import (
     Piece,
@@ -34,7 +45,6 @@ from omni_async.types import (
     SampleDrift,
     Score,
     ScoreJob,
-    ScoreResult,
     TensorSpec,
     TrainGroup,
 )
@@ -45,54 +55,84 @@ from omni_async.weights.snapshot import SharedRows, Snapshot
 _VERSION_BYTES = 8
 
 
-class ReplayScorer:
-    """A scorer whose rewards are uniform in [0, 1), made of the seed that an emulated engine wrote on the media."""
+class EmulatedScorer:
+    """A scorer that takes the profile's time over every batch, and makes rewards of the seeds on the media.
 
-    name = "replay"
-    accepts = ("image", "video", "audio")
+    The rewards are uniform in [0, 1). Every call that runs has a device of its own. `fetch_s` returns how long the
+    media were fetched, which is part of the profile's time."""
 
-    def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
-        """Score media by their seeds. ValueError for media too short to carry a seed."""
-        drawn = (hashlib.blake2b(str(seed_of(one)).encode(), digest_size=8).digest() for one in media)
+    accepts = ("image",)
+
+    def __init__(self, name: str, draws: Draws, concurrency: int | None, fetch_s: Callable[[], float]) -> None:
+        self.name = name
+        self.concurrency = concurrency
+        self._draws = draws
+        self._fetch_s = fetch_s
+        self._idle: list[Device] = []
+
+    async def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        device = self._idle.pop() if self._idle else Device()
+        await device.busy(self._draws.seconds(f"score/{self.name}", len(media)), device.now() - self._fetch_s())
+        self._idle.append(device)
+        drawn = [hashlib.blake2b(str(seed_of(one.image)).encode(), digest_size=8).digest() for one in media]
         return [Score(int.from_bytes(one, "little") / 2**64) for one in drawn]
 
 
 class EmulatedRewarder(Rewarder):
-    """A reward worker that takes the profile's time over every batch.
+    """A reward worker whose scorers take the profile's times, those of pools included.
 
-    Where roles share devices, the first batch of an update waits for the device to be handed over."""
+    Where roles share devices, the first samples of an update wait for the device to be handed over."""
 
     def __init__(
         self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
     ) -> None:
-        self._scorer = ReplayScorer()
-        super().__init__(name, config, WeightedScorer.alone(self._scorer), coordinator, store, clock)
-        self._device = Device()
         self._draws = Draws(name, config.run.seed, profile)
-        self._since = 0.0
+        self._fetch_s = 0.0
         self._turn = -1
+        self._switching: asyncio.Task[None] | None = None
 
-    async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
+        lanes = scorer_lanes(config, profile)
+        left = iter(lanes)
+
+        def emulated(_: Scorer, gpus: float) -> EmulatedScorer:
+            lane = next(left)
+            # One scorer draws from the worker's own stream, several from one each.
+            draws = self._draws if lane.alone else Draws(f"{name}/{lane.label}", config.run.seed, profile)
+            return EmulatedScorer(lane.label, draws, lane.concurrency, lambda: self._fetch_s)
+
+        named = RewardFormula(config.reward).scorers
+        scorers = tuple(
+            replace(one, batch=lane.batch, concurrency=None, pool=None) for one, lane in zip(named, lanes, strict=True)
+        )
+        reward = LoadedReward(replace(config.reward, scorers=scorers), build=emulated)
+        super().__init__(name, config, reward, coordinator, store, clock)
+
+    async def _score_all(self, jobs: list[ScoreJob]) -> None:
         turn = int(jobs[0].sample_id[1:].split(".")[0]) // self.config.trainer.groups_per_update
         if self.config.placement.reward_in_turn and turn != self._turn:
             self._turn = turn
-            with self._tracer.span("switch"):
-                await self._device.busy(self._draws.seconds("switch"), self._device.now())
-        return await super()._score_all(jobs)
+            self._switching = asyncio.create_task(self._switch())
+        if self._switching is not None:
+            await self._switching
+        await super()._score_all(jobs)
 
-    async def _fetch(self, jobs: list[ScoreJob]) -> list[Any]:
-        self._since = self._device.now()  # fetching is part of the profile's time
-        return await super()._fetch(jobs)
+    async def _switch(self) -> None:
+        with self._tracer.span("switch"):
+            await asyncio.sleep(self._draws.seconds("switch"))
 
-    async def _score(self, media: list[Any], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        await self._device.busy(self._draws.seconds("score", len(jobs)), self._since)
-        return [self._replayed(one, job) for one, job in zip(media, jobs, strict=True)]
-
-    def _replayed(self, media: Any, job: ScoreJob) -> Score | Failure:
+    async def _media(self, job: ScoreJob) -> Media | Failure:
+        """Fetch the sample's bytes, of which the scorers need the seed alone."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        fetched: Any = await super()._media(job)
+        self._fetch_s = loop.time() - began
+        if isinstance(fetched, Failure):
+            return fetched
         try:
-            return self._scorer.score([media], [job.prompt])[0]
+            seed = seed_of(fetched)
         except ValueError as error:
             return Failure(f"ValueError: {error}")
+        return Media(image=with_seed(np.zeros(24, np.uint8), seed).reshape(3, 1, 8))
 
 
 class EmulatedRank:

@@ -1,9 +1,10 @@
-"""Runs the reward worker: scores samples the moment they are generated, in batches of those that are there.
+"""Runs the reward worker: takes samples one by one as they are generated, and asks all scorers of each side by side.
 
-Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. While a scorer is
-down it asks for no samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by
-the end of the run. What fails is reported as an error, never as a number. Scorers run in threads, off the event loop;
-see `omni_async.rewards.guard` for how they may fail.
+Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. It takes as many
+samples as its scorers could begin now; those that may be asked any number of times at once take whatever there is.
+While a scorer is down it asks for no samples and waits for the scorer (`outage`); unblocked by its answer, by
+`reward.outage_s`, or by the end of the run. What fails is reported as an error, never as a number. Scorers that block
+run in threads, off the event loop; see `omni_async.rewards.guard` for how they may fail.
 
 Before the worker asks for the first sample, its scorers score a synthetic one: a scorer that is simply wrong ends the
 run then, while engines still load.
@@ -15,17 +16,19 @@ import asyncio
 from dataclasses import dataclass
 
 from omni_async.actors.api import CoordinatorApi, Tracer
+from omni_async.aio.batches import room_of
 from omni_async.aio.clock import Clock
-from omni_async.aio.waiting import first_of
+from omni_async.aio.waiting import Coalescer, Event, cancel, first_of
 from omni_async.config import Config
 from omni_async.media import Media
+from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
-from omni_async.rewards.panel import Panel
+from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.panel import Panel, Result
 from omni_async.rewards.probe import Probe
 from omni_async.store import ObjectLost, ObjectStore
-from omni_async.types import Score, ScoreJob, ScoreResult
+from omni_async.types import ScoreJob, ScoreResult
 
 # How long the start of a worker waits for its scorers' first answer. Later answers count too, before the first sample
 # is asked for.
@@ -38,7 +41,7 @@ class Rewarder:
 
     name: str
     config: Config
-    reward: WeightedScorer
+    reward: LoadedReward
     coordinator: CoordinatorApi
     store: ObjectStore
     clock: Clock
@@ -46,9 +49,16 @@ class Rewarder:
 
     def __post_init__(self) -> None:
         config, report = self.config.reward, self.coordinator.phase
-        self._panel = Panel(self.name, self.reward, config, self.clock, report, probe=self.probe)
+        self._tracer = Tracer(self.name, self.coordinator, self.clock, self._report_scorers)
+        self._panel = Panel(
+            self.name, self.reward, config, self.clock, report, probe=self.probe, observe=self._record_call
+        )
+        self._panel.connect(KnownAddresses(config, self.coordinator.addresses))
         self._trial: asyncio.Task[str | None] | None = None
-        self._tracer = Tracer(self.name, self.coordinator, self.clock)
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._fetching = 0  # samples that no scorer has been asked for yet
+        self._changed = Event()  # a sample is done, so there may be room for another
+        self._results = Coalescer(self._hand_in)
 
     async def start(self) -> None:
         """Try the scorers, which were built with their models loaded. WrongScorer if that has ended the run."""
@@ -59,7 +69,7 @@ class Rewarder:
             self._trial.cancel()
             raise
         if self._trial.done() and (wrong := self._trial.result()) is not None:
-            self._panel.close()
+            await self._panel.close()
             raise WrongScorer(wrong)
 
     async def _try_out(self) -> str | None:
@@ -69,52 +79,79 @@ class Rewarder:
 
     async def run(self) -> None:
         """Score until the run is over, whose last scores nobody needs. ScorerHangs if a worker has to take over."""
-        async with self._tracer.task_group():
+        async with self._tracer.task_group() as tasks:
             try:
-                await first_of(self._work(), self.coordinator.closing())
+                await first_of(self._work(tasks), self.coordinator.closing())
             finally:
-                self._panel.close()
+                await cancel(self._scoring)
+                await self._panel.close()
 
     async def leave(self) -> None:
         """Take no more samples, and ends when those under way are scored."""
         await self.coordinator.scorer_leaves(self.name)
 
-    async def _work(self) -> None:
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
         if self._trial is not None and await self._trial is not None:
             return
-        jobs = await self._next_jobs()
-        while jobs:
-            results = await self._score_all(jobs)
-            # Reported and asked at once: one message's time between two batches instead of two.
-            _, jobs = await asyncio.gather(self.coordinator.scored(self.name, results), self._next_jobs())
+        while True:
+            attempt = await self._scorers_are_up()
+            room = room_of(self._panel.loads, self._fetching)
+            if not room:
+                await self._changed.wait()
+                continue
+            with self._tracer.span("starved"):
+                jobs = await self.coordinator.next_to_score(self.name, 1 if attempt else room)
+            if not jobs:
+                break
+            if jobs[0].alone:
+                await self._all_scored()
+            self._fetching += len(jobs)
+            task = tasks.create_task(self._score_all(jobs))
+            self._scoring.add(task)
+            task.add_done_callback(self._scored)
+            if attempt or jobs[0].alone:
+                await self._all_scored()
+        await self._all_scored()
 
-    async def _next_jobs(self) -> list[ScoreJob]:
+    async def _scorers_are_up(self) -> bool:
+        """Wait for scorers that are down. Returns whether one still is, so that a sample has to show if it answers."""
         if self._panel.down:
             with self._tracer.span("outage"):
                 await self._panel.recover()
-        with self._tracer.span("starved"):
-            return await self.coordinator.next_to_score(self.name, self.config.reward.batch)
+        return self._panel.down
 
-    async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
-        with self._tracer.span("score", samples=len(jobs)):
-            media = await self._fetch(jobs)
-            found = [(job, one) for job, one in zip(jobs, media, strict=True) if not isinstance(one, Failure)]
-            outcomes = await self._score([one for _, one in found], [job for job, _ in found])
-            hits = self._panel.take_hits()
-            scored = iter([(outcome, hits[i]) for i, outcome in enumerate(outcomes)])
-            return [
-                _result(job, *((one, 0) if isinstance(one, Failure) else next(scored)))
-                for job, one in zip(jobs, media, strict=True)
-            ]
+    def _scored(self, task: asyncio.Task[None]) -> None:
+        self._scoring.discard(task)
+        self._changed.notify()
 
-    async def _fetch(self, jobs: list[ScoreJob]) -> list[Media | Failure]:
-        """Fetch each job's media. If they are missing, that says nothing about the scorers."""
-        return await asyncio.gather(*(self._media(job) for job in jobs))
+    async def _all_scored(self) -> None:
+        while self._scoring:
+            await self._changed.wait()
 
-    async def _score(self, media: list[Media], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        return await self._panel.score(media, [job.prompt for job in jobs])
+    async def _score_all(self, jobs: list[ScoreJob]) -> None:
+        """Score samples that were handed out together, so that they may share batches; each is answered by itself."""
+        try:
+            media = await asyncio.gather(*(self._media(job) for job in jobs))
+        finally:
+            self._fetching -= len(jobs)
+        await asyncio.gather(*map(self._score, jobs, media))
+
+    async def _score(self, job: ScoreJob, media: Media | Failure) -> None:
+        result = await self._result(job, media)
+        self._changed.notify()
+        await self._results.send(_message(job, result))
+
+    async def _result(self, job: ScoreJob, media: Media | Failure) -> Result:
+        if isinstance(media, Failure):
+            return Result(media)
+        return await self._panel.score(media, job.prompt, (job.sample_id, job.attempt))
+
+    async def _hand_in(self, results: list[ScoreResult]) -> list[None]:
+        await self.coordinator.scored(self.name, results)
+        return [None] * len(results)
 
     async def _media(self, job: ScoreJob) -> Media | Failure:
+        """Fetch the job's media. If they are missing, that says nothing about the scorers."""
         timeout_s = self.config.reward.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -127,9 +164,16 @@ class Rewarder:
         except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
             return Failure(f"{type(error).__name__}: {error}")
 
+    def _record_call(self, scorer: str, samples: int, start: float, end: float) -> None:
+        self._tracer.add("score", start, end, samples=samples, scorer=scorer)
 
-def _result(job: ScoreJob, outcome: Score | Failure, cached: int) -> ScoreResult:
+    async def _report_scorers(self) -> None:
+        await self.coordinator.report_scorers(self.name, self._panel.take_reports())
+
+
+def _message(job: ScoreJob, result: Result) -> ScoreResult:
+    outcome = result.outcome
     if isinstance(outcome, Failure):
         error, fault, wrong = outcome.reason, outcome.fault, outcome.wrong
         return ScoreResult(job.sample_id, job.attempt, error=error, fault=fault, wrong=wrong)
-    return ScoreResult(job.sample_id, job.attempt, score=outcome, cached=cached)
+    return ScoreResult(job.sample_id, job.attempt, score=outcome, cached=result.cached)

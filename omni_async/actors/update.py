@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from omni_async.algorithms.correction import Drift, correct, loss_factor, normal
 from omni_async.config import Config
 from omni_async.control.seeds import derive
 from omni_async.layout import ParallelLayout
+from omni_async.reward_formula import RewardFormula
 from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step
@@ -139,11 +141,12 @@ class Update:
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
-        """Return (N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
+        """Return (N, K) rewards, a column per scorer or component, and the weights (K,); NaN where one is left out."""
         if self._advantage.aggregate == "rewards":
             return _doubles([[r] for group in groups for r in group.rewards]), _doubles([1.0])
-        rewards = [sample.score.values for group in groups for sample in group.samples]
-        return _doubles(rewards), _doubles([s.weight for s in self.config.reward.scorers])
+        values = [sample.score.values for group in groups for sample in group.samples]
+        rewards = [[math.nan if value is None else value for value in row] for row in values]
+        return _doubles(rewards), _doubles(RewardFormula(self.config.reward).weights)
 
     def _advantages(self, groups: list[ReadyGroup]) -> list[list[float]]:
         if self.plan.paired:

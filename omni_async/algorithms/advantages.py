@@ -48,7 +48,8 @@ def aggregate_advantages(
     """Return advantages (N,) in rewards' dtype, float64 inside. Groups of one get 0, as does a prompt's only reward.
 
     Args:
-        rewards: (N, K) finite, of K scorers.
+        rewards: (N, K) finite, of K scorers; NaN in a whole group's column where that scorer has no part in its reward,
+            which then adds nothing, nor counts in a std. Not with settings.track_prompts.
         weights: (K,), a weight per scorer.
         group_ids: (N,) integers in any order.
         settings: `algorithm.advantage`.
@@ -60,7 +61,7 @@ def aggregate_advantages(
     columns = tracked_rewards(rewards, weights, settings)
     each = msgspec.structs.replace(settings, std="group") if settings.aggregate == "gdpo" else settings
     if not settings.track_prompts:
-        of_groups = [unclipped_advantages(column, group_ids, each) for column in columns.unbind(1)]
+        of_groups = [_where_given(column, group_ids, each) for column in columns.unbind(1)]
         advantages = _weighted(torch.stack(of_groups, dim=1), weights, settings)
         if settings.aggregate == "gdpo":
             # Every group's sum to 0, so the update's mean is 0 but for rounding; without subtracting it, no signal
@@ -74,6 +75,16 @@ def aggregate_advantages(
             whitened = (advantages - advantages.mean()) * global_scale(advantages, settings)
             advantages = whitened.masked_fill(_without_peers(prompt_ids, history), 0.0)
     return advantages.clamp(-settings.clip_max, settings.clip_max).to(rewards.dtype)
+
+
+def _where_given(rewards: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:
+    """Return advantages (N,) of one scorer's rewards (N,); 0 where they are NaN."""
+    _check_ids("group_ids", group_ids, rewards.shape)
+    given = rewards.isnan().logical_not()
+    advantages = torch.zeros_like(rewards)
+    if given.any():
+        advantages[given] = unclipped_advantages(rewards[given], group_ids[given], settings)
+    return advantages
 
 
 def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Tensor:

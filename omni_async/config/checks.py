@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator
 
 from omni_async.backends import find_backend
-from omni_async.config.schema import Config
+from omni_async.config.schema import Config, Scorer
 from omni_async.config.section import size_text
 from omni_async.families import SamplingSpec
+from omni_async.worker import BUILT_IN_ROLES
 
 _MOST_LIVE_GROUPS = 100_000
 _LEAST_SHARE = 0.0001  # of a CPU or an accelerator
@@ -187,8 +188,64 @@ def _reward(c: Config) -> Iterator[str]:
     if c.emulation is None and c.data.preferences is None:
         if not r.scorers:
             yield "reward.scorers: required, at least one; `omni-async list` shows them"
-        elif not any(scorer.weight for scorer in r.scorers):
+        elif not any(one.weight and (not one.components or any(one.components.values())) for one in r.scorers):
             yield "reward.scorers: every weight is 0, so there is no reward"
+    yield from _pools(c)
+    for number, scorer in enumerate(r.scorers):
+        yield from _scorer(c, f"reward.scorers.{number}", scorer)
+    if r.combine == "product" and c.algorithm.advantage.aggregate != "rewards":
+        yield (
+            "reward.combine: 'product' has no terms that algorithm.advantage.aggregate:"
+            f" {c.algorithm.advantage.aggregate} could take apart; use rewards"
+        )
+    if not abs(r.gated) <= r.max_abs:
+        yield f"reward.gated: expected at most reward.max_abs = {r.max_abs:g}, got {r.gated:g}"
+
+
+def _pools(c: Config) -> Iterator[str]:
+    taken = {*BUILT_IN_ROLES, *(role.name for role in c.roles)}
+    for key, names in (
+        ("pools", [pool.name for pool in c.reward.pools]),
+        ("servers", [server.name for server in c.reward.servers]),
+    ):
+        for number, name in enumerate(names):
+            if name in taken:
+                yield f"reward.{key}.{number}.name: {name!r} is the name of another role; choose another"
+            taken.add(name)
+    for number, server in enumerate(c.reward.servers):
+        if not server.replicas and not server.urls:
+            yield f"reward.servers.{number}: neither replicas nor urls, so nobody would answer; give one of them"
+        if server.access is not None and not server.urls:
+            yield f"reward.servers.{number}.access: it is for urls, of which there are none; leave it out"
+        if server.access is not None and not server.access.startswith("env:"):
+            yield f"reward.servers.{number}.access: expected env:NAME, the environment variable that holds it"
+    names = [pool.name for pool in c.reward.pools]
+    for number, name in enumerate(names):
+        if not any(scorer.pool == name for scorer in c.reward.scorers):
+            yield f"reward.pools.{number}: no scorer has pool: {name}; name it in one, or leave the pool out"
+
+
+def _scorer(c: Config, key: str, scorer: Scorer) -> Iterator[str]:
+    advantage, pools = c.algorithm.advantage, [pool.name for pool in c.reward.pools]
+    server = scorer.params.get("server")
+    if ":" not in scorer.name and isinstance(server, str) and server not in c.services:
+        known = ", ".join(c.services) or "none"
+        yield f"{key}.params.server: expected a name of reward.servers ({known}), got {server!r}"
+    if scorer.pool is not None and scorer.pool not in pools:
+        yield f"{key}.pool: expected a name of reward.pools ({', '.join(pools) or 'none'}), got {scorer.pool!r}"
+    timeout_s = c.reward.timeout_s if scorer.timeout_s is None else scorer.timeout_s
+    if scorer.hedge_s is not None and scorer.hedge_s >= timeout_s:
+        given_up = f"a call is given up after timeout_s = {timeout_s:g}"
+        yield f"{key}.hedge_s: {given_up}, so expected less, got {scorer.hedge_s:g}"
+    if advantage.aggregate == "rewards":
+        return
+    if scorer.gate is not None:
+        yield f"{key}.gate: needs algorithm.advantage.aggregate: rewards, got {advantage.aggregate}"
+    if advantage.track_prompts and (scorer.when or scorer.on_failure == "leave_out"):
+        yield (
+            f"{key}: a scorer that is not asked for every sample (when, on_failure: leave_out) has no history to"
+            f" compare with; use algorithm.advantage.aggregate: rewards, got {advantage.aggregate} with track_prompts"
+        )
 
 
 def _runtime(c: Config) -> Iterator[str]:

@@ -32,11 +32,15 @@ from omni_async.config.section import (
 from omni_async.config.stages import Ema as Ema
 from omni_async.config.stages import Emulated as Emulated
 from omni_async.config.stages import Optimizer as Optimizer
+from omni_async.config.stages import Pool as Pool
+from omni_async.config.stages import Resources as Resources
 from omni_async.config.stages import Reward as Reward
+from omni_async.config.stages import RoleName
 from omni_async.config.stages import Rollout as Rollout
 from omni_async.config.stages import ScoreCache as ScoreCache
 from omni_async.config.stages import Scorer as Scorer
 from omni_async.config.stages import Sde as Sde
+from omni_async.config.stages import Server as Server
 from omni_async.config.stages import Trainer as Trainer
 from omni_async.config.stages import WindowConfig as WindowConfig
 from omni_async.worker import Worker
@@ -192,13 +196,6 @@ class Tracking(Section, kw_only=True, frozen=True):
     """Samples in a grid; the image, video and audio of as many are saved."""
 
 
-class Resources(Section, kw_only=True, frozen=True):
-    cpus: Annotated[float, most(10_000, "no machine has so many", gt=0)] = 1.0
-    """CPUs of one actor; also its thread count."""
-    gpus: Annotated[float, most(1000, "no machine has so many", ge=0)] = 0.0
-    """Accelerators of one actor."""
-
-
 class Placement(Section, kw_only=True, frozen=True):
     rollout: Resources = Resources()
     """Each producer with its engine."""
@@ -218,7 +215,7 @@ class Placement(Section, kw_only=True, frozen=True):
 
 
 class Role(Section, kw_only=True, frozen=True):
-    name: Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,39}\Z", extra={"why": "lower-case letters and '_', at most 40"})]
+    name: RoleName
     """Name of the entry-point group `omni_async.roles`; `omni-async list` shows them."""
     workers: Workers = 1
     """Number of its workers."""
@@ -292,6 +289,16 @@ class Config(Section, kw_only=True, frozen=True):
         return tuple(str(Worker("rollout", index)) for index in range(self.rollout.workers))
 
     @property
+    def services(self) -> tuple[str, ...]:
+        """The roles whose workers have addresses: those of packages, pools of scorers, and model servers."""
+        reward = self.reward
+        return (
+            *(role.name for role in self.roles),
+            *(pool.name for pool in reward.pools),
+            *(server.name for server in reward.servers),
+        )
+
+    @property
     def resources(self) -> dict[str, Resources]:
         """What one worker of each role asks for, by the key that says so."""
         placement = self.placement
@@ -299,4 +306,6 @@ class Config(Section, kw_only=True, frozen=True):
         return {
             **{f"placement.{role}": resources for role, resources in built_in.items()},
             **{f"roles.{number}.resources": role.resources for number, role in enumerate(self.roles)},
+            **{f"reward.servers.{number}.resources": one.resources for number, one in enumerate(self.reward.servers)},
+            **{f"reward.pools.{number}.resources": pool.resources for number, pool in enumerate(self.reward.pools)},
         }

@@ -33,6 +33,13 @@ from omni_async.config.section import (
 Step = Annotated[int, most(MOST_STEPS)]
 
 
+class Resources(Section, kw_only=True, frozen=True):
+    cpus: Annotated[float, most(10_000, "no machine has so many", gt=0)] = 1.0
+    """CPUs of one actor; also its thread count."""
+    gpus: Annotated[float, most(1000, "no machine has so many", ge=0)] = 0.0
+    """Accelerators of one actor."""
+
+
 class WindowConfig(Section, kw_only=True, frozen=True):
     size: NumSteps = 2
     """Number of consecutive trained (noisy) steps."""
@@ -140,13 +147,78 @@ class Rollout(Section, kw_only=True, frozen=True):
         return msgspec.structs.replace(self, calls=1, program=None)
 
 
+RoleName = Annotated[
+    str, Meta(pattern=r"^[a-z][a-z_]{0,39}\Z", extra={"why": "lower-case letters and '_', at most 40"})
+]
+Weight = Annotated[float, most(1e6, ge=-1e6)]
+Scalar = str | int | float | bool
+
+
 class Scorer(Section, kw_only=True, frozen=True):
     name: str
     """A registered scorer; `omni-async list` shows them."""
-    weight: Annotated[float, most(1e6, ge=-1e6)] = 1.0
-    """Factor in the weighted sum (weights are not normalised)."""
+    weight: Weight = 1.0
+    """Factor in the weighted sum, exponent in the product (weights are not normalised)."""
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     """The scorer's own options."""
+    pool: RoleName | None = None
+    """The entry of `reward.pools` whose workers run it; null: the reward workers themselves."""
+    batch: InMemory | None = None
+    """Most samples of one call; null: `reward.batch`."""
+    concurrency: InMemory | None = None
+    """Calls of it that run at once in a worker; null: as many as the scorer says, which is one if it blocks and any
+    number if it is asynchronous."""
+    latency_s: Seconds | None = None
+    """How long a call should take: batches are made smaller where larger ones took longer. null: as large as `batch`
+    allows."""
+    timeout_s: Seconds | None = None
+    """Longest one call may take; null: `reward.timeout_s`."""
+    hedge_s: Seconds | None = None
+    """A second call is made beside one that takes longer; null: `reward.hedge_s`."""
+    on_failure: Literal["reject", "leave_out"] = "reject"
+    """What becomes of a group with a sample that it cannot score, after all retries: `reject`: it is not trained on.
+    `leave_out`: its samples are compared without this scorer, and the ledger says so."""
+    when: dict[str, Scalar | tuple[Scalar, ...]] = msgspec.field(default_factory=dict)
+    """Metadata that a prompt must have, each key with this value or one of these, for its samples to be scored by it;
+    empty: every prompt."""
+    gate: Annotated[float, most(1e12, ge=-1e12)] | None = None
+    """Where its value is less, the sample's reward is `reward.gated`; null: no condition."""
+    components: Annotated[dict[str, Weight], Meta(max_length=64)] = msgspec.field(default_factory=dict)
+    """Parts of its score that count in place of its value, with their weights; empty: the value."""
+
+
+class Pool(Section, kw_only=True, frozen=True):
+    name: RoleName
+    """Name of the pool, by which scorers choose it and `omni-async scale` changes it."""
+    workers: Workers = 1
+    """Number of its workers, each with all scorers of the pool."""
+    resources: Resources = Resources()
+    """Each of its workers."""
+
+
+class Server(Section, kw_only=True, frozen=True):
+    name: RoleName
+    """Name of the servers, which scorers give as `server` and `omni-async scale` changes."""
+    model: Plain
+    """Checkpoint folder, or `owner/name` of a model hub, whose cache on this machine has it."""
+    served_name: Plain | None = None
+    """Name that the model is asked for by; null: the entry's name."""
+    replicas: Annotated[int, most(MOST_WORKERS, "each is a process", ge=0)] = 1
+    """Number of vLLM servers that the run starts; 0: none, there are `urls`."""
+    resources: Resources = Resources()
+    """Each of them; without accelerators, a server of vLLM's CPU build."""
+    args: tuple[str, ...] = ()
+    """More arguments of `vllm serve`, such as `--max-model-len` and its value."""
+    urls: tuple[Plain, ...] = ()
+    """Servers that are there already, without `/v1`, which are asked like those that are started."""
+    access: Plain | None = None
+    """What `urls` are given as a bearer token, as the environment variable that holds it: `env:NAME`. Started servers
+    have tokens of their own."""
+
+    @property
+    def served_as(self) -> str:
+        """The name that the model is asked for by."""
+        return self.name if self.served_name is None else self.served_name
 
 
 class ScoreCache(Section, kw_only=True, frozen=True):
@@ -178,15 +250,15 @@ class Reward(Section, kw_only=True, frozen=True):
     workers: Workers = 1
     """Number of reward workers."""
     batch: InMemory = 8
-    """Most samples a worker scores at once; it never waits to fill a batch."""
+    """Most samples of one call of a scorer; it never waits to fill a batch."""
     streaming: bool = True
     """Score samples as they appear; false: only once everything that may be generated now is generated, as an in-step
     loop does."""
     timeout_s: Seconds = 60.0
     """Longest one call of a scorer may take."""
     hedge_s: Seconds | None = None
-    """A second call is made beside one that takes longer, and the first answer counts: for scorers that are
-    `concurrent`. null: never."""
+    """A second call is made beside one that takes longer, and the first answer counts: for scorers that may be called
+    again while a call runs. null: never."""
     retries: Retries = 3
     """Times a failed score is tried again before its group is rejected."""
     backoff_s: Pause = 1.0
@@ -204,8 +276,16 @@ class Reward(Section, kw_only=True, frozen=True):
     same error that is no outage. false: a scorer that has scored nothing yet counts as down."""
     cache: ScoreCache = ScoreCache()
     """Answers of scorers that are `deterministic`, which are asked once for the same media and prompt."""
+    combine: Literal["sum", "product"] = "sum"
+    """How the reward is made of the scorers' values v and weights w: the sum of w v, or the product of v ** w."""
+    gated: Annotated[float, most(1e12, ge=-1e12)] = 0.0
+    """The reward of a sample whose value is below a scorer's `gate`."""
+    pools: tuple[Pool, ...] = ()
+    """Workers beside the reward workers, with processes and accelerators of their own, for scorers that name them."""
+    servers: tuple[Server, ...] = ()
+    """Model servers that the run starts, watches and replaces, for judges among the scorers."""
     scorers: tuple[Scorer, ...] = ()
-    """The reward is the weighted sum of these."""
+    """The reward is made of the values of these, which score a sample side by side."""
 
 
 Beta = Annotated[float, Meta(ge=0, lt=1)]

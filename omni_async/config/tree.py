@@ -48,7 +48,7 @@ def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         for below in _PATHS:
             if below == key or below.startswith(f"{key}."):
                 _anchor(tree, below, Path.cwd())
-        if f"{key}.".startswith("reward.scorers.") or key == "reward":
+        if f"{key}.".startswith(("reward.scorers.", "reward.servers.")) or key == "reward":
             _anchor_scorers(tree, Path.cwd())
     with errors_of(path):
         _require_plain(tree)
@@ -164,8 +164,12 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
 
 
 def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
-    """Make the paths in the parameters of scorers absolute."""
+    """Make the paths of servers' models, and in the parameters of scorers, absolute."""
     section = tree.get("reward")
+    servers = section.get("servers") if isinstance(section, dict) else None
+    for number, server in enumerate(servers if isinstance(servers, list) else []):
+        if isinstance(server, dict) and isinstance(server.get("model"), str):
+            server["model"] = _resolved(f"reward.servers.{number}.model", server["model"], folder, hub=True)
     scorers = section.get("scorers") if isinstance(section, dict) else None
     for number, scorer in enumerate(scorers if isinstance(scorers, list) else []):
         params = scorer.get("params") if isinstance(scorer, dict) else None

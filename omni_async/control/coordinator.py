@@ -43,8 +43,10 @@ from omni_async.control.ledger import Ledger
 from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
 from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
 from omni_async.control.sample_table import Outcome, Sample, SampleTable
+from omni_async.control.scorer_totals import ScorerTotals
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
+from omni_async.reward_formula import NoReward, RewardFormula
 from omni_async.types import (
     LedgerEntry,
     Prompt,
@@ -53,6 +55,7 @@ from omni_async.types import (
     SampleResult,
     ScoreJob,
     ScoreResult,
+    ScorerReport,
     Terminal,
     UpdateReport,
     WeightReport,
@@ -89,6 +92,8 @@ class Coordinator(Bulletin):
         self._groups = GroupTable(config, run_id, self.ledger, start.version)
         self._samples = SampleTable(config, start.images, has_scored)
         self._record = Record(start)
+        self._formula = RewardFormula(config.reward)
+        self._scorers = ScorerTotals()
         self.versions = Versions(start.version)
         for engine in config.engine_names:
             self.versions.join(engine)
@@ -170,6 +175,10 @@ class Coordinator(Bulletin):
             self._carry_out(outcome)
         self._settle()
 
+    async def report_scorers(self, worker: str, reports: list[ScorerReport]) -> None:
+        """Count what the scorers of a worker did since its last report."""
+        self._scorers.add(worker, reports)
+
     async def scorer_wrong(self, reason: str) -> bool:
         """Record that a scorer fails its trial before it gets a sample, in the same way every time.
 
@@ -200,11 +209,21 @@ class Coordinator(Bulletin):
         elif isinstance(owner, Group):
             if outcome.event != "complete":
                 self._end_group(owner, outcome.event, outcome.reason)
-            elif owner.is_worth_training(self._config.algorithm.advantage):
-                self._groups.complete(owner)
-                self._ready.notify()
             else:
-                self._end_group(owner, "rejected", "zero reward variance")
+                self._complete(owner)
+
+    def _complete(self, group: Group) -> None:
+        """Hand a group whose samples are all scored to the trainer, or reject it if there is nothing to learn."""
+        try:
+            group.level(self._formula)
+        except NoReward as error:
+            self._end_group(group, "rejected", str(error))
+            return
+        if group.is_worth_training(self._config.algorithm.advantage):
+            self._groups.complete(group)
+            self._ready.notify()
+        else:
+            self._end_group(group, "rejected", "zero reward variance")
 
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
         """Reject or drop a group; its slot admits a replacement."""
@@ -282,6 +301,7 @@ class Coordinator(Bulletin):
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),
         }
+        data["scorers"] = self._scorers.take()
         self._samples.begin_update()
         self._record.updated(data["reward"])
         self._log.add("update", data, shown)
@@ -400,6 +420,7 @@ class Coordinator(Bulletin):
         """Stop giving work to a reward worker that is not needed any more; it answers for the samples it has."""
         self._samples.lost_workers.add(worker)
         self._rewarders.evict(worker)
+        self._scorers.forget(worker)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -459,5 +480,6 @@ class Coordinator(Bulletin):
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),
             "engines": dict(self.versions.engines),
+            "scorers": self._scorers.now(),
             "addresses": {name: redact_text(address) for name, address in self._addresses.items()},
         }

@@ -63,7 +63,7 @@ class Bulletin:
     """The calls of a coordinator that need neither samples nor groups."""
 
     def __init__(self, config: Config) -> None:
-        self._roles = [one.name for one in config.roles]
+        self._roles = [*config.services]
         self._log = EventLog()
         self._addresses: dict[str, str] = {}  # of the workers of services, by name
         self._closed = False  # the run is over, or about to be

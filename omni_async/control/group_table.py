@@ -45,6 +45,7 @@ from omni_async.config.algorithm import Advantage
 from omni_async.control.control_state import Unfinished
 from omni_async.control.ledger import Ledger
 from omni_async.control.sample_table import Sample, SampleSet
+from omni_async.reward_formula import RewardFormula
 from omni_async.types import (
     LedgerEntry,
     Prompt,
@@ -90,9 +91,11 @@ def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
 
     With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are
     equal."""
-    columns = [[score.value for score in scores]]
+    columns: list[list[float]] = [[score.value for score in scores]]
     if each_scorer:
-        columns += [list(column) for column in zip(*(score.values for score in scores), strict=True)]
+        # A scorer that was not asked, or is left out, has no value of any of them.
+        values = zip(*(score.values for score in scores), strict=True)
+        columns += [[value for value in column if value is not None] for column in values]
     return any(len(column) > 1 and min(column) != max(column) for column in columns)
 
 
@@ -103,7 +106,8 @@ class TooStale(RuntimeError):
 class Group(SampleSet):
     """An admitted group and its samples, all drawn as `bucket` says.
 
-    `losses` counts how often the trainer could not read it, `ready` is what the trainer takes, once it is complete."""
+    `losses` counts how often the trainer could not read it, `ready` is what the trainer takes, once it is complete.
+    `left_out` are the scorers that its rewards are made without."""
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class Group(SampleSet):
         self.state = MAKING
         self.losses = 0
         self.ready: ReadyGroup | None = None
+        self.left_out: tuple[str, ...] = ()
 
     def restored(self, ready: ReadyGroup) -> Iterator[tuple[Sample, SampleResult, Score]]:
         """Yield the group's samples with what they were in `ready`."""
@@ -133,6 +138,13 @@ class Group(SampleSet):
             where = one.trajectory, one.media
             result = SampleResult(one.sample_id, "checkpoint", *where, first, versions, 0.0, 0.0, one.nbytes)
             yield sample, result, one.score
+
+    def level(self, formula: RewardFormula) -> None:
+        """Leave a scorer that has failed one of the samples out of all. Raises NoReward."""
+        scores, self.left_out = formula.level(self.prompt, self.scores)
+        if self.left_out:
+            for sample, score in zip(self.samples, scores, strict=True):
+                sample.score = score
 
     @property
     def scores(self) -> list[Score]:
@@ -174,6 +186,7 @@ class Group(SampleSet):
             step_versions=versions,
             attempts=self.attempts,
             reward=sum(score.value for score in scores) / len(scores) if scores else None,
+            left_out=self.left_out,
         )
 
     def make_ready(self) -> ReadyGroup:

@@ -166,10 +166,10 @@ class Sample:
         self.failures = self.score_failures = self.suspected = 0
         self.went_down: frozenset[str] = frozenset()
 
-    def job(self) -> ScoreJob:
+    def job(self, alone: bool = False) -> ScoreJob:
         assert self.result is not None
         request = self.request
-        return ScoreJob(request.sample_id, request.kind, request.prompt, self.result.media, request.attempt)
+        return ScoreJob(request.sample_id, request.kind, request.prompt, self.result.media, request.attempt, alone)
 
 
 class Outcome(NamedTuple):
@@ -385,16 +385,18 @@ class SampleTable:
     def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
         """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
 
-        A sample over which a worker or a scorer went down goes alone: if that happens again, no other is to blame."""
+        A sample over which workers or scorers went down goes alone: if that happens again, no other is to blame. Once
+        may be chance, unless a second time would reject it."""
         if worker in self.lost_workers:
             return []
         training = self._to_score["train"].values() if self._may_score_training() else ()
         chosen = list(islice(chain(self._to_score["validation"].values(), training), limit))
-        first_suspect = next((position for position, sample in enumerate(chosen) if sample.suspected), limit)
+        suspect = min(2, max(1, self._config.reward.retries - 1))
+        first_suspect = next((i for i, sample in enumerate(chosen) if sample.suspected >= suspect), limit)
         chosen = chosen[: max(1, first_suspect)]
         for sample in chosen:
             self.hand_out(sample, worker)
-        return [sample.job() for sample in chosen]
+        return [sample.job(alone=first_suspect == 0) for sample in chosen]
 
     def hand_out(self, sample: Sample, worker: str) -> None:
         """Give the sample to one more reward worker."""

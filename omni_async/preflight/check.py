@@ -32,7 +32,9 @@ from omni_async.performance.profile import Payload, load_profile, require_room
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
 from omni_async.preflight.resume import find_resume_point
 from omni_async.programs import find_program
+from omni_async.reward_formula import RewardFormula
 from omni_async.rewards import registry as scorers
+from omni_async.rewards.addresses import urls_of
 from omni_async.role_table import roles_of
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.placement import plan_placements
@@ -49,7 +51,7 @@ _WEIGHT_COPIES = 4
 def preflight(config: Config) -> RunInputs:
     """Check a configuration. Raises ConfigError, one line, naming the key."""
     _check_run_dir(config.run.dir)
-    _check_secrets(config)
+    _check_services(config)
     plan = require_trainable(config)
     if config.emulation is not None:
         return _from_checkpoint(_emulated(config, config.emulation, plan))
@@ -68,11 +70,11 @@ def preflight(config: Config) -> RunInputs:
     _check_backend(config)
     _check_objective(config)
     checks = [*_check_scorers(config), *_check_program(config, family), _images_check(family)]
-    if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
+    if config.reward.hedge_s is not None and all(scorers.concurrency_of(one) == 1 for one in config.reward.scorers):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(
-            f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave"
-            " it out"
+            f"reward.hedge_s: {names} takes one call at a time (its `concurrency`), so no call is made twice; leave it"
+            " out"
         )
     buckets = {f"rollout.buckets.{i}.sampling": bucket.sampling for i, bucket in enumerate(config.rollout.buckets)}
     specs = {"rollout.sampling": config.rollout.sampling, **buckets}
@@ -87,13 +89,20 @@ def preflight(config: Config) -> RunInputs:
     return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
 
 
-def _check_secrets(config: Config) -> None:
-    """Check that the secrets which services' settings name are there; those of scorers are checked with them."""
+def _check_services(config: Config) -> None:
+    """Check that the secrets of services, and the models of servers, are there; scorers' are checked with them."""
     for number, role in enumerate(config.roles):
         try:
             with_secrets(role.settings, f"roles.{number}.settings")
         except ValueError as error:
             raise ConfigError(str(error)) from None
+    for number, server in enumerate(config.reward.servers):
+        try:
+            urls_of(server)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if server.replicas and not Path(server.model).exists():
+            raise ConfigError(f"reward.servers.{number}.model: no such checkpoint: {server.model}")
 
 
 def _check_run_dir(folder: str) -> None:
@@ -121,7 +130,7 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
             raise ConfigError(f"reward.scorers.{number}: {error}") from None
         if check is not None:
             asked.append(check)
-    return asked
+    return [*asked, RewardFormula(config.reward).missing]
 
 
 def _check_program(config: Config, family: PipelineFamily) -> list[PromptCheck]:

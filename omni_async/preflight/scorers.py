@@ -17,7 +17,7 @@ from omni_async.aio.clock import WallClock
 from omni_async.config import ConfigError
 from omni_async.config.schema import ScoreCache
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
@@ -50,20 +50,22 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
         notes.append(text)
 
     asked = replace(config.reward, cache=ScoreCache(memory=0))  # what they said before is not tried
+    if config.reward.servers and any("server" in one.params for one in config.reward.scorers):
+        return ["note: reward.servers: the scorers are tried when the run starts, which starts their servers"]
     panel = Panel("check", reward, asked, WallClock(), tell, probe=probe)
     try:
         wrong = await panel.try_out()
     finally:
-        panel.close()
+        await panel.close()
     if wrong is not None:
         raise ConfigError(f"reward.scorers: {wrong}")
     untried = "warning: reward.scorers: could not be tried, it may be down"
     return [f"{untried}: {reason}" for reason in panel.outages] + notes
 
 
-async def _built(inputs: RunInputs) -> WeightedScorer:
+async def _built(inputs: RunInputs) -> LoadedReward:
     timeout_s, threads = inputs.config.run.startup_timeout_s, Threads("scorers")
-    building = threads.run(partial(WeightedScorer, inputs.config.reward.scorers))
+    building = threads.run(partial(LoadedReward, inputs.config.reward))
     try:
         done, _ = await asyncio.wait({building}, timeout=timeout_s)
         if not done:

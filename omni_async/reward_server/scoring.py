@@ -1,7 +1,7 @@
 """Scores the samples of all requests: waits for samples and for scorers that are down, in one task per worker.
 
-A worker takes what waits, `reward.batch` samples at most and of any requests, and never waits to fill a batch; its
-scorers run in threads, behind the guards that reward workers have. While every worker's scorer is down, requests are
+A worker takes what waits, as much as its scorers can begin and of any requests, as reward workers do; its scorers stand
+behind the guards that those have, too. While every worker's scorer is down, requests are
 refused at once, and so is what waits: clients know how to come back.
 
 A sample that comes again while it waits or is scored, or soon after, gets the same outcome without being scored again.
@@ -10,19 +10,22 @@ A sample that comes again while it waits or is scored, or soon after, gets the s
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from omni_async.aio.batches import room_of
 from omni_async.aio.clock import WallClock
-from omni_async.aio.waiting import FairQueue, cancel
+from omni_async.aio.waiting import Event, FairQueue, Stopped, cancel, unless
 from omni_async.config.schema import Reward
 from omni_async.media import Media
 from omni_async.reward_server.metrics import Metrics
 from omni_async.rewards import registry
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.addresses import KnownAddresses
+from omni_async.rewards.base import Addresses
 from omni_async.rewards.guard import Failure
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.wire import Outcome, kind_of
 from omni_async.types import Prompt, Score
@@ -47,20 +50,32 @@ class Scoring:
     def __init__(
         self,
         reward: Reward,
-        scorers: Sequence[WeightedScorer],
+        scorers: Sequence[LoadedReward],
         metrics: Metrics,
         tell: Callable[[str], None],
         *,
         most_waiting: int,
         remembered: int,
+        addresses: Addresses | None = None,
     ) -> None:
         async def report(text: str) -> None:
             tell(text)
 
         clock = WallClock()
-        self._panels = [Panel(f"scorer-{i}", one, reward, clock, report) for i, one in enumerate(scorers)]
+        self._panels = [
+            Panel(
+                f"scorer-{i}",
+                one,
+                reward,
+                clock,
+                report,
+                observe=lambda _, samples, start, end: metrics.scored(samples, end - start),
+            )
+            for i, one in enumerate(scorers)
+        ]
+        for panel in self._panels:
+            panel.connect(addresses or KnownAddresses(reward, None))
         self._checks = [check for one in reward.scorers if (check := registry.prompt_check(one)) is not None]
-        self._batch = reward.batch
         self._metrics = metrics
         self._most_waiting = most_waiting
         self._remembered = remembered
@@ -81,8 +96,7 @@ class Scoring:
 
     async def __aexit__(self, *_: object) -> None:
         await cancel(self._workers)
-        for panel in self._panels:
-            panel.close()
+        await asyncio.gather(*(panel.close() for panel in self._panels))
         self._fail_waiting(_ENDING)
         self.failed.cancel()
 
@@ -134,19 +148,33 @@ class Scoring:
         outcome.add_done_callback(forget_failure)
 
     async def _work(self, panel: Panel) -> None:
-        while True:
-            if panel.down:
-                await self._recover(panel)
-            jobs = await self._queue.take(self._take)
-            began = time.monotonic()
-            try:
-                outcomes = await panel.score([job.media for job in jobs], [job.prompt for job in jobs])
-            except BaseException:  # their requests would wait for ever
-                self._fail(jobs, _ENDING)
-                raise
-            self._metrics.scored(len(jobs), time.monotonic() - began)
-            for job, outcome in zip(jobs, outcomes, strict=True):
-                self._settle(job, _told(outcome, panel.down))
+        changed = Event()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                if panel.down:
+                    await self._recover(panel)
+                attempt, room = panel.down, room_of(panel.loads)
+                if not room:
+                    await changed.wait()
+                    continue
+                try:
+                    taken = self._queue.take(partial(self._take, 1 if attempt else room))
+                    jobs = await unless(_goes_down(panel, changed), taken)
+                except Stopped:
+                    continue
+                scoring = [tasks.create_task(self._score(panel, job, changed)) for job in jobs]
+                if attempt:
+                    await asyncio.wait(scoring)
+                await asyncio.sleep(0)  # until the samples are in the scorers' queues, and count there
+
+    async def _score(self, panel: Panel, job: _Job, changed: Event) -> None:
+        try:
+            outcome = (await panel.score(job.media, job.prompt)).outcome
+        except BaseException:  # its request would wait for ever
+            self._fail([job], _ENDING)
+            raise
+        self._settle(job, _told(outcome, panel.down))
+        changed.notify()
 
     async def _recover(self, panel: Panel) -> None:
         self._num_down += 1
@@ -157,8 +185,8 @@ class Scoring:
         finally:
             self._num_down -= 1
 
-    def _take(self) -> list[_Job]:
-        return [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+    def _take(self, room: int) -> list[_Job]:
+        return [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
 
     def _settle(self, job: _Job, outcome: Outcome) -> None:
         self._metrics.samples.labels("scored" if outcome.error is None else "failed").inc()
@@ -175,8 +203,16 @@ class Scoring:
     def _ended(self, worker: asyncio.Task[None]) -> None:
         """Note the loss of a worker: its scorer hangs, and only the end of the process stops its threads."""
         if not worker.cancelled() and not self.failed.done():
-            self.failed.set_exception(worker.exception() or RuntimeError("a worker ended"))
+            error = worker.exception() or RuntimeError("a worker ended")
+            self.failed.set_exception(error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error)
             self._fail_waiting(_ENDING)
+
+
+async def _goes_down(panel: Panel, changed: Event) -> None:
+    """Return when a scorer that was up goes down."""
+    was_down = panel.down
+    while was_down or not panel.down:
+        await changed.wait()
 
 
 def _told(outcome: Score | Failure, down: bool) -> Outcome:

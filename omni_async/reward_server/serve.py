@@ -10,7 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -19,9 +19,9 @@ from omni_async.config import ConfigError
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import Scoring
 from omni_async.reward_server.server import RewardApp
-from omni_async.reward_server.settings import ServerConfig, token_of
+from omni_async.reward_server.settings import Server, ServerConfig, token_of
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.registry import ScorerConfigError
 
 Tell = Callable[[str], None]
@@ -32,12 +32,10 @@ _LINGER_S = 2.0  # for the rest of a body that was refused unread
 @contextlib.asynccontextmanager
 async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, Scoring]]:
     """Load the scorers and serve them inside; yields the address and the workers. ConfigError if that cannot be."""
-    # aiohttp logs each request that is no HTTP with its traceback: a log that strangers can fill.
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     server, token = config.server, token_of(config.server)
     try:
         gpus = config.placement.reward.gpus
-        scorers = [WeightedScorer(config.reward.scorers, gpus) for _ in range(config.reward.workers)]
+        scorers = [LoadedReward(config.reward, gpus) for _ in range(config.reward.workers)]
     except (WrongScorer, ScorerConfigError) as error:
         raise ConfigError(f"reward.scorers: {error}") from None
     metrics = Metrics()
@@ -46,22 +44,38 @@ async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, 
     )
     async with scoring:
         routes = RewardApp(server, token, scoring, metrics, tell)
-        runner = web.AppRunner(
-            routes.app(),
-            access_log=None,
-            handle_signals=False,
-            auto_decompress=False,
-            lingering_time=_LINGER_S,
-            shutdown_timeout=server.grace_s,
-        )
-        await runner.setup()
-        try:
-            listening = await asyncio.to_thread(_listening, server.host, server.port)
-            await web.SockSite(runner, listening).start()
-            yield _address(listening), scoring
-        finally:
-            routes.ending = True
-            await runner.cleanup()
+        async with answering(server, {"": routes}) as address:
+            yield address, scoring
+
+
+@contextlib.asynccontextmanager
+async def answering(server: Server, routes: Mapping[str, RewardApp]) -> AsyncIterator[str]:
+    """Answer HTTP inside, with the routes below each path; yields the address. ConfigError if nothing can listen."""
+    # aiohttp logs each request that is no HTTP with its traceback: a log that strangers can fill.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    app = web.Application()
+    for path, one in routes.items():
+        if path:
+            app.add_subapp(path, one.app())
+        else:
+            app = one.app()
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handle_signals=False,
+        auto_decompress=False,
+        lingering_time=_LINGER_S,
+        shutdown_timeout=server.grace_s,
+    )
+    await runner.setup()
+    try:
+        listening = await asyncio.to_thread(_listening, server.host, server.port)
+        await web.SockSite(runner, listening).start()
+        yield _address(listening)
+    finally:
+        for one in routes.values():
+            one.ending = True
+        await runner.cleanup()
 
 
 def _listening(host: str, port: int) -> socket.socket:

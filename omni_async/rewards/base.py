@@ -5,9 +5,10 @@ sample."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -49,37 +50,46 @@ class Unbounded(ScoreError):
 
 
 class Scorer(Protocol):
-    """A function from media and prompts to scores.
+    """A function from media and prompts to scores: a class with a method `score`, whose attributes declare the rest.
 
-    A class attribute `accepts`, a tuple of "image", "video" and "audio", declares which parts of a sample's media it
-    can score; it must be able to score a sample that has one of them, and gets `Media`. A class without it scores
-    images, and gets them as arrays.
+    `score(media, prompts)` may be a plain method, which may block and is called in a worker thread, or `async def`,
+    which is awaited on the worker's event loop and must not hold it up. Every attribute but `name` may be left out:
 
-    A class attribute `concurrent = True` (by default it is false)
-    declares that `score` may be called while another call of it is running, as that of a client of an HTTP server
-    usually may: then a slow call is hedged after `reward.hedge_s`.
+    accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score; it must be
+                   able to score a sample that has one of them, and gets `Media`. A class without it scores images, and
+                   gets them as arrays.
+    concurrency    calls that may run at once, None for any number. By default one call of a plain method, any number of
+                   an asynchronous one. Where there may be several, a slow call is hedged after `hedge_s`.
+    needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before
+                   anything is started.
+    seconds        roughly what one sample costs it, for simulations of jobs that were never measured.
+    deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images
+                   alone: then `reward.cache` keeps it. Other parameters, another version of its package or another
+                   source file of its class make another scorer; an attribute `version`, a text, says what else its
+                   answers follow from, such as a model's version.
 
     A class whose constructor requires a keyword `device` is given it by the run: the accelerator that torch sees where
-    `placement.reward.gpus` gives the reward worker one, else "cpu".
+    the worker has one, else "cpu".
 
-    A class attribute `deterministic = True` (by default it is false) declares that an answer follows from the media and
-    from the prompt's text, target, metadata and images alone: then `reward.cache` keeps it. Other parameters, another
-    version of its package or another source file of its class make another scorer; an attribute `version`, a text,
-    says what else its answers follow from, such as a model's version.
-
-    A class may also have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every
-    prompt of the recipe before anything is started. It returns what the prompt lacks, as a text for the user, or None;
+    A class may have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every prompt
+    of the recipe before anything is started. It returns what the prompt lacks, as a text for the user, or None;
     `params` are the constructor's keyword arguments, defaults included. It should import no torch: recipes are checked
-    without."""
+    without.
+
+    A class may have `connect(addresses)`, called once before the first score: `await addresses(role)` waits until a
+    worker of that role of the run (a judge server, say) is ready, and returns the addresses of those that are, by name.
+    Ask again when one does not answer: a replaced worker has another.
+
+    A class may have `close()`, plain or asynchronous, called once after its last score."""
 
     name: str
 
-    def score(self, media: list[Any], prompts: list[Prompt], /) -> list[Score]:
+    def score(self, media: list[Any], prompts: list[Prompt], /) -> list[Score] | Awaitable[list[Score]]:
         """Score a batch.
 
-        Blocking, called in a worker thread, one call at a time unless the scorer is `concurrent`; but a call that takes
-        longer than `reward.timeout_s` is given up, and the next may begin while it still runs. Calls over a socket
-        should have a timeout of their own: a thread cannot be stopped, and a worker that collects too many is replaced.
+        A call that takes longer than `timeout_s` is given up: an asynchronous one is cancelled; a thread cannot be
+        stopped, and the next call may begin while it still runs. So blocking calls over a socket should have a timeout
+        of their own; a worker that collects too many calls that hang is replaced.
 
         `media` are `omni_async.media.Media` of NumPy arrays or, without `accepts`, images uint8 (height, width, 3); not
         to be written to. Return as many scores as prompts, all finite; raise any exception otherwise. The same sample
@@ -87,8 +97,22 @@ class Scorer(Protocol):
         fail."""
 
 
-def is_concurrent(scorer: object) -> bool:
-    return getattr(scorer, "concurrent", False) is True
+Addresses = Callable[[str], Awaitable[dict[str, str]]]
+
+
+def is_async(scorer: Any) -> bool:
+    """Return whether the `score` of a scorer, or of a class of scorers, is a coroutine function."""
+    return inspect.iscoroutinefunction(getattr(scorer, "score", None))
+
+
+def concurrency_of(scorer: Any) -> int | None:
+    """Return how many calls of a scorer, or of a class of scorers, may run at once; None for any number.
+
+    ValueError if it declares neither a positive integer nor None."""
+    declared = getattr(scorer, "concurrency", None if is_async(scorer) else 1)
+    if declared is not None and (not isinstance(declared, int) or isinstance(declared, bool) or declared < 1):
+        raise ValueError(f"concurrency must be a positive integer, or None for any number, got {declared!r}")
+    return declared
 
 
 def accepted_parts(scorer: object) -> tuple[str, ...]:
@@ -141,8 +165,7 @@ def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[
         ScoreError: they are no list of as many `Score`s, or a value or part is no finite number."""
     if isinstance(scores, Coroutine):
         scores.close()  # it will never be awaited
-        why = "score must be a plain method; it is called in a thread of its own, and may block"
-        raise ScoreError(f"scorer {scorer!r} is asynchronous: {why}")
+        raise ScoreError(f"scorer {scorer!r} returned a coroutine: make score itself `async def`")
     if not isinstance(scores, list | tuple):
         raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
     if len(scores) != len(prompts):

@@ -114,10 +114,18 @@ class ScoreCache:
         self._memory: OrderedDict[bytes, bytes] = OrderedDict()
         self._held, self._bound = 0, config.memory_bound
         self._file = None if config.path is None else ScoreFile(Path(config.path), config.size_bound)
+        self._told = False
 
     @property
     def problem(self) -> str | None:
         return None if self._file is None else self._file.problem
+
+    def new_problem(self) -> str | None:
+        """Return the problem at the first call that finds one, and None from then on."""
+        if self._told or self.problem is None:
+            return None
+        self._told = True
+        return self.problem
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, Score]:
         """Return the answers that are known."""

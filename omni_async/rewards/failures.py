@@ -8,7 +8,10 @@ and refuses the request (HTTP 401, say) will refuse it again.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
+import inspect
 import re
 import sysconfig
 import traceback
@@ -17,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omni_async.config.redact import redact_text
-from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent
-from omni_async.types import Prompt, Score
+from omni_async.rewards.base import Addresses, Outage, ScoreError, Scorer, concurrency_of, is_async
+from omni_async.types import Prompt
 
 T = TypeVar("T")
 
@@ -105,22 +108,27 @@ def place_of(error: BaseException) -> str:
 
 
 def call_discreetly(call: Callable[[], T], secrets: Set[str]) -> T:
-    """Call foreign code; an exception whose text would show a secret, or is too long, is replaced by one of ours.
-
-    Such a text has one of `secrets`, a URL's password or more than 2000 characters. What is raised instead is an
-    `Outage`, if it is one, or else a `ScoreError`."""
+    """Call foreign code; an exception that is not fit to be shown is replaced by one of ours, see `shown_as`."""
     try:
         return call()
-    except BaseException as error:  # sys.exit with a key in its text, too
-        try:
-            text = str(error)
-        except Exception:  # noqa: BLE001 (`told` reports it)
-            raise error from None
-        shown = _cut(text, secrets)
-        if shown == text:
-            raise error from None  # its causes may show more
-        kind = Outage if is_outage(error) else ScoreError
-        raise kind(f"{type(error).__name__}: {shown}{place_of(error)}") from None
+    except BaseException as error:  # noqa: BLE001 (sys.exit with a key in its text, too)
+        raise shown_as(error, secrets) from None
+
+
+def shown_as(error: BaseException, secrets: Set[str]) -> BaseException:
+    """Return the exception, or one of ours if its text would show a secret, or is too long.
+
+    Such a text has one of `secrets`, a URL's password or more than 2000 characters. What is returned instead is an
+    `Outage`, if it is one, or else a `ScoreError`, with the same traceback."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 (`told` reports it)
+        return error
+    shown = _cut(text, secrets)
+    if shown == text:
+        return error
+    kind = Outage if is_outage(error) else ScoreError
+    return kind(f"{type(error).__name__}: {shown}").with_traceback(error.__traceback__)
 
 
 def _cut(text: str, secrets: Set[str]) -> str:
@@ -136,14 +144,35 @@ def _cut(text: str, secrets: Set[str]) -> str:
 
 
 class Discreet:
-    """A scorer whose exceptions are made fit to be shown."""
+    """A scorer whose exceptions are made fit to be shown. `is_async`: whether `ask` awaits it, or `score` calls it."""
 
     def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
         self.name = getattr(scorer, "name", type(scorer).__name__)  # not for messages: they show the recipe's name
-        self.concurrent = is_concurrent(scorer)
+        self.concurrency = concurrency_of(scorer)
         self.accepts = getattr(scorer, "accepts", None)
-        self._scorer = scorer
+        self.is_async = is_async(scorer)
+        self._scorer: Any = scorer
         self._secrets = secrets
 
-    def score(self, media: list[Any], prompts: list[Prompt], /) -> list[Score]:
+    def score(self, media: list[Any], prompts: list[Prompt], /) -> Any:
         return call_discreetly(lambda: self._scorer.score(media, prompts), self._secrets)
+
+    async def ask(self, media: list[Any], prompts: list[Prompt], /) -> Any:
+        try:
+            return await self._scorer.score(media, prompts)
+        except BaseException as error:  # noqa: BLE001 (foreign code)
+            raise shown_as(error, self._secrets) from None
+
+    def connect(self, addresses: Addresses) -> None:
+        """Tell the scorer, if it wants to know, how to find the addresses of a role."""
+        if (connect := getattr(self._scorer, "connect", None)) is not None:
+            call_discreetly(lambda: connect(addresses), self._secrets)
+
+    async def close(self) -> None:
+        """Close the scorer, if it has something to close. What that raises is of no use any more."""
+        close = getattr(self._scorer, "close", None)
+        with contextlib.suppress(Exception):
+            if inspect.iscoroutinefunction(close):
+                await close()
+            elif callable(close):
+                await asyncio.to_thread(close)

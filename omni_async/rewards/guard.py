@@ -1,8 +1,8 @@
-"""Calls a scorer so that its failures affect nothing else: in threads, with a timeout, a hedge and a circuit breaker.
+"""Calls a scorer so that its failures affect nothing else: with a timeout, a hedge and a circuit breaker.
 
-`score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the
-pauses between attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel
-it.
+A scorer that blocks is called in threads, an asynchronous one is awaited. `score` waits for the scorer, `timeout_s` a
+call at most, and may be called again meanwhile. `recover` waits while the scorer is down: for the pauses between
+attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel it.
 
 A failure is attributed to the sample or to the scorer. A batch that fails is scored again one by one, so that one bad
 sample does not fail its neighbours. When a sample fails alone, the scorer is asked for one that it has scored before:
@@ -17,7 +17,8 @@ that of an outage, counts against the scorer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,19 +27,19 @@ from msgspec.structs import replace
 
 from omni_async.aio.backoff import Backoff, Breaker, State
 from omni_async.aio.clock import Clock
+from omni_async.aio.waiting import is_cancelled
 from omni_async.config.redact import one_line
-from omni_async.config.schema import Reward
+from omni_async.config.schema import Reward, Scorer
 from omni_async.media import Media
 from omni_async.rewards.base import (
+    Addresses,
     Outage,
     ScoreError,
-    Scorer,
     Unbounded,
-    is_concurrent,
     require_scores,
     shown_to,
 )
-from omni_async.rewards.failures import is_outage, place_of, repeats, told
+from omni_async.rewards.failures import Discreet, is_outage, place_of, repeats, told
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.types import Fault, Prompt, Score
@@ -50,8 +51,11 @@ if TYPE_CHECKING:
 
 # Where samples are tried again at once: a scorer that is down should not be asked all the time.
 _FIRST_PAUSE_S = 1.0
-# Calls that may hang at once. Their threads cannot be stopped, only left behind.
-_MOST_HANGING = 8
+# Calls that were given up and have not ended, of a scorer that is called once at a time, and of one that is called many
+# times at once. Their threads cannot be stopped, only left behind.
+_MOST_HANGING, _MOST_HANGING_AT_ONCE = 8, 256
+# What a scorer may take to close.
+_CLOSING_S = 5.0
 # A reason goes into a line of the ledger and onto the console, where a server's error page would not fit.
 _LONGEST_REASON = 300
 
@@ -82,8 +86,9 @@ class GuardedScorer:
     def __init__(
         self,
         label: str,
-        scorer: Scorer,
+        scorer: Discreet,
         config: Reward,
+        limits: Scorer,
         clock: Clock,
         threads: Threads,
         report: Callable[[str], Awaitable[None]],
@@ -92,6 +97,10 @@ class GuardedScorer:
         self._label = label
         self._scorer = scorer
         self._config = config
+        self._timeout_s = config.timeout_s if limits.timeout_s is None else limits.timeout_s
+        hedge_s = config.hedge_s if limits.hedge_s is None else limits.hedge_s
+        self._most_hanging = _MOST_HANGING if scorer.concurrency == 1 else _MOST_HANGING_AT_ONCE
+        self._hedge_s = None if scorer.concurrency == 1 else hedge_s
         self._threads = threads
         self._report = report
         self._breaker = Breaker(
@@ -102,6 +111,8 @@ class GuardedScorer:
         self._probe = probe
         self._doubted = probe is not None  # until the scorer has scored a drawn sample
         self._known: tuple[MediaList, Prompts] | None = None  # a sample that the scorer could score
+        self._asking_known = asyncio.Lock()  # so that samples that fail together ask for it once
+        self._given_up: set[asyncio.Future[Answer]] = set()  # calls that nobody waits for, and have not ended
         self.probed: list[Score] = []  # what it said of the probe
         self._reported_down = False
         self._reported_given_up = False
@@ -109,6 +120,11 @@ class GuardedScorer:
     @property
     def down(self) -> bool:
         return self._breaker.state is not State.CLOSED
+
+    @property
+    def is_closed_off(self) -> bool:
+        """Whether it is down, and a sample would not reach it."""
+        return self._breaker.state is State.OPEN
 
     @property
     def outage(self) -> str:
@@ -148,8 +164,9 @@ class GuardedScorer:
 
         While the scorer is down this is an attempt, if `recover` allowed one. Raises ScorerHangs."""
         outcomes = await self._score(media, prompts)
-        if self._breaker.state is State.HALF_OPEN:
-            await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
+        reasons = [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)]
+        if reasons and self._breaker.state is State.HALF_OPEN:
+            await self._missed(reasons[0])
         return [self._judged(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
 
     def _judged(self, failure: Failure) -> Failure:
@@ -185,8 +202,9 @@ class GuardedScorer:
         if isinstance(answer, Unbounded):  # it answered, and would again
             await self._is_back()
             return [Failure(str(answer), "reject")]
-        if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
-            self._breaker.trip(str(answer))
+        async with self._asking_known:
+            if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
+                self._breaker.trip(str(answer))
         return [self._failure(str(answer), wrong)]
 
     def _failure(self, reason: str, wrong: bool = False) -> Failure:
@@ -202,7 +220,7 @@ class GuardedScorer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         for one, prompt in zip(media, prompts, strict=True):
-            if self.down and loop.time() - began >= self._config.timeout_s:
+            if self.down and loop.time() - began >= self._timeout_s:
                 outcomes.append(self._failure(str(error)))
             else:
                 outcomes += await self._score([one], [prompt])
@@ -247,7 +265,7 @@ class GuardedScorer:
                 await self._is_back()
 
     async def _give_up(self) -> None:
-        if self._threads.busy >= _MOST_HANGING:
+        if len(self._given_up) >= self._most_hanging:
             raise ScorerHangs(f"{self._hanging()}, and reward.outage_s = {self._config.outage_s:g} is over")
         if not self._reported_given_up:
             self._reported_down = self._reported_given_up = True
@@ -255,44 +273,85 @@ class GuardedScorer:
             await self._report(f"warning: scorer {self._label!r} has been failing for {seconds}; its samples fail now")
 
     def _hanging(self) -> str:
-        calls = f"{self._threads.busy} calls have not returned"
+        calls = f"{len(self._given_up)} calls have not returned"
         return f"scorer {self._label!r}: {calls}; give its calls a timeout of their own"
 
     async def _call(self, media: MediaList, prompts: Prompts) -> Answer:
         """Return the first answer of a call, or of a second one beside a slow one if the scorer allows that."""
-        if self._threads.busy >= _MOST_HANGING and not await self._threads.one_returns(self._config.timeout_s):
+        if len(self._given_up) >= self._most_hanging and not await self._one_returns():
             if not self.down:
                 raise ScorerHangs(self._hanging())  # the scorer answers some calls, but has threads for no more
             return Outage(self._hanging())
-        loop, config = asyncio.get_running_loop(), self._config
+        loop = asyncio.get_running_loop()
         began = loop.time()
-        waits = [began + config.timeout_s]
-        if config.hedge_s is not None and is_concurrent(self._scorer):
-            waits.insert(0, began + config.hedge_s)
-        ask = partial(_answer, self._label, self._scorer, list(media), list(prompts))
-        calls = {self._threads.run(ask)}
-        while True:
-            done, running = await asyncio.wait(
-                calls, timeout=max(0.0, waits[0] - loop.time()), return_when=asyncio.FIRST_COMPLETED
-            )
-            answers = [call.result() for call in done]
-            for answer in answers:
-                if not isinstance(answer, ScoreError):
-                    return answer
-            if answers and not running:
-                return answers[0]
-            if not answers:
-                waits.pop(0)
-                if not waits:
-                    return Outage(f"scorer {self._label!r}: no score within {config.timeout_s:g} s")
-                running.add(self._threads.run(ask))
-            calls = running
+        waits = [began + self._timeout_s]
+        if self._hedge_s is not None:
+            waits.insert(0, began + self._hedge_s)
+        running = {self._begin(media, prompts)}
+        try:
+            while True:
+                done, running = await asyncio.wait(
+                    running, timeout=max(0.0, waits[0] - loop.time()), return_when=asyncio.FIRST_COMPLETED
+                )
+                answers = [call.result() for call in done]
+                for answer in answers:
+                    if not isinstance(answer, ScoreError):
+                        return answer
+                if answers and not running:
+                    return answers[0]
+                if not answers:
+                    waits.pop(0)
+                    if not waits:
+                        return Outage(f"scorer {self._label!r}: no score within {self._timeout_s:g} s")
+                    running.add(self._begin(media, prompts))
+        finally:
+            self._give_up_calls(running)
 
-    def close(self) -> None:
+    def _begin(self, media: MediaList, prompts: Prompts) -> asyncio.Future[Answer]:
+        """Begin a call, on lists of its own: a scorer may change them."""
+        if self._scorer.is_async:
+            return asyncio.ensure_future(_awaited(self._label, self._scorer, [*media], [*prompts]))
+        return self._threads.run(partial(_answer, self._label, self._scorer, [*media], [*prompts]))
+
+    def _give_up_calls(self, calls: Iterable[asyncio.Future[Answer]]) -> None:
+        """Cancel calls that nobody waits for any more. Those in threads go on; a foreign coroutine may, too."""
+        for call in calls:
+            if not call.done():
+                self._given_up.add(call)
+                call.add_done_callback(self._given_up.discard)
+                if self._scorer.is_async:
+                    call.cancel()
+
+    async def _one_returns(self) -> bool:
+        """Return whether one of the calls that were given up ends within a time-out's time."""
+        done, _ = await asyncio.wait([*self._given_up], timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
+
+    def connect(self, addresses: Addresses) -> None:
+        """Tell the scorer how to find the addresses of a role."""
+        self._scorer.connect(addresses)
+
+    async def close(self) -> None:
+        """End idle threads, and let the scorer free what it holds, for a few seconds at most."""
         self._threads.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING_S):
+                await self._scorer.close()
 
 
-def _answer(label: str, scorer: Scorer, media: MediaList, prompts: Prompts) -> Answer:
+async def _awaited(label: str, scorer: Discreet, media: MediaList, prompts: Prompts) -> Answer:
+    """Await an asynchronous scorer. Raises nothing but its own cancellation."""
+    try:
+        return require_scores(label, await scorer.ask(shown_to(label, scorer, media), prompts), prompts)
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        return _failed(label, RuntimeError("it was cancelled from within"))
+    except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)
+        return _failed(label, error)
+
+
+def _answer(label: str, scorer: Discreet, media: MediaList, prompts: Prompts) -> Answer:
     """Call the scorer, in a thread.
 
     Raises nothing: a future does not take every exception, and an event loop ends at some (SystemExit)."""

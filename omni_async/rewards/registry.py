@@ -29,6 +29,7 @@ from omni_async.config import schema
 from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
 from omni_async.entry_points import find_point, registered_names
 from omni_async.families import PARTS, MediaShape
+from omni_async.reward_formula import is_asked
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.failures import call_discreetly, place_of
@@ -50,6 +51,7 @@ _BUILT_IN = {
         ("jpeg_size", "JpegSizeScorer"),
         ("motion_smoothness", "MotionSmoothnessScorer"),
         ("http", "HttpScorer"),
+        ("vlm_judge", "VlmJudgeScorer"),
     )
 }
 _DEVICE = "device"
@@ -175,6 +177,7 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
     Loads no model (the scorer's module is imported)."""
     scorer = _load(config.name)
     _arguments(config.name, scorer, config.params)
+    _require_calls(config)
     declared = getattr(scorer, "accepts", ("image",))
     if not isinstance(declared, tuple | list) or not declared or not set(declared) <= set(PARTS):
         raise _refused(config.name, f"accepts must be a tuple of {', '.join(PARTS)}, got {declared!r}")
@@ -184,9 +187,51 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
         raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {' and '.join(parts)}")
 
 
+def _require_calls(config: schema.Scorer) -> None:
+    """Require that the recipe lets no more calls of the scorer run at once than the scorer allows."""
+    allowed, wanted = concurrency_of(config), config.concurrency
+    if allowed is not None and wanted is not None and wanted > allowed:
+        at_once = "one call" if allowed == 1 else f"{allowed} calls"
+        raise _refused(config.name, f"it takes {at_once} at a time (its `concurrency`), got concurrency: {wanted}")
+    if config.hedge_s is not None and allowed == 1:
+        raise _refused(config.name, f"hedge_s: it takes one call at a time (its `concurrency`), got {config.hedge_s:g}")
+
+
 def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:
-    """Return the scorer's `check_prompt`, if it has one; see `Scorer`. ScorerConfigError where it is unusable."""
+    """Return what the scorer requires of a prompt that it is asked for: its `needs`, and its `check_prompt`.
+
+    None if that is nothing. ScorerConfigError where they are unusable."""
     scorer = _load(config.name)
+    needs, ask = _needs(config.name, scorer), _own_check(config, scorer)
+    if not needs and ask is None:
+        return None
+
+    def check(prompt: Prompt) -> str | None:
+        if not is_asked(config, prompt):
+            return None
+        missing = [need for need in needs if not _has(prompt, need)]
+        if missing:
+            return f"scorer {config.name!r}: needs {', '.join(map(repr, missing))}, which the prompt does not have"
+        return None if ask is None else ask(prompt)
+
+    return check
+
+
+def _needs(name: str, scorer: type) -> tuple[str, ...]:
+    declared = getattr(scorer, "needs", ())
+    if not isinstance(declared, tuple | list) or not all(isinstance(one, str) for one in declared):
+        raise _refused(name, f"needs must be a tuple of texts, got {declared!r}")
+    return tuple(declared)
+
+
+def _has(prompt: Prompt, need: str) -> bool:
+    if need == "target":
+        return prompt.target is not None
+    return bool(prompt.images) if need == "images" else need in prompt.metadata
+
+
+def _own_check(config: schema.Scorer, scorer: type) -> Callable[[Prompt], str | None] | None:
+    """Return the scorer's `check_prompt`, if it has one, as a function that raises nothing."""
     declared = inspect.getattr_static(scorer, "check_prompt", None)
     if declared is None:
         return None
@@ -225,19 +270,23 @@ def check_files(config: schema.Scorer) -> None:
         raise _refused(config.name, redact_text(missing, secrets_of(config)))
 
 
-def is_concurrent(config: schema.Scorer) -> bool:
-    """Return whether the scorer declares that calls of it may overlap; see `Scorer`."""
-    return base.is_concurrent(_load(config.name))
+def concurrency_of(config: schema.Scorer) -> int | None:
+    """Return how many calls of the scorer may run at once, None for any number; see `Scorer`."""
+    try:
+        return base.concurrency_of(_load(config.name))
+    except ValueError as error:
+        raise _refused(config.name, str(error)) from None
 
 
 def build(config: schema.Scorer, gpus: float = 0.0) -> Scorer:
     """Build the scorer that `config` names, with its model loaded.
 
-    `gpus`: the accelerators that it may use, `placement.reward.gpus`. They decide the argument `device` of a
-    constructor that requires one: the accelerator of this process, or "cpu"."""
+    `gpus`: the accelerators that its worker has. They decide the argument `device` of a constructor that requires one:
+    the accelerator of this process, or "cpu"."""
     scorer = _load(config.name)
     arguments = _arguments(config.name, scorer, config.params)
     device = _signature(config.name, scorer)[0].parameters.get(_DEVICE)
     if device is not None and device.default is device.empty and _DEVICE not in arguments:
-        arguments[_DEVICE] = str(require_accelerator("placement.reward.gpus", gpus)) if gpus > 0 else "cpu"
+        key = "placement.reward.gpus" if config.pool is None else f"reward.pools: resources.gpus of {config.pool!r}"
+        arguments[_DEVICE] = str(require_accelerator(key, gpus)) if gpus > 0 else "cpu"
     return cast(Scorer, call_discreetly(lambda: scorer(**arguments), secrets_of(config)))

@@ -1,6 +1,6 @@
 """Provides threads for blocking calls, of which some never return.
 
-Owns them; only `one_returns` waits, for a call or for its timeout.
+Owns them, and waits for nothing.
 
 A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap
 share one thread (and what libraries keep per thread). A thread cannot be stopped: a call that is given up leaves it
@@ -69,11 +69,6 @@ class Threads:
         self._busy[future] = thread
         future.add_done_callback(self._returned)
         return future
-
-    async def one_returns(self, timeout_s: float) -> bool:
-        """Return whether one of the busy calls returns within so many seconds."""
-        done, _ = await asyncio.wait(list(self._busy), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return bool(done)
 
     def _returned(self, future: asyncio.Future[Any]) -> None:
         thread = self._busy.pop(future)

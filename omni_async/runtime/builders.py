@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,11 @@ class WorkerContext:
     @property
     def coordinator(self) -> Any:
         return self.peers[COORDINATOR]
+
+    def service_site(self, settings: Any = None) -> ServiceSite:
+        """Return what a worker of a service knows of its run."""
+        told, index = self.coordinator, self.worker.index or 0
+        return ServiceSite(self.name, index, self.config, settings, self.host, told.phase, told.addresses)
 
     def limit_threads(self, cpus: float) -> None:
         """Keep torch to the worker's share of the machine; OMP_NUM_THREADS, set at the start, covers the rest."""
@@ -143,10 +149,11 @@ def rewarder(context: WorkerContext) -> Rewarder:
     inputs, config = context.inputs, context.config
     if inputs.profile is not None:
         return EmulatedRewarder(context.name, config, inputs.profile, context.coordinator, context.store, context.clock)
-    from omni_async.rewards.composition import WeightedScorer
+    from omni_async.rewards.loaded import LoadedReward
+    from omni_async.rewards.pooled import build_for
     from omni_async.rewards.probe import Probe
 
-    reward = WeightedScorer(config.reward.scorers, config.placement.reward.gpus)
+    reward = LoadedReward(config.reward, config.placement.reward.gpus, partial(build_for, config.reward))
     probe = Probe.of(config, inputs.prompts)
     return Rewarder(context.name, config, reward, context.coordinator, context.store, context.clock, probe)
 
@@ -214,11 +221,8 @@ def service(context: WorkerContext) -> ServiceHost:
     role, asked = context.worker.role, context.coordinator
     (section,) = (one for one in context.config.roles if one.name == role)
     settings = with_secrets(section.settings, f"roles: settings of {role!r}")
-    where = ServiceSite(
-        context.name, context.worker.index or 0, context.config, settings, context.host, asked.phase, asked.addresses
-    )
     try:
-        made = find_service(role).load()(where)
+        made = find_service(role).load()(context.service_site(settings))
     except Exception as error:
         raise ServiceNotStarted(f"{context.name} was not built: {type(error).__name__}: {error}") from error
     if not isinstance(made, Service):

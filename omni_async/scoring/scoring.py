@@ -1,8 +1,8 @@
 """Scores samples with a recipe's reward, in batches, as a run's reward worker does.
 
 Waits for the scorers (unblocked by their answers, by `reward.timeout_s` a call, and by `reward.outage_s` where one is
-down) and for the pauses between attempts. Media are decoded for one batch at a time. A sample that cannot be scored
-has an error in place of a score; it ends nothing.
+down) and for the pauses between attempts. Media of a few dozen samples are in memory at a time. A sample that cannot be
+scored has an error in place of a score; it ends nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from omni_async.config.schema import ScoreCache
 from omni_async.data.media_files import read_media
 from omni_async.data.prompts import PromptCheck
 from omni_async.families import MediaShape
-from omni_async.media import Media
 from omni_async.rewards import registry
+from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
-from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.scoring.samples import Sample
 from omni_async.types import Score
+
+# Samples whose media are in memory, and which the scorers may be asked for side by side.
+_MOST_AT_ONCE = 32
 
 
 class Scored(Struct):
@@ -59,17 +62,17 @@ def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck
     return [check for check in asked if check is not None]
 
 
-def build_reward(config: Config) -> WeightedScorer:
+def build_reward(config: Config) -> LoadedReward:
     """Build the scorers. Raises ConfigError."""
     try:
-        return WeightedScorer(config.reward.scorers, config.placement.reward.gpus)
+        return LoadedReward(config.reward, config.placement.reward.gpus)
     except (WrongScorer, ValueError) as error:
         raise ConfigError(f"reward.scorers: {error}") from None
 
 
 async def score_samples(
     config: Config,
-    reward: WeightedScorer,
+    reward: LoadedReward,
     rows: list[Scored],
     checks: Sequence[PromptCheck],
     repeat: int,
@@ -95,6 +98,7 @@ async def score_samples(
     probe = _probe(config, [row for row in rows if row.error is None])
     cache = config.reward.cache if repeat == 1 else ScoreCache(memory=0)
     panel = Panel("score", reward, replace(config.reward, cache=cache), WallClock(), _tell, probe=probe)
+    panel.connect(KnownAddresses(config.reward, None))
     try:
         if (wrong := await panel.try_out()) is not None:
             raise ConfigError(f"reward.scorers: {wrong}")
@@ -106,7 +110,7 @@ async def score_samples(
             ended += len(rows)
         progress(ended)
     finally:
-        panel.close()
+        await panel.close()
 
 
 def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
@@ -120,24 +124,31 @@ def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
 async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress: Callable[[int], None]) -> None:
     """Score every row once more. Those that fail are tried again together, unless they fail in the same way again."""
     pauses = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
+    room, reading = asyncio.Semaphore(max(_MOST_AT_ONCE, config.reward.batch)), asyncio.Lock()
     left, reasons, done = rows, dict[int, str](), 0
     for attempt in range(config.reward.retries + 1):
         if attempt:
             await asyncio.sleep(pauses.pause_s(attempt))
         again: list[Scored] = []
-        for start in range(0, len(left), config.reward.batch):
-            batch = left[start : start + config.reward.batch]
-            for row, outcome in zip(batch, await _score(panel, batch), strict=True):
-                if isinstance(outcome, Score):
-                    row.scores.append(outcome)
-                elif outcome.fault == "retry" and reasons.get(id(row)) != outcome.reason:
-                    reasons[id(row)] = outcome.reason
-                    again.append(row)
-                    continue
-                else:
-                    row.error = outcome.reason
-                done += 1
+
+        async def score(row: Scored, again: list[Scored] = again) -> None:
+            nonlocal done
+            async with room:
+                outcome = await _score_one(panel, row, reading)
+            if isinstance(outcome, Score):
+                row.scores.append(outcome)
+            elif outcome.fault == "retry" and reasons.get(id(row)) != outcome.reason:
+                reasons[id(row)] = outcome.reason
+                again.append(row)
+                return
+            else:
+                row.error = outcome.reason
+            done += 1
             progress(done)
+
+        async with asyncio.TaskGroup() as tasks:
+            for row in left:
+                tasks.create_task(score(row))
         left = again
         if not left:
             break
@@ -146,24 +157,19 @@ async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress:
     progress(len(rows))
 
 
-async def _score(panel: Panel, rows: list[Scored]) -> list[Score | Failure]:
-    """Score a batch; samples of a scorer that is down wait until it answers, or is given up."""
-    outcomes: dict[int, Score | Failure] = {}
-    media: dict[int, Media] = {}
-    for i, row in enumerate(rows):
-        try:
-            media[i] = await asyncio.to_thread(read_media, row.sample.files)
-        except ConfigError as error:
-            outcomes[i] = Failure(one_line(str(error)), "reject")
-    while waiting := [i for i in media if i not in outcomes]:
+async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Score | Failure:
+    """Score a sample; one of a scorer that is down waits until it answers, or is given up."""
+    try:
+        async with reading:  # in their order
+            media = await asyncio.to_thread(read_media, row.sample.files)
+    except ConfigError as error:
+        return Failure(one_line(str(error)), "reject")
+    while True:
         if panel.down:
             await panel.recover()
-        found = await panel.score([media[i] for i in waiting], [rows[i].sample.prompt for i in waiting])
-        for position, hits in panel.take_hits().items():
-            rows[waiting[position]].cached = hits
-        answers = zip(waiting, found, strict=True)
-        outcomes |= {i: one for i, one in answers if isinstance(one, Score) or one.fault != "outage"}
-    return [outcomes[i] for i in range(len(rows))]
+        outcome, row.cached = await panel.score(media, row.sample.prompt, id(row))
+        if isinstance(outcome, Score) or outcome.fault != "outage":
+            return outcome
 
 
 async def _tell(text: str) -> None:

@@ -39,6 +39,7 @@ from omni_async.types import (
     Score,
     ScoreJob,
     ScoreResult,
+    ScorerReport,
     SdeWindow,
     Span,
     TensorSpec,
@@ -182,6 +183,7 @@ class Desk:
         self.gone, self.lost = list[tuple[int, str]](), list[tuple[str, str]]()  # groups, engines
         self.updates, self.held = list[UpdateReport](), list[WeightReport]()
         self.announced: list[tuple[int, str]] = []
+        self.scorers: list[list[ScorerReport]] = []
         self.spans, self.phases, self.log = list[Span](), list[str](), list[str]()
         self.addresses: dict[str, str] = {}  # of services
         self.refuses: Exception | None = None  # what `samples_done` and `report_spans` raise
@@ -194,6 +196,7 @@ class Desk:
     engine_lost = kept("lost")
     samples_done = kept("done", skip=1, may_refuse=True)
     report_spans = kept("spans", may_refuse=True)
+    report_scorers = kept("scorers", skip=1)
 
     def offer(self, *work: Any) -> None:
         for item in work:

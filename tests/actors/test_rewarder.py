@@ -19,7 +19,7 @@ from actor_world import Desk, make_config, make_job, settle
 from omni_async.actors.rewarder import Rewarder
 from omni_async.aio.clock import ManualClock
 from omni_async.rewards.base import Scorer, WrongScorer
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.probe import Probe
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.store import LocalStore
@@ -49,11 +49,11 @@ class Brightness:
 
 
 def make_rewarder(
-    scorer: Scorer | WeightedScorer, desk: Desk, store: Any = None, clock: Any = None, probe: Any = None, **changes: Any
+    scorer: Scorer | LoadedReward, desk: Desk, store: Any = None, clock: Any = None, probe: Any = None, **changes: Any
 ) -> Rewarder:
-    reward = scorer if isinstance(scorer, WeightedScorer) else WeightedScorer.alone(scorer)
-    store, clock = store or LocalStore(), clock or ManualClock()
-    return Rewarder("reward-0", make_config(**changes), reward, desk, store, clock, probe)
+    config, store, clock = make_config(**changes), store or LocalStore(), clock or ManualClock()
+    reward = scorer if isinstance(scorer, LoadedReward) else LoadedReward.of(config.reward, scorer)
+    return Rewarder("reward-0", config, reward, desk, store, clock, probe)
 
 
 @asynccontextmanager
@@ -104,7 +104,7 @@ async def test_it_scores_a_sample_at_once_and_then_whatever_has_come_meanwhile_w
 
 async def test_an_answer_that_is_known_is_not_asked_for_and_is_counted():
     scorer = Brightness()
-    reward = WeightedScorer.alone(scorer)
+    reward = LoadedReward.of(make_config().reward, scorer)
     reward.members[0] = reward.members[0]._replace(identity=b"deterministic")
     async with on_stage(reward) as desk:
         desk.offer(make_job(0), make_job(1))

@@ -58,6 +58,8 @@ def in_context(path: str) -> tuple[str, list[str]]:
         "emulation": ["emulation.profile=p.json"],
         "rollout.buckets": ["rollout.buckets=[{}]"],
         "roles": ["roles=[{name: judge}]"],
+        "reward.pools": ["reward.pools=[{name: judges}]"],
+        "reward.servers": ["reward.servers=[{name: judge, model: judge}]"],
     }
     return path.replace("[]", ".0"), needed.get(section if list_ else section.partition(".")[0], [])
 
@@ -107,7 +109,7 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
             "~: unknown key; did you mean 'group_size'? allowed: batching, buckets, ",
         ),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
-        ("reward.scorers.0.wieght=3", "~: unknown key; did you mean 'weight'? allowed: name, params, weight"),
+        ("reward.scorers.0.wieght=3", "~: unknown key; did you mean 'weight'? allowed: batch, components, concurrency"),
         ("rollout.sde.window.steps=3", "~: unknown key; allowed: at_end, decay_from, decay_rate, range, schedule, siz"),
         ("model.lora={rnak: 4}", "~.rnak: unknown key; did you mean 'rank'? allowed: alpha, rank, target_modules"),
         ("algorithm.nft={betta: 1}", "~.betta: unknown key; did you mean 'beta'? allowed: adv_mode, beta, decay"),
@@ -372,6 +374,7 @@ def test_the_walk_reaches_every_field_of_every_section_each_of_which_refuses_unk
     assert len(FIELDS) == count(Config)
     required = {path for path, (_, default) in FIELDS.items() if default is msgspec.NODEFAULT}
     named = {"model.path", "reward.scorers[].name", "validation.prompts", "emulation.profile", "roles[].name"}
+    named |= {"reward.pools[].name", "reward.servers[].name", "reward.servers[].model"}
     named |= {"rollout.program.name"}
     assert required == {"model", "data", *named}
 

@@ -26,7 +26,7 @@ from omni_async.aio.clock import Clock, WallClock
 from omni_async.config import Config, with_spec
 from omni_async.media import Media
 from omni_async.rewards.base import Scorer
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.probe import Probe
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.store import LocalStore
@@ -69,7 +69,7 @@ class ScoredRun(Run):
         self._tried, self._scorers, self._clock = tried, scorers, clock
 
     async def rewarder(self, worker: str) -> None:
-        reward = WeightedScorer.alone(self._scorers())
+        reward = LoadedReward.of(self.config.reward, self._scorers())
         probe = Probe.of(with_spec(self.config), [Prompt(0, "a synthetic cat")]) if self._tried else None
         rewarder = Rewarder(worker, self.config, reward, self.coordinator, Images(), self._clock, probe)
         await rewarder.start()
@@ -319,7 +319,7 @@ class HttpJudge:
     """A scorer as a user would write the client of a judge server."""
 
     name = "http_judge"
-    concurrent = True
+    concurrency = None
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/score"

@@ -18,7 +18,7 @@ from omni_async.aio.clock import ManualClock
 from omni_async.cli import main
 from omni_async.config import load
 from omni_async.config.redact import redact_text, secrets_in
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.tracking.rundir import RunDirectory
 from tests.job_world import write_emulated
 
@@ -109,7 +109,7 @@ def test_no_secret_is_in_a_configuration_that_is_shown(tmp_path, secret, capsys)
     said = capsys.readouterr()
     assert not shown(secret, said.out, said.err)
     with pytest.raises(Exception) as raised:
-        WeightedScorer(config.reward.scorers).members[0].scorer._scorer.score([], [])
+        LoadedReward(config.reward).members[0].scorer._scorer.score([], [])
     assert shown(secret, str(raised.value)), "the scorer itself has them"
 
 

@@ -29,9 +29,9 @@ from omni_async.reward_server.settings import Server, load_server
 from omni_async.rewards import wire
 from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.cache import key_of
-from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import ScorerHangs
 from omni_async.rewards.jpeg_size import JpegSizeScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
 from tests.reward_server.serving_world import (
     HELD,
@@ -375,7 +375,7 @@ async def test_a_lost_worker_leaves_no_request_waiting(monkeypatch):
     async def hangs(media: object, prompts: object) -> None:
         raise ScorerHangs("8 calls have not returned")
 
-    reward = WeightedScorer.alone(Recorder())
+    reward = LoadedReward.of(Reward(), Recorder())
     async with Scoring(Reward(), [reward], Metrics(), print, most_waiting=9, remembered=9) as scoring:
         monkeypatch.setattr(scoring._panels[0], "score", hangs)
         [outcome] = await scoring.score([("key", MEDIA[0], PROMPTS[0])])

@@ -14,7 +14,7 @@ from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.clap import mono_at, windows
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
 from pipelines.tiny import t5_tokenizer
 from tests.images import score_all
@@ -83,7 +83,9 @@ def test_sounds_score_the_cosine_with_their_prompt(checkpoint: Path, device: str
     last = mono[2]
     parts = [last[:RATE], last[(RATE + 500) // 2 :][:RATE], last[RATE + 500 :]]
     cosines = cosines_of(checkpoint, [*mono[:2], *parts])
-    reward = WeightedScorer([schema.Scorer(name="clap", params={"path": str(checkpoint)})], float(device != "cpu"))
+    reward = LoadedReward(
+        schema.Reward(scorers=(schema.Scorer(name="clap", params={"path": str(checkpoint)}),)), float(device != "cpu")
+    )
     media = [Media(audio=sound, sample_rate=RATE) for sound in stereo]
     for _ in range(2):  # no score is drawn
         found = score_all(reward, media, [Prompt(i, text) for i, text in enumerate(TEXTS)])
@@ -92,12 +94,18 @@ def test_sounds_score_the_cosine_with_their_prompt(checkpoint: Path, device: str
     assert len({round(score.value, 4) for score in found}) == 3
 
 
+def clap(folder: Path) -> schema.Reward:
+    return schema.Reward(scorers=(schema.Scorer(name="clap", params={"path": str(folder)}),))
+
+
 def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "clap"
     shutil.copytree(checkpoint, folder)
 
     def identity() -> bytes | None:
-        [member] = WeightedScorer([schema.Scorer(name="clap", params={"path": str(folder)})]).members
+        [member] = LoadedReward(
+            schema.Reward(scorers=(schema.Scorer(name="clap", params={"path": str(folder)}),))
+        ).members
         return member.identity
 
     first = identity()

@@ -18,7 +18,7 @@ from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 from pipelines.tiny import clip_tokenizer
 from tests.images import as_media, score_all
@@ -52,10 +52,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def only(name: str, params: dict[str, Any]) -> schema.Reward:
+    return schema.Reward(scorers=(schema.Scorer(name=name, params=params),))
+
+
 def scored(
     name: str, media: list[Media], *, gpus: float = 0.0, prompts: list[Prompt] = PROMPTS, **params: Any
 ) -> list[Score]:
-    return score_all(WeightedScorer([schema.Scorer(name=name, params=params)], gpus), media, prompts[: len(media)])
+    return score_all(
+        LoadedReward(only(name, params), gpus),
+        media,
+        prompts[: len(media)],
+    )
 
 
 def pixels_of(image: np.ndarray) -> torch.Tensor:
@@ -193,7 +201,9 @@ def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(chec
     shutil.copytree(checkpoint, folder)
 
     def identity(name: str = "pick_score", **params: str) -> bytes | None:
-        [member] = WeightedScorer([schema.Scorer(name=name, params={"path": str(folder), **params})]).members
+        [member] = LoadedReward(
+            schema.Reward(scorers=(schema.Scorer(name=name, params={"path": str(folder), **params}),))
+        ).members
         return member.identity
 
     def aesthetic(*widths: int) -> bytes | None:

@@ -17,9 +17,9 @@ from omni_async.config import with_spec
 from omni_async.config.schema import Reward
 from omni_async.media import require_media
 from omni_async.rewards.base import Outage, ScoreError, Unbounded
-from omni_async.rewards.composition import Member, WeightedScorer
 from omni_async.rewards.failures import is_outage
 from omni_async.rewards.guard import Failure, ScorerHangs
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
@@ -60,7 +60,7 @@ class Judge:
     ) -> None:
         left = list(seconds) if isinstance(seconds, list) else []
         self.seconds = (lambda t: left.pop(0) if left else 0.0) if isinstance(seconds, list) else seconds
-        self.up, self.bad, self.says, self.concurrent = up, bad, says, concurrent
+        self.up, self.bad, self.says, self.concurrency = up, bad, says, 2 if concurrent else 1
         self.calls: list[tuple[float, list[int]]] = []
 
     @property
@@ -104,15 +104,17 @@ class Stage:
         self.reports: list[tuple[float, str]] = []
         pools = {f"p/{number}": VirtualThreads(judge) for number, judge in enumerate(judges)}
         self.threads = pools["p/0"]
-        weighted = WeightedScorer.alone(judges[0])
-        weighted.members = [Member(str(number), 1.0, judge) for number, judge in enumerate(judges)]
-        self.panel = Panel("p", weighted, Reward(**reward), VirtualClock(), self.report, pools.__getitem__, probe)
+        for number, judge in enumerate(judges):
+            judge.name = str(number)
+        loaded = LoadedReward.of(config := Reward(**reward), *judges)
+        self.panel = Panel("p", loaded, config, VirtualClock(), self.report, pools.__getitem__, probe)
 
     async def report(self, text: str) -> None:
         self.reports.append((now(), without_place(text)))
 
     async def outcomes(self, *pixels: int) -> list[Score | Failure]:
-        return await self.panel.score([image(pixel) for pixel in pixels], [Prompt(pixel, "a cat") for pixel in pixels])
+        asked = (self.panel.score(image(pixel), Prompt(pixel, "a cat")) for pixel in pixels)
+        return [result.outcome for result in await asyncio.gather(*asked)]
 
     async def score(self, *pixels: int) -> list[float | str | None]:
         """Returns values, reasons without their place, and None for postponed samples."""
@@ -176,7 +178,7 @@ async def test_a_bad_sample_alone_opens_nothing():
 
 async def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_used_for_something_else():
     stage, shown = Stage(judge := Judge(bad=(7,))), image(1)
-    await stage.panel.score([shown], [Prompt(1, "a cat")])
+    await stage.panel.score(shown, Prompt(1, "a cat"))
     shown.image[:] = 7
     assert await stage.score(7) == [BAD]
     assert judge.seen[-1] == [1] and not stage.panel.down
@@ -234,7 +236,7 @@ async def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_as
     ]
 
 
-async def test_one_of_two_scorers_that_is_down_is_waited_for_alone_and_gets_no_sample_that_the_other_fails():
+async def test_one_of_two_scorers_that_is_down_is_waited_for_alone_and_what_the_other_fails_is_no_fault_of_it():
     stage = await after_one(5, fine := Judge(), broken := Judge(up=lambda t: not 5 <= t < 9))
     assert await stage.score(2, 3) == [None, None]
     calls = len(fine.calls)
@@ -243,13 +245,13 @@ async def test_one_of_two_scorers_that_is_down_is_waited_for_alone_and_gets_no_s
     assert await stage.score(2, 3) == [4.0, 6.0]
     stage = Stage(Judge(bad=(7,)), other := Judge())
     assert await stage.score(1, 7, 2) == [2.0, BAD, 4.0]
-    assert other.seen == [[1, 2]]
+    assert other.seen == [[1, 7, 2]], "they are asked side by side"
 
 
 async def test_media_that_are_none_are_not_the_scorers_failure():
     stage = Stage(judge := Judge())
     for _ in range(5):
-        (outcome,) = await stage.panel.score([np.zeros((2, 2), np.uint8)], [Prompt(0, "a cat")])
+        outcome, _ = await stage.panel.score(np.zeros((2, 2), np.uint8), Prompt(0, "a cat"))  # type: ignore[arg-type]
         assert "expected media, got a ndarray" in outcome.reason and outcome.fault == "retry"
     assert judge.calls == [] and not stage.panel.down
 
@@ -259,7 +261,7 @@ async def test_media_that_are_none_are_not_the_scorers_failure():
 
 async def test_a_slow_call_is_made_twice_and_the_first_answer_counts():
     stage = Stage(Judge(seconds=[50, 1], concurrent=True), hedge_s=10.0)
-    assert await stage.score(1, 2) == [1.0, 2.0]
+    assert await stage.score(1) == [1.0]
     assert now() == 11 and stage.threads.begun == 2
     assert stage.threads.busy == 1, "the slow one is left behind"
     assert await stage.score(3) == [3.0], "and does not hold up the next"

@@ -17,9 +17,10 @@ from omni_async import entry_points as lookup
 from omni_async.config import schema
 from omni_async.families import MediaShape
 from omni_async.media import Media
+from omni_async.reward_formula import NoReward
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 from tests.images import as_media, score_all
 
@@ -69,7 +70,7 @@ def own(name: str, weight: float = 1.0, **params: object) -> schema.Scorer:
 
 
 def scored(*scorers: schema.Scorer, media: list[Media] = MEDIA, prompts: list[Prompt] = PROMPTS) -> list[Score]:
-    return score_all(WeightedScorer(scorers), media, prompts)
+    return score_all(LoadedReward(schema.Reward(scorers=scorers)), media, prompts)
 
 
 def kilobytes(image: np.ndarray, quality: int) -> float:
@@ -144,12 +145,12 @@ def test_a_scorer_that_declares_what_it_accepts_gets_media_and_one_that_does_not
     [
         (own("Returns", values=[0.0, math.nan, 0.0]), 3, r"Returns.*sample 1 \(prompt 11: 'prompt 1'\): value is nan"),
         (own("Returns", values=[0.0]), 3, "Returns' returned 1 scores for 3 samples"),
-        (own("Constant", 1e300, value=1e99), 3, r"Constant', sample 0.*a reward of inf, beyond"),
+        (own("Constant", 1e300, value=1e99), 3, r"Constant': a reward of inf, beyond"),
         (own("Constant"), 2, "3 samples but 2 prompts"),
     ],
 )
 def test_a_failed_score_never_becomes_a_number(scorer, num_prompts, error):
-    with pytest.raises(ScoreError, match=error):
+    with pytest.raises((ScoreError, NoReward), match=error):
         scored(config("jpeg_size"), scorer, prompts=PROMPTS[:num_prompts])
     assert scored(config("jpeg_size"), media=[], prompts=[]) == []
 

@@ -22,8 +22,9 @@ from omni_async.actors.trainer import Trainer
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
+from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.panel import Result
 from omni_async.rollout.base import Trajectory
 from omni_async.store import ObjectLost
 from omni_async.types import (
@@ -150,18 +151,17 @@ class SimulatedRewarder(Rewarder):
     faults is not in here."""
 
     def __init__(self, name: str, config: Config, scorer: Scorer, *args: Any) -> None:
-        super().__init__(name, config, WeightedScorer.alone(scorer), *args)
+        super().__init__(name, config, LoadedReward.of(config.reward, scorer), *args)
         self._scorer = scorer
         self._tracer = QuietTracer(name, self.coordinator, self.clock)
 
-    async def _score(self, images: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        return [self._score_one(image, job) for image, job in zip(images, jobs, strict=True)]
-
-    def _score_one(self, image: np.ndarray, job: ScoreJob) -> Score | Failure:
+    async def _result(self, job: ScoreJob, media: Any) -> Result:
+        if isinstance(media, Failure):
+            return Result(media)
         try:
-            return self._scorer.score([image], [job.prompt])[0]
+            return Result(self._scorer.score([media], [job.prompt])[0])
         except ScoreError as error:
-            return Failure(str(error))
+            return Result(Failure(str(error)))
 
 
 class QuietTracer(Tracer):

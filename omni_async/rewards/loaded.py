@@ -1,0 +1,72 @@
+"""Loads the scorers of a recipe's reward, each in a form whose exceptions can be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from omni_async.config import schema
+from omni_async.config.redact import one_line
+from omni_async.reward_formula import RewardFormula
+from omni_async.rewards import registry
+from omni_async.rewards.base import Scorer, WrongScorer
+from omni_async.rewards.cache import identity_of
+from omni_async.rewards.failures import Discreet, place_of, told
+
+Build = Callable[[schema.Scorer, float], Scorer]
+
+
+def _built(label: str, config: schema.Scorer, gpus: float, build: Build) -> Scorer:
+    """Build a scorer.
+
+    WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do not
+    fit."""
+    try:
+        return build(config, gpus)
+    except registry.ScorerConfigError:
+        raise
+    except BaseException as error:  # noqa: BLE001 (its constructor is foreign code, and may exit)
+        raise WrongScorer(f"scorer {label!r} cannot be built: {one_line(told(error), 500)}{place_of(error)}") from None
+
+
+class Member(NamedTuple):
+    """A scorer of a reward. `identity`: of its answers, see `cache.identity_of`; None: they are not kept."""
+
+    label: str
+    config: schema.Scorer
+    scorer: Discreet
+    identity: bytes | None = None
+
+
+class LoadedReward:
+    """The scorers of a reward, `members`, in the order of the recipe, and the `formula` that combines their scores."""
+
+    def __init__(self, reward: schema.Reward, gpus: float = 0.0, build: Build = registry.build) -> None:
+        """Load every scorer.
+
+        Args:
+            reward: the recipe's section.
+            gpus: the accelerators of this worker.
+            build: makes a scorer of its entry of `reward.scorers`."""
+        if not reward.scorers:
+            raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
+        self.formula = RewardFormula(reward)
+        self.members: list[Member] = []
+        for label, config in zip(self.formula.labels, reward.scorers, strict=True):
+            scorer = _built(label, config, gpus, build)
+            shown = Discreet(scorer, registry.secrets_of(config))
+            self.members.append(Member(label, config, shown, identity_of(config, scorer)))
+
+    @classmethod
+    def of(cls, reward: schema.Reward, *scorers: Scorer) -> LoadedReward:
+        """Return a reward of scorers that are built already, in place of those that `reward` names."""
+        configs = tuple(schema.Scorer(name=scorer.name) for scorer in scorers)
+        loaded = cls.__new__(cls)
+        loaded.formula = RewardFormula(msgspec.structs.replace(reward, scorers=configs))
+        loaded.members = [
+            Member(label, config, Discreet(scorer, frozenset()))
+            for label, config, scorer in zip(loaded.formula.labels, configs, scorers, strict=True)
+        ]
+        return loaded

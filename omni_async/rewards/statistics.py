@@ -1,0 +1,100 @@
+"""Counts what a scorer costs: its calls and their seconds, how long samples waited for its answers, and tokens.
+
+What is counted is taken away by reports, so that each covers the time since the last one. Counts of many workers are
+merged by addition; quantiles are made of all their times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from omni_async.aio.clock import Clock
+from omni_async.rewards.guard import Failure
+from omni_async.types import Score, ScorerReport
+
+T = TypeVar("T")
+
+# Times of one report; where there are more, they are thinned out.
+_MOST_TIMES = 512
+# Parts of a judge's scores that count the tokens it read and wrote.
+TOKENS = ("prompt_tokens", "completion_tokens")
+
+
+class ScorerStatistics:
+    """The counts of one scorer in one worker, since they were taken last.
+
+    `observe` is called after every call of the scorer with the numbers of samples, its start and its end, in the
+    clock's seconds."""
+
+    def __init__(self, label: str, clock: Clock, observe: Callable[[str, int, float, float], None]) -> None:
+        self._label = label
+        self._clock = clock
+        self._observe = observe
+        self._in_flight = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._calls = self._samples = self._failed = self._cached = 0
+        self._tokens = 0.0
+        self._call_s: list[float] = []
+        self._answer_s: list[float] = []
+
+    @contextmanager
+    def call(self, samples: int) -> Iterator[None]:
+        """Count a call of the scorer for so many samples."""
+        began = self._clock.now()
+        try:
+            yield
+        finally:
+            ended = self._clock.now()
+            self._calls += 1
+            self._samples += samples
+            self._call_s.append(ended - began)
+            self._observe(self._label, samples, began, ended)
+
+    async def timed(self, answer: Awaitable[T]) -> T:
+        """Await a sample's answer; how long that takes counts from when it was asked for."""
+        began = self._clock.now()
+        self._in_flight += 1
+        try:
+            return await answer
+        finally:
+            self._in_flight -= 1
+            self._answer_s.append(self._clock.now() - began)
+
+    def answered(self, outcomes: Iterable[Score | Failure | None]) -> None:
+        """Count the scorer's answers; None: one from the cache."""
+        for outcome in outcomes:
+            if outcome is None:
+                self._cached += 1
+            elif isinstance(outcome, Score):
+                self._tokens += sum(outcome.parts.get(name, 0.0) for name in TOKENS)
+            else:
+                self._failed += 1
+
+    def take(self, queued: int) -> ScorerReport:
+        """Return what was counted, and begin anew. `queued`: samples that wait for a call."""
+        report = ScorerReport(
+            self._label,
+            in_flight=self._in_flight,
+            queued=queued,
+            calls=self._calls,
+            samples=self._samples,
+            failed=self._failed,
+            cached=self._cached,
+            tokens=self._tokens,
+            call_s=_thinned(self._call_s),
+            answer_s=_thinned(self._answer_s),
+        )
+        self._begin()
+        return report
+
+
+def _thinned(times: list[float]) -> tuple[float, ...]:
+    """Return the times, or evenly many of their quantiles."""
+    if len(times) <= _MOST_TIMES:
+        return tuple(times)
+    ordered = sorted(times)
+    return tuple(ordered[int((i + 0.5) / _MOST_TIMES * len(ordered))] for i in range(_MOST_TIMES))
