@@ -8,6 +8,7 @@ answered from memory.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import statistics
@@ -16,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -116,69 +116,75 @@ def _in_process(scorer: OcrScorer, samples: Samples, batch: int, seconds: float)
     return Arm(done / (time.perf_counter() - began), 1e3 * (time.process_time() - cpu) / done)
 
 
-def _over_loopback(
+async def _over_loopback(
     scorer: HttpScorer, samples: Samples, server: psutil.Process, options: argparse.Namespace, seconds: float
 ) -> Arm:
     """Let all clients ask for so long, and wait for their last answers."""
     ends = time.perf_counter() + seconds
 
-    def client(_: int) -> int:
+    async def client() -> int:
         done = 0
         while time.perf_counter() < ends:
-            done += len(scorer.score(*samples.batch(options.batch)))
+            done += len(await scorer.score(*samples.batch(options.batch)))
         return done
 
     began, cpu = time.perf_counter(), sum(server.cpu_times()[:2])
-    with ThreadPoolExecutor(options.clients) as pool:
-        done = sum(pool.map(client, range(options.clients)))
+    done = sum(await asyncio.gather(*(client() for _ in range(options.clients))))
     seconds = time.perf_counter() - began
     return Arm(done / seconds, 1e3 * (sum(server.cpu_times()[:2]) - cpu) / done)
 
 
-def _memory(requests: int, clients: int) -> tuple[float, int, int]:
+async def _memory(requests: int, clients: int) -> tuple[float, int, int]:
     """Return requests/s, and the server's memory when a tenth of them and when all are answered."""
     with _serving("jpeg_size", 16) as (url, process):
         scorer, samples, found = HttpScorer(urls=(url,), connections=clients), Samples(), []
         began = time.perf_counter()
-        with ThreadPoolExecutor(clients) as pool:
-            for part in (requests // 10, requests - requests // 10):
-                for _ in pool.map(lambda _: scorer.score(*samples.batch(1)), range(part)):
-                    pass
-                found.append(process.memory_info().rss)
+        for part in (requests // 10, requests - requests // 10):
+            left = iter(range(part))
+
+            async def client(left: Iterator[int] = left) -> None:
+                for _ in left:
+                    await scorer.score(*samples.batch(1))
+
+            await asyncio.gather(*(client() for _ in range(clients)))
+            found.append(process.memory_info().rss)
         seconds = time.perf_counter() - began
-        scorer.close()
+        await scorer.close()
     return requests / seconds, found[0], found[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = benchmark_parser("reward_server", _HELP)
     parser.add_argument("--batch", type=int, default=16, help="images of a request (default: 16)")
-    parser.add_argument("--clients", type=int, default=64, help="threads that ask at once (default: 64)")
+    parser.add_argument("--clients", type=int, default=64, help="that ask at once (default: 64)")
     parser.add_argument("--repeats", type=int, default=5, help="of both arms (default: 5)")
     parser.add_argument("--seconds", type=float, default=10.0, help="of one arm in one repeat (default: 10)")
     parser.add_argument("--requests", type=int, default=100_000, help="of `jpeg_size` for the memory; 0: none")
-    options = parser.parse_args(arguments)
+    return asyncio.run(_run(parser.parse_args(arguments)))
+
+
+async def _run(options: argparse.Namespace) -> int:
     own, samples = OcrScorer(), Samples()
     alone: list[Arm] = []
     served: list[Arm] = []
     with _serving("ocr", options.batch) as (url, server):
         scorer = HttpScorer(urls=(url,), connections=options.clients, timeout_s=60)
-        _over_loopback(scorer, samples, server, options, 1.0)
+        await _over_loopback(scorer, samples, server, options, 1.0)
         _in_process(own, samples, options.batch, 1.0)
         for _ in range(options.repeats):
             alone.append(_in_process(own, samples, options.batch, options.seconds))
-            served.append(_over_loopback(scorer, samples, server, options, options.seconds))
+            served.append(await _over_loopback(scorer, samples, server, options, options.seconds))
             arms = zip(("in process", "over loopback"), (alone[-1], served[-1]), strict=True)
             told = (f"{name} {one.images_per_s:.1f} images/s, {one.cpu_ms:.2f} ms of a core each" for name, one in arms)
             sys.stdout.write("; ".join(told) + "\n")
             sys.stdout.flush()
-        scorer.close()
+        await scorer.close()
     ratio = statistics.median(one.images_per_s / base.images_per_s for one, base in zip(served, alone, strict=True))
     cpu = statistics.median(base.cpu_ms / one.cpu_ms for one, base in zip(served, alone, strict=True))
     sys.stdout.write(
         f"median ratio of images/s: {ratio:.3f} (target: 0.9); of images per second of a core: {cpu:.3f}\n"
     )
-    per_s, tenth, end = _memory(options.requests, options.clients) if options.requests else (0.0, 0, 0)
+    per_s, tenth, end = await _memory(options.requests, options.clients) if options.requests else (0.0, 0, 0)
     if options.requests:
         sizes = f"{tenth / _MIB:.1f} MiB at a tenth, {end / _MIB:.1f} MiB at the end"
         sys.stdout.write(f"jpeg_size: {options.requests} requests, {per_s:.0f} a second; server's RSS {sizes}\n")

@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
@@ -24,6 +24,7 @@ from omni_async.rewards.http import HttpScorer
 from omni_async.types import Prompt, Score
 from tests.images import as_media
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 MEDIA = [as_media(np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)) for i in range(4)]
 PROMPTS = [Prompt(i, f"prompt {i}", metadata={"colour": "red"}) for i in range(4)]
@@ -141,13 +142,29 @@ def held() -> Iterator[None]:
         Held.free.set()
 
 
+class Asking:
+    """The scorer `http` on an event loop of its own, for tests that block."""
+
+    def __init__(self, **params: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.scorer = HttpScorer(**params)
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
+        return self.wait_for(self.scorer.score(media, prompts))
+
+
 @contextlib.contextmanager
-def asking(*urls: str, **params: Any) -> Iterator[HttpScorer]:
-    scorer = HttpScorer(urls=urls, **{"backoff_s": 0.01, "backoff_max_s": 0.05} | params)
+def asking(*urls: str, **params: Any) -> Iterator[Asking]:
+    client = Asking(urls=urls, **{"backoff_s": 0.01, "backoff_max_s": 0.05} | params)
     try:
-        yield scorer
+        yield client
     finally:
-        scorer.close()
+        client.wait_for(client.scorer.close())
+        client.loop.call_soon_threadsafe(client.loop.stop)
 
 
 @contextlib.contextmanager

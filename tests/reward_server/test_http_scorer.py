@@ -103,20 +103,21 @@ def test_a_slow_server_is_hedged_by_another_and_the_first_answer_counts():
 
 @pytest.mark.parametrize("number", range(10))  # which of the two is looked at first is not ours to say
 async def test_a_failure_that_comes_with_an_answer_does_not_count(monkeypatch, number):
-    client = HttpScorer(urls=("http://a", "http://b"), hedge_s=0.001, retries=0)._client
+    scorer = HttpScorer(urls=("http://a", "http://b"), hedge_s=0.001, retries=0)
+    servers = scorer._servers
     answer, begun, both = wire.Answer(1, (wire.Outcome(value=0.5),)), [], asyncio.Event()
 
-    async def attempt(server, body, num_samples):
+    async def attempt(server, question, read, refusal):
         begun.append(server)
         if len(begun) == 2:
             asyncio.get_running_loop().call_soon(both.set)
         await both.wait()
-        if server is client.servers[0]:
+        if server is servers.servers[0]:
             raise ScoreError("refused")
         return answer
 
-    monkeypatch.setattr(client, "_attempt", attempt)
-    assert await client.ask(b"", 1) is answer
+    monkeypatch.setattr(servers, "_attempt", attempt)
+    assert (await scorer.score(MEDIA[:1], PROMPTS[:1]))[0].value == 0.5
 
 
 def test_a_server_that_hangs_is_left_after_the_time_out():
@@ -228,7 +229,7 @@ def test_the_token_reaches_no_message(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "sesame-sesame-sesame")
     config = schema.Scorer(name="http", params={"urls": ["http://127.0.0.1:1"], "token": "env:A_TOKEN"})
     assert registry.secrets_of(config) == {"sesame-sesame-sesame"}
-    assert registry.is_concurrent(config)
+    assert registry.concurrency_of(config) is None
 
 
 def test_the_documented_server_is_short_and_scores():
