@@ -147,6 +147,11 @@ def missing_text(prompt: Prompt) -> str | None:
     return 'the prompt has no `target` and no text in "double quotes" to look for'
 
 
+def similarity_of(found: str, wanted: str) -> float:
+    """Return 1 - min(Levenshtein distance, n) / n to the `wanted` text of n characters; 1 if `found` contains it."""
+    return 1.0 if wanted in found else 1 - min(Levenshtein.distance(found, wanted), len(wanted)) / len(wanted)
+
+
 @cache
 def _alphabet() -> frozenset[str]:
     return frozenset(Recogniser(threads=1, width=HEIGHT).alphabet[1:])

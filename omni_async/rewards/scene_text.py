@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from msgspec import Meta
-from rapidfuzz.distance import Levenshtein
 
 from omni_async.media import evenly
 from omni_async.rewards.base import ScoreError, describe
-from omni_async.rewards.ocr import mean_of_frames, missing_text, wanted_text
+from omni_async.rewards.ocr import mean_of_frames, missing_text, similarity_of, wanted_text
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -72,9 +71,9 @@ class SceneTextScorer:
     def _judge(self, image: NDArray[np.uint8], wanted: str) -> Score:
         lines = self._read(np.ascontiguousarray(image[:, :, ::-1])).txts or ()  # RapidOCR takes BGR
         found = "".join("".join(lines).split()).lower()
-        distance = 0 if wanted in found else min(Levenshtein.distance(found, wanted), len(wanted))
-        parts = {"exact": float(distance == 0), "lines": float(len(lines))}
-        return Score(value=1 - distance / len(wanted), parts=parts, text=" ".join(lines))
+        value = similarity_of(found, wanted)
+        parts = {"exact": float(wanted in found), "lines": float(len(lines))}
+        return Score(value=value, parts=parts, text=" ".join(lines))
 
 
 def _wanted(position: int, prompt: Prompt) -> str:

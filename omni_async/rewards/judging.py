@@ -1,0 +1,224 @@
+"""Says what a judge model is asked, and reads its answers strictly: what is no clear answer never becomes a number.
+
+mode       the answer                                            the value
+yes_no     the first token, with its top log-probabilities       P(yes) / (P(yes) + P(no)), over all spellings of both
+rating     one number, alone, as `Score: 7` or `{"score": 7}`    (number - lowest) / (highest - lowest)
+text       what the judge reads in the image                     1 - min(Levenshtein distance, n) / n to the wanted
+                                                                 text of n characters; 1 if it contains that
+pairwise   the first token, `A` or `B`: which image is better    P(the sample), asked in both orders, their mean
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from string import Formatter
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from omni_async.rewards.base import ScoreError
+from omni_async.rewards.model_servers import BadAnswer
+from omni_async.rewards.ocr import similarity_of, wanted_text
+from omni_async.types import Prompt
+
+Mode = Literal["yes_no", "rating", "text", "pairwise"]
+
+PROMPTS: dict[str, str] = {
+    "yes_no": 'Does this image show what the following text asks for? Text: "{prompt}" Answer with yes or no.',
+    "rating": 'How well does this image show what the following text asks for? Text: "{prompt}" Answer with one number'
+    " from {lowest} (not at all) to {highest} (perfectly).",
+    "text": "Write down the text in this image, and nothing else.",
+    "pairwise": 'Which of these two images shows better what the following text asks for? Text: "{prompt}" The first'
+    " image is A, the second is B. Answer with A or B.",
+}
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_RATING = re.compile(r"(?:score|rating)?\s*[:=]?\s*([-+]?\d+(?:\.\d+)?)\s*\.?", re.IGNORECASE)
+_LONGEST_SHOWN = 200
+
+
+class TopToken(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _Tokens(msgspec.Struct):
+    top_logprobs: list[TopToken] = []
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_Tokens] | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _LogProbs | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class Reply(NamedTuple):
+    """A judge's answer: its text, the candidates for its first token (None: the server sends none), its cost."""
+
+    text: str
+    first: list[TopToken] | None
+    cut_off: bool
+    prompt_tokens: int
+    completion_tokens: int
+
+
+_COMPLETION = msgspec.json.Decoder(_Completion)
+
+
+def read_reply(content: bytes) -> Reply:
+    """Return the answer in a body of `/v1/chat/completions`. Raises BadAnswer."""
+    try:
+        found = _COMPLETION.decode(content)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise BadAnswer(f"sent no chat completion: {error}") from None
+    if not found.choices:
+        raise BadAnswer("sent a chat completion without a choice")
+    choice, usage = found.choices[0], found.usage or _Usage()
+    first = choice.logprobs.content if choice.logprobs is not None else None
+    return Reply(
+        choice.message.content or "",
+        first[0].top_logprobs if first else None,
+        choice.finish_reason == "length",
+        usage.prompt_tokens,
+        usage.completion_tokens,
+    )
+
+
+def read_refusal(content: bytes) -> str:
+    """Return a server's own words in a refusal, or an empty text if there are none."""
+    try:
+        body = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    error = body.get("error", body) if isinstance(body, dict) else {}
+    words = error.get("message") if isinstance(error, dict) else error
+    return words if isinstance(words, str) else ""
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+
+class Template:
+    """A text with fields in braces: `{prompt}`, `{target}` and keys of the prompt's metadata; `{{` is a brace.
+
+    ValueError for one that cannot be filled in."""
+
+    def __init__(self, text: str, **own: Any) -> None:
+        self._text, self._own = text, own
+        try:
+            parts = [part for part in Formatter().parse(text) if part[1] is not None]
+        except ValueError as error:
+            raise ValueError(f"prompt: {error} in {text[:_LONGEST_SHOWN]!r}; a brace itself is written twice") from None
+        self.fields = {str(name) for _, name, _, _ in parts}
+        odd = [name for _, name, form, conversion in parts if form or conversion or not str(name).isidentifier()]
+        if odd:
+            raise ValueError(f"prompt: expected fields like {{prompt}} or {{metadata_key}}, got {{{odd[0]}}}")
+
+    def missing(self, prompt: Prompt) -> str | None:
+        """Return which field the prompt has no value for."""
+        known = self._values(prompt)
+        lacks = sorted(name for name in self.fields if known.get(name) is None)
+        return f"{', '.join(lacks)}, which the judge's prompt names" if lacks else None
+
+    def filled(self, prompt: Prompt) -> str:
+        return self._text.format_map(self._values(prompt))
+
+    def _values(self, prompt: Prompt) -> dict[str, Any]:
+        return {**prompt.metadata, **self._own, "prompt": prompt.text, "target": prompt.target}
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+def preference(reply: Reply, one: str, other: str, from_text: bool) -> float:
+    """Return the probability of the word `one` against `other` as a reply's first token.
+
+    Args:
+        reply: the judge's.
+        one, other: the words, in any case and with or without a space before.
+        from_text: take 1 or 0 of the text where the server sends no log-probabilities.
+
+    Raises:
+        ScoreError: neither word is among the candidates, or there are none."""
+    if reply.first is None:
+        word = re.match(r"\W*(\w+)", reply.text)
+        if from_text and word and word[1].lower() in (one, other):
+            return float(word[1].lower() == one)
+        why = "the server sends no log-probabilities" if not from_text else f"it says neither {one!r} nor {other!r}"
+        raise ScoreError(f"{why}: {_shown(reply.text)}")
+    mass = {word: _mass(reply.first, word) for word in (one, other)}
+    if not sum(mass.values()) > 0:
+        found = ", ".join(repr(top.token[:20]) for top in reply.first[:5])
+        raise ScoreError(f"neither {one!r} nor {other!r} is among the likely first tokens, which are {found}")
+    return mass[one] / sum(mass.values())
+
+
+def _mass(tokens: Sequence[TopToken], word: str) -> float:
+    return sum(math.exp(min(0.0, top.logprob)) for top in tokens if _is_word(top.token, word))
+
+
+def _is_word(token: str, word: str) -> bool:
+    return token.strip().strip("\"'.,*").lower() == word
+
+
+def rating(reply: Reply, lowest: float, highest: float) -> float:
+    """Return the one number of a reply, as a fraction of the range. ScoreError if it is not one clear number in it."""
+    if reply.cut_off:
+        raise ScoreError(f"the answer was cut off at max_tokens: {_shown(reply.text)}")
+    text = reply.text.strip()
+    found = _of_json(text) if text.startswith("{") else _RATING.fullmatch(text.strip("*_ "))
+    number = found if isinstance(found, float) else float(found[1]) if found else _only_number(text)
+    if number is None:
+        raise ScoreError(f"expected one number from {lowest:g} to {highest:g}, got {_shown(reply.text)}")
+    if not lowest <= number <= highest:
+        raise ScoreError(f"expected a number from {lowest:g} to {highest:g}, got {number:g}")
+    return (number - lowest) / (highest - lowest)
+
+
+def _of_json(text: str) -> float | None:
+    try:
+        body = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    number = body.get("score", body.get("rating")) if isinstance(body, dict) else None
+    return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
+
+
+def _only_number(text: str) -> float | None:
+    """Return the number of a text that has one alone, however often."""
+    found = {float(number) for number in _NUMBER.findall(text)}
+    return found.pop() if len(found) == 1 else None
+
+
+def reading(reply: Reply, prompt: Prompt) -> float:
+    """Return how close the text that the judge read is to the prompt's wanted one. ScoreError if there is none."""
+    wanted = wanted_text(prompt)
+    if wanted is None:
+        raise ScoreError('the prompt has no `target` and no text in "double quotes" to look for')
+    return similarity_of("".join(reply.text.split()).lower(), wanted.lower())
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")
+
+
+Reader = Callable[[Reply, Prompt], float]

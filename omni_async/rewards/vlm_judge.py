@@ -1,0 +1,188 @@
+"""Asks a vision-language model about every sample, through any endpoint that speaks OpenAI's chat completions.
+
+An image is sent as it is, a video as frames that lie evenly between its first and its last. What is asked and how
+answers are read is in `omni_async.rewards.judging`; whom to ask, and what happens when nobody answers, in
+`omni_async.rewards.model_servers`, which is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from omni_async.aio.backoff import Backoff
+from omni_async.data.image_files import read_prompt_image
+from omni_async.media import Media, evenly
+from omni_async.rewards.base import Addresses, ScoreError, describe
+from omni_async.rewards.judging import (
+    PROMPTS,
+    Mode,
+    Reply,
+    Template,
+    preference,
+    rating,
+    read_refusal,
+    read_reply,
+    reading,
+)
+from omni_async.rewards.model_servers import Connections, ModelServers, Question, Retries, Seconds, Urls
+from omni_async.rewards.ocr import missing_text
+from omni_async.types import Prompt, Score
+
+_PATH = "/v1/chat/completions"
+
+
+class VlmJudgeScorer:
+    """The judge. `model`: the name that its servers serve it by.
+
+    `urls`: servers, without `/v1`, each given `token`; `server`: an entry of `reward.servers`, or another role of the
+    run. `mode`, and the `prompt` and `system` texts it is asked with: see `omni_async.rewards.judging`. `lowest` and
+    `highest`: of a rating. `frames`: of a video. `side`: pixels of an image's longer side, beyond which it is made
+    smaller. `from_text`: take yes or no from the text where a server sends no log-probabilities.
+
+    Parts: `prompt_tokens` and `completion_tokens`, what the judge read and wrote."""
+
+    name = "vlm_judge"
+    accepts = ("image", "video")
+    seconds = 1.0
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        urls: Urls = (),
+        server: str | None = None,
+        token: str | None = None,
+        mode: Mode = "yes_no",
+        prompt: str | None = None,
+        system: str | None = None,
+        lowest: float = 1.0,
+        highest: float = 10.0,
+        from_text: bool = False,
+        frames: Annotated[int, Meta(ge=1, le=256)] = 4,
+        side: Annotated[int, Meta(ge=16, le=8192)] = 1024,
+        image_format: Literal["png", "jpeg"] = "png",
+        max_tokens: Annotated[int, Meta(ge=1, le=8192)] | None = None,
+        temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0,
+        top_logprobs: Annotated[int, Meta(ge=2, le=20)] = 20,
+        timeout_s: Seconds = 60.0,
+        hedge_s: Seconds | None = None,
+        retries: Retries = 2,
+        backoff_s: Seconds = 0.5,
+        backoff_max_s: Seconds = 10.0,
+        connections: Connections = 256,
+    ) -> None:
+        self._question = _template(mode, prompt, lowest, highest)
+        self._system = system
+        self._mode = mode
+        self._range = lowest, highest
+        self._from_text = from_text
+        self._frames, self._side, self._format = frames, side, image_format
+        one_token = mode in ("yes_no", "pairwise")
+        self._settings: dict[str, Any] = {
+            "model": model,
+            "max_tokens": max_tokens or (1 if one_token and not from_text else 16 if mode != "text" else 256),
+            "temperature": temperature,
+        }
+        if one_token:
+            self._settings |= {"logprobs": True, "top_logprobs": top_logprobs}
+        self._servers = ModelServers(
+            urls,
+            server,
+            token=token,
+            timeout_s=timeout_s,
+            hedge_s=hedge_s,
+            retries=retries,
+            pauses=Backoff(backoff_s, backoff_max_s),
+            connections=connections,
+        )
+
+    @staticmethod
+    def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
+        """Require what the judge's own prompt names, a text to read, or an image to compare with."""
+        mode = params["mode"]
+        missing = _template(mode, params["prompt"], params["lowest"], params["highest"]).missing(prompt)
+        if missing is not None:
+            return f"the prompt has no {missing}"
+        if mode == "pairwise" and not prompt.images:
+            return "the prompt has no image to compare the sample with"
+        return missing_text(prompt) if mode == "text" else None
+
+    def connect(self, addresses: Addresses) -> None:
+        self._servers.connect(addresses)
+
+    async def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        return await asyncio.gather(*map(self._score, range(len(media)), media, prompts))
+
+    async def _score(self, position: int, media: Media, prompt: Prompt) -> Score:
+        shown = await asyncio.to_thread(self._encoded, media)
+        try:
+            if self._mode == "pairwise":
+                return await self._compared(shown, prompt)
+            reply = await self._ask(shown, prompt)
+            return _scored(self._value(reply, prompt), reply)
+        except ScoreError as error:
+            raise type(error)(f"{describe(position, prompt)}: {error}") from None
+
+    def _value(self, reply: Reply, prompt: Prompt) -> float:
+        if self._mode == "rating":
+            return rating(reply, *self._range)
+        if self._mode == "text":
+            return reading(reply, prompt)
+        return preference(reply, "yes", "no", self._from_text)
+
+    async def _compared(self, sample: list[str], prompt: Prompt) -> Score:
+        """Ask for the better of the sample and the prompt's image, in both orders, because judges prefer a place."""
+        other = await asyncio.to_thread(self._encoded, read_prompt_image(prompt.images[0]))
+        replies = await asyncio.gather(self._ask(sample + other, prompt), self._ask(other + sample, prompt))
+        first, second = (preference(reply, "a", "b", self._from_text) for reply in replies)
+        return _scored((first + 1 - second) / 2, *replies)
+
+    async def _ask(self, images: list[str], prompt: Prompt) -> Reply:
+        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+        content.append({"type": "text", "text": self._question.filled(prompt)})
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system})
+        body = msgspec.json.encode({**self._settings, "messages": messages})
+        return await self._servers.ask(
+            Question(_PATH, body, {"Content-Type": "application/json"}), read_reply, read_refusal
+        )
+
+    def _encoded(self, media: Media) -> list[str]:
+        """Return the data URLs of the image, or of frames of the video."""
+        pixels = [media.pixels] if media.image is not None else [*evenly(media.frames, self._frames)]
+        return [self._data_url(one) for one in pixels]
+
+    def _data_url(self, pixels: NDArray[np.uint8]) -> str:
+        from PIL import Image
+
+        image = Image.fromarray(np.ascontiguousarray(pixels))
+        image.thumbnail((self._side, self._side))
+        buffer = io.BytesIO()
+        image.save(buffer, self._format.upper(), **({"quality": 95} if self._format == "jpeg" else {}))
+        return f"data:image/{self._format};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+    async def close(self) -> None:
+        await self._servers.close()
+
+
+def _template(mode: Mode, prompt: str | None, lowest: float, highest: float) -> Template:
+    if not lowest < highest:
+        raise ValueError(f"highest: expected more than lowest = {lowest:g}, got {highest:g}")
+    return Template(PROMPTS[mode] if prompt is None else prompt, lowest=f"{lowest:g}", highest=f"{highest:g}")
+
+
+def _scored(value: float, *replies: Reply) -> Score:
+    parts = {
+        "prompt_tokens": float(sum(reply.prompt_tokens for reply in replies)),
+        "completion_tokens": float(sum(reply.completion_tokens for reply in replies)),
+    }
+    return Score(value, parts, " / ".join(reply.text.strip() for reply in replies) or None)

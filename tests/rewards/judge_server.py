@@ -1,0 +1,66 @@
+"""A server that speaks OpenAI's chat completions, with scripted answers and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from aiohttp import web
+
+Answer = Callable[[dict[str, Any], int], Any]
+
+
+def completion(text: str = "7", *tops: tuple[str, float], finish: str = "stop") -> dict[str, Any]:
+    """Makes the body of an answer; `tops` are the candidates for the first token with their probabilities."""
+    choice: dict[str, Any] = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    if tops:
+        content = [{"token": tops[0][0], "top_logprobs": [{"token": t, "logprob": math.log(p)} for t, p in tops]}]
+        choice["logprobs"] = {"content": content}
+    return {"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 2}}
+
+
+class JudgeServer:
+    """Answers question n, from 1, with `answer(its body, n)`: a body, (status, body), (status, body, headers), bytes,
+    or an awaitable of one of them."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.running = self.most = 0
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        self.headers.append(request.headers)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            found = self.answer(self.asked[-1], len(self.asked))
+            found = await found if asyncio.iscoroutine(found) else found
+        finally:
+            self.running -= 1
+        status, body, *more = found if isinstance(found, tuple) else (200, found)
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = {"Content-Type": "application/json", "Set-Cookie": "session=1"} | (more[0] if more else {})
+        return web.Response(status=status, body=content, headers=head)
+
+
+@contextlib.asynccontextmanager
+async def judging(answer: Answer) -> AsyncIterator[JudgeServer]:
+    server = JudgeServer(answer)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
