@@ -7,6 +7,8 @@ is built is named, and imported where it is built.
 |-------------|-------------------|---------------------------------------|--------|
 | coordinator | one               | a new attempt                         |        |
 | services    | `roles[].workers` | replaced                              | yes    |
+| servers     | `reward.servers`  | replaced                              | yes    |
+| pools       | `reward.pools`    | replaced                              | yes    |
 | rollout     | `rollout.workers` | replaced                              | yes    |
 | reader      | one, offline      | a new attempt                         |        |
 | reward      | `reward.workers`  | replaced                              | yes    |
@@ -189,6 +191,35 @@ def _service(number: int, name: str) -> RoleSpec:
     )
 
 
+def _pool(number: int, name: str) -> RoleSpec:
+    return RoleSpec(
+        name,
+        # Emulated reward workers have the scorers of pools themselves.
+        lambda config: _slots(name, config.reward.pools[number].workers) if config.emulation is None else (),
+        "omni_async.reward_server.pool:build",
+        f"reward.pools.{number}.resources",
+        "replace",
+        colocated=False,
+        scales=True,
+        loading="loading its scorers",
+        lost=lambda peers, name, reason: peers.coordinator.service_lost(name),
+    )
+
+
+def _server(number: int, name: str) -> RoleSpec:
+    return RoleSpec(
+        name,
+        lambda config: _slots(name, config.reward.servers[number].replicas) if config.emulation is None else (),
+        "omni_async.reward_server.vllm_server:build",
+        f"reward.servers.{number}.resources",
+        "replace",
+        colocated=False,
+        scales=True,
+        loading="starting vLLM, which loads its model",
+        lost=lambda peers, name, reason: peers.coordinator.service_lost(name),
+    )
+
+
 # Those that do the work of a run, in the order in which they are shown.
 WORKING = tuple(spec.role for spec in BUILT_IN if spec.works != "none")
 
@@ -196,10 +227,13 @@ WORKING = tuple(spec.role for spec in BUILT_IN if spec.works != "none")
 def roles_of(config: Config) -> dict[str, RoleSpec]:
     """Return the rows of a recipe's run by role.
 
-    First the coordinator, then the services, which others may need, and the other built-in roles."""
+    First the coordinator, then the services, model servers and pools of scorers, which others may need, and the other
+    built-in roles."""
     coordinator, *others = BUILT_IN
     services = (_service(number, role.name) for number, role in enumerate(config.roles))
-    return {spec.role: spec for spec in (coordinator, *services, *others)}
+    pools = (_pool(number, pool.name) for number, pool in enumerate(config.reward.pools))
+    servers = (_server(number, one.name) for number, one in enumerate(config.reward.servers))
+    return {spec.role: spec for spec in (coordinator, *services, *servers, *pools, *others)}
 
 
 def scalable_roles() -> tuple[str, ...]:

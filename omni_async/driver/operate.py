@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -21,6 +22,7 @@ from omni_async.role_table import scalable_roles
 from omni_async.tracking.console import columns, duration, validated, validation_curve
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
+from omni_async.worker import BUILT_IN_ROLES
 
 _STATUS = """\
 Say how a job is. Of a running one: its update and the time left, reward, staleness and the last validation round,
@@ -71,7 +73,7 @@ def add_operations(commands: Any) -> None:
     for parser in (status, scale, stop):
         parser.add_argument("run", type=Path, help="its run folder")
     status.add_argument("--json", action="store_true", help="for a program")
-    scale.add_argument("workers", nargs="+", metavar="ROLE=N", help="rollout=N or reward=N, at least 1")
+    scale.add_argument("workers", nargs="+", metavar="ROLE=N", help="rollout=N, reward=N or POOL=N, at least 1")
 
 
 def operate(options: argparse.Namespace) -> int:
@@ -109,6 +111,9 @@ def _tell(lines: Iterable[str]) -> None:
     sys.stdout.flush()  # so that a line is read before the wait that it announces
 
 
+_OWN_ROLE = re.compile(r"[a-z][a-z_]{0,39}")
+
+
 def _workers(words: list[str]) -> dict[str, int]:
     roles = scalable_roles()
     workers: dict[str, int] = {}
@@ -116,7 +121,9 @@ def _workers(words: list[str]) -> dict[str, int]:
         role, equals, number = word.partition("=")
         # Python refuses to read thousands of digits.
         fits = len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS
-        if role not in roles or not equals or not fits:
+        # A run refuses the name of a pool or a server that it does not have.
+        is_own = _OWN_ROLE.fullmatch(role) is not None and role not in BUILT_IN_ROLES
+        if not (role in roles or is_own) or not equals or not fits:
             expected = " or ".join(f"{role}=N" for role in roles)
             raise ConfigError(f"scale: {one_line(word, 100)!r}: expected {expected} with N from 1 to {MOST_WORKERS}")
         if role in workers:

@@ -1,0 +1,90 @@
+"""Runs a worker of `reward.pools`: a reward server for each scorer of the pool, on one port, as a service of the run.
+
+Reward workers find it by its address, which holds its token, and ask it as they would ask any reward server; a worker
+that is lost is replaced, and has another address. Waits for requests, and as `omni_async.reward_server.scoring` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+
+from msgspec.structs import replace
+
+from omni_async.config import Config, schema
+from omni_async.reward_server.metrics import Metrics
+from omni_async.reward_server.scoring import Scoring
+from omni_async.reward_server.serve import answering
+from omni_async.reward_server.server import RewardApp
+from omni_async.reward_server.settings import Server
+from omni_async.rewards.addresses import KnownAddresses
+from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.pooled import path_in_pool, scorers_of
+from omni_async.runtime.builders import ServiceHost, WorkerContext
+from omni_async.services import Service, ServiceSite
+
+_TOKEN_BYTES = 32
+
+
+def build(context: WorkerContext) -> ServiceHost:
+    """Build the worker in its process; its scorers are loaded when it starts."""
+    pool = next(pool for pool in context.config.reward.pools if pool.name == context.worker.role)
+    context.limit_threads(pool.resources.cpus)
+    return ServiceHost(context.name, PoolService(context.service_site(), pool), context.coordinator)
+
+
+class PoolService(Service):
+    """A worker of a pool. Only those who have the address of `start`, with its token, are answered."""
+
+    def __init__(self, site: ServiceSite, pool: schema.Pool) -> None:
+        self._site = site
+        self._pool = pool
+        self._open = contextlib.AsyncExitStack()
+        self._tells = set[asyncio.Future[None]]()
+        self._ended = asyncio.Event()
+        self._scorings: list[Scoring] = []
+
+    async def start(self) -> str:
+        config, token = self._site.config, secrets.token_urlsafe(_TOKEN_BYTES)
+        # Whoever asks has the token, and a run's own samples are as many as its buffers hold.
+        server = Server(host=self._site.host, port=0, requests_per_s=1e6, burst=1_000_000, max_waiting=100_000)
+        routes = {}
+        for number, scorer in enumerate(scorers_of(config.reward, self._pool.name)):
+            reward = _alone(config, scorer)
+            loaded = await asyncio.to_thread(LoadedReward, reward, self._pool.resources.gpus)
+            metrics = Metrics()
+            scoring = Scoring(
+                reward,
+                [loaded],
+                metrics,
+                self._tell,
+                most_waiting=server.max_waiting,
+                remembered=server.remembered,
+                addresses=KnownAddresses(config.reward, self._site.addresses),
+            )
+            self._scorings.append(await self._open.enter_async_context(scoring))
+            routes[path_in_pool(number)] = RewardApp(server, token, scoring, metrics, self._tell)
+        address = await self._open.enter_async_context(answering(server, routes))
+        return address.replace("://", f"://:{token}@", 1)
+
+    async def run(self) -> None:
+        """Serve until it is cancelled, or a scorer hangs for good, which raises its error."""
+        await asyncio.wait([scoring.failed for scoring in self._scorings], return_when=asyncio.FIRST_COMPLETED)
+        for scoring in self._scorings:
+            if scoring.failed.done():
+                scoring.failed.result()
+
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    def _tell(self, text: str) -> None:
+        task = asyncio.ensure_future(self._site.tell(f"{self._site.name}: {text}"))
+        self._tells.add(task)
+        task.add_done_callback(self._tells.discard)
+
+
+def _alone(config: Config, scorer: schema.Scorer) -> schema.Reward:
+    """Return a reward whose value is the scorer's own: what it counts for is the run's to say."""
+    own = replace(scorer, weight=1.0, components={}, gate=None, when={}, on_failure="reject", pool=None)
+    return replace(config.reward, scorers=(own,), pools=(), combine="sum", max_abs=1e12)
