@@ -56,12 +56,16 @@ class _TolerantPathFinder(PathFinder):
         return super().find_spec(fullname, path, target)
 
 
+def is_mixed() -> bool:
+    """Return whether this installation has a CUDA build of torchvision beside a CPU build of torch."""
+    torchvision = _installed("torchvision")
+    return "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision
+
+
 def tolerate_cuda_builds_beside_cpu_torch() -> None:
     """Replace the ordinary path finder in `sys.meta_path` if this installation is mixed.
 
     Calling it again changes nothing."""
-    torchvision = _installed("torchvision")
-    mixed = "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision
-    if mixed and PathFinder in sys.meta_path:
+    if is_mixed() and PathFinder in sys.meta_path:
         _TolerantPathFinder.torchvision_pending = True
         sys.meta_path[sys.meta_path.index(PathFinder)] = _TolerantPathFinder

@@ -1,0 +1,54 @@
+"""Tells scorers where the servers of a recipe are: those that the run starts, and those that are there already.
+
+Waits for a worker of the run to be ready, but not where there are others to ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from omni_async.config.redact import resolve_references
+from omni_async.config.stages import Reward, Server
+from omni_async.rewards.base import Addresses, ScoreError
+
+# How long the workers of the run are waited for where other servers can be asked.
+_PATIENCE_S = 1.0
+
+
+def urls_of(server: Server) -> dict[str, str]:
+    """Return the addresses that the recipe gives for a server, by name, each with its token. ValueError."""
+    token = None
+    if server.access is not None:
+        token = resolve_references(server.access, f"reward.servers: access of {server.name!r}")
+    return {
+        f"{server.name} at {url}": url if token is None else url.replace("://", f"://:{token}@", 1)
+        for url in server.urls
+    }
+
+
+class KnownAddresses:
+    """The addresses of a recipe's servers. `of_run` asks the run for those that it has started; None: there is none."""
+
+    def __init__(self, reward: Reward, of_run: Addresses | None) -> None:
+        self._servers = {server.name: server for server in reward.servers}
+        self._of_run = of_run
+        self._asked: dict[str, asyncio.Future[dict[str, str]]] = {}
+
+    async def __call__(self, role: str) -> dict[str, str]:
+        """Return the addresses of a role's workers, by name. ScoreError for one that only a run would start."""
+        server = self._servers.get(role)
+        given = {} if server is None else urls_of(server)
+        if self._of_run is None:
+            if not given:
+                raise ScoreError(f"the servers of {role!r} are started by a run; without one, give their urls")
+            return given
+        if not given:
+            return await self._of_run(role)
+        if server is not None and not server.replicas:
+            return given
+        asked = self._asked.setdefault(role, asyncio.ensure_future(self._of_run(role)))
+        done, _ = await asyncio.wait({asked}, timeout=_PATIENCE_S)
+        if not done:
+            return given
+        del self._asked[role]
+        return given | asked.result()
