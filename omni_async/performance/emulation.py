@@ -62,8 +62,11 @@ class Draws:
         self._stages = {stage: service.sampler(stream) for stage, service in profile.stages().items()}
 
     def seconds(self, stage: str, units: float = 1) -> float:
-        """Draw the seconds of one job of this stage of the profile; 0 for no units."""
-        return self._stages[stage](units)
+        """Draw the seconds of one job of this stage of the profile; 0 for no units.
+
+        `score/LABEL` is a scorer's own time, or that of `score` where the profile does not know it."""
+        draw = self._stages.get(stage) or self._stages[stage.partition("/")[0]]
+        return draw(units)
 
 
 def random_bytes(size: int, seed: int) -> MediaBytes:

@@ -20,12 +20,14 @@ something else; the others count as nothing, which can only be reported.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from omni_async.config import Config
 from omni_async.performance.profile import NOTHING, Profile, ServiceTime
+from omni_async.performance.scorer_lanes import ScorerLanes, scorer_lanes
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -147,7 +149,7 @@ class _Job:
         self._scores_late = self._in_step and (not reward.streaming or config.placement.reward_in_turn)
         self._streams = streams and not config.placement.colocated
         self._profile = profile
-        self._engines, self._batch, self._reward = rollout.workers, engine_batch(config), reward
+        self._engines, self._batch = rollout.workers, engine_batch(config)
         self._group_size, self._slots = rollout.group_size, config.buffer.trajectories
         self._samples = trainer.groups_per_update * rollout.group_size
         self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
@@ -155,11 +157,13 @@ class _Job:
         self.train = trainer.groups_per_update * self._group + self._steps
         share = _makespan if self._in_step else _share
         self.generate = share(profile.generate, self._samples, self._engines, self._batch)
-        self.score = _share(profile.score, self._samples, reward.workers, reward.batch)
+        self._scorers = [
+            _Scorer.of(lane, profile, reward.workers, self._samples) for lane in scorer_lanes(config, profile)
+        ]
+        # Scorers work side by side, so the slowest counts.
+        self.score = max(_share(one.time, self._samples, one.calls, one.batch) for one in self._scorers)
         if self._in_step and not reward.streaming:
-            # The samples are all there, and a worker takes as many as it may.
-            rounds, rest = divmod(self._samples, reward.workers * reward.batch)
-            self.score = rounds * profile.score.mean(reward.batch) + profile.score.mean(min(reward.batch, rest))
+            self.score = max(one.all_at_once(self._samples) for one in self._scorers)
 
     def latency(self, updates: int) -> float:
         """Return the seconds from the admission of the groups of that many updates until the last of them is made."""
@@ -172,7 +176,7 @@ class _Job:
 
     def _ready(self, samples: int) -> float:
         """Return the seconds until that many samples are generated and scored, with S > 0."""
-        one_scored, one_generated = self._profile.score.mean(1), self._profile.generate.mean(1)
+        one_scored, one_generated = self._one_scored(), self._profile.generate.mean(1)
         return max(self._generated(samples) + one_scored, one_generated + self._scored(samples))
 
     def _step(self) -> float:
@@ -197,7 +201,7 @@ class _Job:
         return max(
             scored + self._group + self._steps,
             before + self._scored((group - 1) % together + 1) + self.train,
-            self.generate + self._profile.score.mean(1) + math.ceil(last / group) * self._group + self._steps,
+            self.generate + self._one_scored() + math.ceil(last / group) * self._group + self._steps,
         )
 
     def _generated(self, samples: int) -> float:
@@ -206,7 +210,31 @@ class _Job:
 
     def _scored(self, samples: int) -> float:
         """Return the least seconds in which the reward workers score the samples, however they come."""
-        return _makespan(self._profile.score, samples, self._reward.workers, self._reward.batch)
+        return max(_makespan(one.time, samples, one.calls, one.batch) for one in self._scorers)
+
+    def _one_scored(self) -> float:
+        return max(one.time.mean(1) for one in self._scorers)
+
+
+class _Scorer(NamedTuple):
+    """A scorer of all reward workers together: `calls` of at most `batch` samples at once."""
+
+    time: ServiceTime
+    calls: int
+    batch: int
+
+    @classmethod
+    def of(cls, lanes: ScorerLanes, profile: Profile, workers: int, samples: int) -> _Scorer:
+        """Return the scorer of so many workers; one without a bound makes a call for each of the samples at once."""
+        time = profile.scorer(lanes.label).time
+        if lanes.concurrency is None:
+            return cls(time, samples, 1)
+        return cls(time, workers * lanes.concurrency, lanes.batch)
+
+    def all_at_once(self, samples: int) -> float:
+        """Return the seconds for samples that are all there, of which every call takes as many as it may."""
+        rounds, rest = divmod(samples, self.calls * self.batch)
+        return rounds * self.time.mean(self.batch) + self.time.mean(min(self.batch, rest))
 
 
 def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> float:

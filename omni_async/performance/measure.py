@@ -12,7 +12,7 @@ from statistics import fmean, median
 
 from omni_async.config import Config
 from omni_async.config.schema import Rollout
-from omni_async.performance.profile import NOTHING, Payload, Profile, ServiceTime, fit
+from omni_async.performance.profile import NOTHING, Payload, Profile, ScorerTime, ServiceTime, fit
 from omni_async.types import Span
 
 Job = tuple[float, float]  # units, seconds
@@ -44,7 +44,7 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
     swap = min(map(_seconds, steady["swap"]), default=0.0)
     stages = {
         "generate": fit(_generate_jobs(by_kind["generate"], by_kind["swap"], swap, config.rollout, start)),
-        "score": fit([(float(span.args.get("samples", 1)), _seconds(span)) for span in steady["score"]]),
+        "score": _of_scorer(steady["score"]),
         "proximal": fit([(samples_per_rank, _seconds(span)) for span in steady["proximal"]]),
         "train": fit([(samples_per_rank, _seconds(span)) for span in steady["train"] if "group" in span.args]),
         "step": _each([span for span in steady["train"] if "step" in span.args]),
@@ -63,8 +63,37 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
         ),
         assumed=f"zero because the run shows nothing of it: {', '.join(missing)}" if missing else "",
         payload=_payload(by_kind["generate"], by_kind["publish"]),
+        scorers=_scorers(steady["score"]),
         **stages,
     )
+
+
+def _of_scorer(calls: Iterable[Span]) -> ServiceTime:
+    return fit([(float(span.args.get("samples", 1)), _seconds(span)) for span in calls])
+
+
+def _scorers(calls: Iterable[Span]) -> dict[str, ScorerTime]:
+    """Return the times of scorers by label, where there are several, and the most calls of each that ran at once."""
+    by_label: dict[str, list[Span]] = defaultdict(list)
+    for span in calls:
+        by_label[str(span.args.get("scorer", ""))].append(span)
+    if len(by_label) < 2:
+        return {}
+    return {label: ScorerTime(_of_scorer(own), most_at_once(own)) for label, own in sorted(by_label.items())}
+
+
+def most_at_once(calls: Iterable[Span]) -> int:
+    """Return how many calls of one actor ran at once, at most."""
+    per_actor: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for span in calls:
+        per_actor[span.actor] += [(span.start, 1), (span.end, -1)]
+    most = 1
+    for ends in per_actor.values():
+        running = 0
+        for _, change in sorted(ends):  # an end before a start of the same instant
+            running += change
+            most = max(most, running)
+    return most
 
 
 def _steady_from(train: Iterable[Span]) -> float:

@@ -117,11 +117,18 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: Bytes = 0
 
 
+class ScorerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The time of one scorer's calls (units: samples), and how many of them a worker runs at once; null: any number."""
+
+    time: ServiceTime
+    concurrency: Annotated[int, Meta(ge=1)] | None = 1
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The service times of one job. Every stage is a `ServiceTime`:
 
     generate  one engine, a batch of samples (units: samples; at most rollout.max_batch)
-    score     one reward worker, a batch of samples (units: samples; at most reward.batch)
+    score     one reward worker, a call of a scorer for a batch of samples (units: samples; at most reward.batch)
     proximal  the trainer, a pass that recomputes a group's log-probs (units: samples of the rank that has most); only
               where the algorithm needs one
     train     the trainer, forward and backward of a group (units: samples of the rank that has most)
@@ -131,6 +138,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     swap      an engine pauses to switch
     switch    a device that the roles share passes to the next (unload one, wake the next); with placement.colocated
 
+    `scorers` are the times of scorers by their label, in place of `score`, which holds for those that are not there.
+
     `source` says where the numbers are from, `assumed` which of them are not from there."""
 
     name: str
@@ -138,6 +147,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     assumed: str = ""
     generate: ServiceTime
     score: ServiceTime
+    scorers: dict[str, ScorerTime] = {}
     proximal: ServiceTime = NOTHING
     train: ServiceTime
     step: ServiceTime = NOTHING
@@ -149,11 +159,23 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def scaled(self, factor: float) -> Profile:
         """Multiply every service time."""
-        stages = {name: value.scaled(factor) for name, value in self.stages().items()}
-        return msgspec.structs.replace(self, **stages)
+        own = {name: getattr(self, name).scaled(factor) for name in self._own()}
+        scorers = {
+            label: msgspec.structs.replace(one, time=one.time.scaled(factor)) for label, one in self.scorers.items()
+        }
+        return msgspec.structs.replace(self, **own, scorers=scorers)
+
+    def _own(self) -> list[str]:
+        return [name for name in self.__struct_fields__ if isinstance(getattr(self, name), ServiceTime)]
 
     def stages(self) -> dict[str, ServiceTime]:
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if isinstance(value, ServiceTime)}
+        """Return the time of every stage, by name; a scorer's is called `score/LABEL`."""
+        own = {name: getattr(self, name) for name in self._own()}
+        return own | {f"score/{label}": one.time for label, one in self.scorers.items()}
+
+    def scorer(self, label: str) -> ScorerTime:
+        """Return the time of a scorer, by its label."""
+        return self.scorers.get(label) or ScorerTime(self.score)
 
 
 def shipped_profiles() -> list[str]:

@@ -34,14 +34,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from omni_async.aio.batches import Load, room_of
 from omni_async.aio.waiting import Event
 from omni_async.algorithms.kinds import samples_per_rank
+from omni_async.performance.emulation import Draws
+from omni_async.performance.scorer_lanes import ScorerLanes, scorer_lanes
 from omni_async.simulation.world import SharedDevices, World, at_once, digest_of
 from omni_async.types import (
     ReadyGroup,
     SampleRequest,
     SampleResult,
     Score,
+    ScoreJob,
     ScoreResult,
     SdeWindow,
     UpdateReport,
@@ -54,7 +58,16 @@ _SCORE = Score(0.0)
 
 
 async def reward_worker(name: str, world: World) -> None:
-    """Score one batch at a time, of the samples that are there, until the run is over."""
+    """Score samples until the run is over."""
+    scorers = scorer_lanes(world.config, world.profile)
+    if len(scorers) > 1 or scorers[0].concurrency != 1:
+        await SimulatedPanel(name, world, scorers).run()
+    else:
+        await _score_in_turn(name, world)
+
+
+async def _score_in_turn(name: str, world: World) -> None:
+    """Score one batch at a time, of the samples that are there: the only scorer takes one call at a time."""
     coordinator, loop, draws = world.coordinator, world.loop, world.draws(name)
     shared = world.shared if world.config.placement.reward_in_turn else None
     meters = world.meters
@@ -74,6 +87,89 @@ async def reward_worker(name: str, world: World) -> None:
             shared.leave()
         reserved.add(-len(jobs))
         await coordinator.scored(name, [ScoreResult(job.sample_id, job.attempt, _SCORE) for job in jobs])
+
+
+Scored = Callable[[list[ScoreJob]], None]
+
+
+class SimulatedScorer:
+    """One of several scorers of a reward worker: it forms batches as real ones do. Calls `scored` with each."""
+
+    def __init__(
+        self, world: World, draws: Draws, lanes: ScorerLanes, scored: Callable[[list[ScoreJob]], None]
+    ) -> None:
+        self.load = Load(lanes.batch, lanes.concurrency)
+        self._world, self._draws, self._stage = world, draws, f"score/{lanes.label}"
+        self._scored = scored
+        self._waiting: deque[ScoreJob] = deque()
+
+    def take(self, jobs: Sequence[ScoreJob]) -> None:
+        """Queue samples, and begin what can be begun."""
+        self._waiting += jobs
+        self.load.waiting += len(jobs)
+        self._begin()
+
+    def _begin(self) -> None:
+        loop = self._world.loop
+        while size := self.load.next_size(self.load.batch):
+            batch = [self._waiting.popleft() for _ in range(size)]
+            self.load.waiting -= size
+            self.load.running += 1
+            self.load.items_running += size
+            loop.call_when(loop.now + self._draws.seconds(self._stage, size * self._world.bundle), self._end, batch)
+
+    def _end(self, batch: list[ScoreJob]) -> None:
+        self.load.running -= 1
+        self.load.items_running -= len(batch)
+        self._begin()
+        self._scored(batch)
+
+
+class SimulatedPanel:
+    """A reward worker with several scorers side by side, or with one that takes several calls at once."""
+
+    def __init__(self, name: str, world: World, scorers: Sequence[ScorerLanes]) -> None:
+        self._name, self._world = name, world
+        each = [(lanes, world.draws(name if lanes.alone else f"{name}/{lanes.label}")) for lanes in scorers]
+        self._scorers = [SimulatedScorer(world, draws, lanes, self._one_scored) for lanes, draws in each]
+        self._missing: dict[str, int] = {}  # scorers that have not answered, by sample
+        self._busy_since = 0.0
+        self._changed = Event()
+
+    async def run(self) -> None:
+        """Take samples until the run is over."""
+        world = self._world
+        while True:
+            room = room_of([scorer.load for scorer in self._scorers])
+            if not room:
+                await self._changed.wait()
+                continue
+            asked = world.loop.now
+            jobs = await world.coordinator.next_to_score(self._name, room)
+            if not self._missing:
+                world.meters.waiting["reward"].add(asked, world.loop.now)
+                self._busy_since = world.loop.now
+            if not jobs:
+                return
+            for job in jobs:
+                self._missing[job.sample_id] = len(self._scorers)
+            for scorer in self._scorers:
+                scorer.take(jobs)
+
+    def _one_scored(self, jobs: list[ScoreJob]) -> None:
+        """Hand in the samples that this was the last missing answer for."""
+        world, done = self._world, []
+        for job in jobs:
+            self._missing[job.sample_id] -= 1
+            if not self._missing[job.sample_id]:
+                del self._missing[job.sample_id]
+                done.append(ScoreResult(job.sample_id, job.attempt, _SCORE))
+        if done:
+            if not self._missing:
+                world.meters.busy["reward"].add(self._busy_since, world.loop.now)
+            world.meters.reserved["trajectories"].add(-len(done))
+            at_once(world.coordinator.scored(self._name, done))
+        self._changed.notify()
 
 
 class SimulatedTrainer:

@@ -1,0 +1,36 @@
+"""Says how many calls of each scorer a reward worker of a simulated or emulated job runs at once."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from omni_async.config import Config
+from omni_async.performance.profile import Profile
+from omni_async.reward_formula import RewardFormula
+
+
+class ScorerLanes(NamedTuple):
+    """How an emulated reward worker runs a scorer: `batch` samples a call, `concurrency` calls at once (None: any).
+
+    `alone`: it is the only one of the reward."""
+
+    label: str
+    batch: int
+    concurrency: int | None
+    alone: bool
+
+
+def scorer_lanes(config: Config, profile: Profile) -> list[ScorerLanes]:
+    """Return what each reward worker of an emulated run has of every scorer.
+
+    A pool's workers are dealt over the reward workers, rounded up."""
+    formula = RewardFormula(config.reward)
+    pools = {pool.name: pool.workers for pool in config.reward.pools}
+    found = []
+    for label, scorer in zip(formula.labels, formula.scorers, strict=True):
+        calls = profile.scorer(label).concurrency if scorer.concurrency is None else scorer.concurrency
+        if calls is not None and scorer.pool is not None:
+            calls = math.ceil(calls * pools[scorer.pool] / config.reward.workers)
+        found.append(ScorerLanes(label, scorer.batch or config.reward.batch, calls, len(formula.scorers) == 1))
+    return found
