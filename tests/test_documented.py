@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from omni_async import cli
 from omni_async.config import load
 from omni_async.config.schema import Reward
 from omni_async.media import Media
 from omni_async.rewards import registry
+from omni_async.rewards.base import Outage
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 from tests.images import score_all
@@ -141,6 +144,29 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     tone = Media(audio=np.full((2, 10), 0.5, np.float32), sample_rate=8000)
     reward = LoadedReward.of(Reward(), namespace["Loudness"]())
     assert score_all(reward, [tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
+
+
+async def test_the_documented_scorer_of_a_service_asks_it_and_an_outage_is_one() -> None:
+    [page] = blocks(ROOT / "docs" / "rewards" / "own.md", "python")
+    lines = [line for line in page.splitlines() if line.strip() and not line.startswith(("import", "from", "#"))]
+    assert len(lines) <= 20
+    namespace: dict[str, Any] = {}
+    exec(page, namespace)
+    answers = [web.json_response({"taste": 0.75}), web.Response(status=503)]
+
+    async def answer(request: web.Request) -> web.Response:
+        assert await request.json() == {"style": "ink", "brightness": 51.0}
+        return answers.pop(0)
+
+    app = web.Application()
+    app.router.add_post("/", answer)
+    async with TestServer(app) as server:
+        scorer = namespace["TasteScorer"](url=str(server.make_url("/")))
+        image, prompt = Media(image=np.full((3, 8, 8), 51, np.uint8)), Prompt(0, "x", metadata={"style": "ink"})
+        assert await scorer.score([image], [prompt]) == [Score(0.75, {"brightness": 51.0})]
+        with pytest.raises(Outage, match="it is loading"):
+            await scorer.score([image], [prompt])
+        await scorer.close()
 
 
 FAMILY = blocks(ROOT / "docs" / "integrate-a-model.md", "python|toml")

@@ -218,6 +218,9 @@ class Observer:
             "encoder/calls": data["encoded"],
             **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
             "score_cache/hits": data["cached"],
+            **{
+                f"scorer/{label}/{name}": value for label, one in data["scorers"].items() for name, value in one.items()
+            },
             "update_s": data["finished"] - data["started"],
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],
@@ -353,6 +356,11 @@ class Observer:
         if self._config.data.preferences is not None:  # nothing was rewarded
             summary = msgspec.structs.replace(summary, first_reward=None, last_reward=None)
         return summary
+
+
+def _of_scorers(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return what every scorer cost since the last update, by the names of metrics."""
+    return {f"scorer/{label}/{name}": value for label, one in found.items() for name, value in one.items()}
 
 
 def _number(value: float | None) -> float:

@@ -149,7 +149,17 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
     parts = [_part(name, where, status)[: len(head)] for name, where in status["parts"].items()]
     buffers = [_buffer(name, held) for name, held in status["buffers"].items()]
     lines += ["", *columns([head, *parts]), "", *columns([["places in", "taken", "of", "ready"], *buffers])]
+    if scorers := status.get("scorers"):
+        rows = [_scorer(label, one) for label, one in scorers.items()]
+        lines += ["", *columns([["scorer", "samples in it", "waiting", "answers in", "1 of 20 in"], *rows])]
     return [*lines, "", f"faults mended: {status['faults']}"]
+
+
+def _scorer(label: str, found: Mapping[str, Any]) -> list[str]:
+    """Render what a scorer has to do now, and the median and the slow end of the seconds until its answers."""
+    seconds = [found.get(f"answer_s/p{percent}") for percent in (50, 95)]
+    took = ["" if one is None else f"{one:.3g} s" for one in seconds]
+    return [label, str(found["in_flight"]), str(found["queued"]), *took]
 
 
 def _progress(found: Mapping[str, Any]) -> list[str]:

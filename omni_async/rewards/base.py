@@ -62,7 +62,6 @@ class Scorer(Protocol):
                    an asynchronous one. Where there may be several, a slow call is hedged after `hedge_s`.
     needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before
                    anything is started.
-    seconds        roughly what one sample costs it, for simulations of jobs that were never measured.
     deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images
                    alone: then `reward.cache` keeps it. Other parameters, another version of its package or another
                    source file of its class make another scorer; an attribute `version`, a text, says what else its

@@ -51,7 +51,6 @@ class VlmJudgeScorer:
 
     name = "vlm_judge"
     accepts = ("image", "video")
-    seconds = 1.0
 
     def __init__(
         self,

@@ -46,10 +46,11 @@ def header_of(path: Path) -> str:
 
 
 def num_gpus(config: Config) -> float:
-    return sum(
-        getattr(config, role).workers * getattr(config.placement, role).gpus
-        for role in ("rollout", "trainer", "reward")
-    )
+    roles = ("rollout", "trainer", "reward")
+    built_in = ((getattr(config, role).workers, getattr(config.placement, role)) for role in roles)
+    pools = ((pool.workers, pool.resources) for pool in config.reward.pools)
+    servers = ((server.replicas, server.resources) for server in config.reward.servers)
+    return sum(workers * resources.gpus for workers, resources in (*built_in, *pools, *servers))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)

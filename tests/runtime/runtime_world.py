@@ -136,6 +136,7 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
         "drawn": 0,
         "encoded": 0,
         "cached": 0,
+        "scorers": {},
         "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
         "buffers": {
             "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
