@@ -95,6 +95,8 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
         (config.rollout.workers, placement.rollout),
         (0 if config.data.preferences is not None else config.reward.workers, placement.reward),
         (config.trainer.workers, placement.trainer),
+        *((pool.workers, pool.resources) for pool in config.reward.pools),
+        *((server.replicas, server.resources) for server in config.reward.servers),
     ]
 
 

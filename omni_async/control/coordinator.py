@@ -239,6 +239,7 @@ class Coordinator(Bulletin):
         if round_.num_missing:
             return
         del self._validation.rounds[round_.version]
+        round_.leave_incomplete(self._formula)
         self._record.validated(round_.version, round_.means())
         self._log.add("validation", *round_event(round_, self._config.tracking.images))
         self._samples.end_samples(round_)

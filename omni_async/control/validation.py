@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from omni_async.config import Config
 from omni_async.control.sample_table import SampleSet, SampleState
+from omni_async.reward_formula import RewardFormula
 from omni_async.types import SampleRequest, Score
 
 
@@ -32,7 +33,14 @@ class ValidationRound(SampleSet):
     @property
     def failed(self) -> list[str]:
         """Return the samples that the round goes on without."""
-        return [sample.request.sample_id for sample in self.samples if sample.state is SampleState.FAILED]
+        left = (each for each in self.samples if each.state in (SampleState.FAILED, SampleState.SCORED))
+        return [each.request.sample_id for each in left if each.score is None]
+
+    def leave_incomplete(self, formula: RewardFormula) -> None:
+        """Go on without samples that a scorer has failed, and is left out of: their rewards are not comparable."""
+        for sample in self.samples:
+            if sample.score is not None and not formula.is_whole(sample.request.prompt, sample.score):
+                sample.score = None
 
     def means(self) -> dict[str, float]:
         """Return the means of `reward` and of every part over the scored samples."""

@@ -20,6 +20,7 @@ from omni_async.aio.clock import WallClock
 from omni_async.aio.waiting import Event, FairQueue, Stopped, cancel, unless
 from omni_async.config.schema import Reward
 from omni_async.media import Media
+from omni_async.reward_formula import RewardFormula
 from omni_async.reward_server.metrics import Metrics
 from omni_async.rewards import registry
 from omni_async.rewards.addresses import KnownAddresses
@@ -75,7 +76,8 @@ class Scoring:
         ]
         for panel in self._panels:
             panel.connect(addresses or KnownAddresses(reward, None))
-        self._checks = [check for one in reward.scorers if (check := registry.prompt_check(one)) is not None]
+        asked = (registry.prompt_check(one) for one in reward.scorers)
+        self._checks = [*filter(None, asked), RewardFormula(reward).missing]
         self._metrics = metrics
         self._most_waiting = most_waiting
         self._remembered = remembered

@@ -8,14 +8,13 @@ and refuses the request (HTTP 401, say) will refuse it again.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,11 +167,13 @@ class Discreet:
         if (connect := getattr(self._scorer, "connect", None)) is not None:
             call_discreetly(lambda: connect(addresses), self._secrets)
 
-    async def close(self) -> None:
-        """Close the scorer, if it has something to close. What that raises is of no use any more."""
+    async def close(self, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
+        """Close the scorer, if it has something to close. What that raises is of no use any more.
+
+        `in_thread` calls what may block."""
         close = getattr(self._scorer, "close", None)
         with contextlib.suppress(Exception):
             if inspect.iscoroutinefunction(close):
                 await close()
             elif callable(close):
-                await asyncio.to_thread(close)
+                await in_thread(close)

@@ -333,10 +333,10 @@ class GuardedScorer:
 
     async def close(self) -> None:
         """End idle threads, and let the scorer free what it holds, for a few seconds at most."""
-        self._threads.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSING_S):
-                await self._scorer.close()
+                await self._scorer.close(lambda close: asyncio.shield(self._threads.run(close)))
+        self._threads.close()
 
 
 async def _awaited(label: str, scorer: Discreet, media: MediaList, prompts: Prompts) -> Answer:

@@ -22,6 +22,7 @@ from omni_async.config.schema import ScoreCache
 from omni_async.data.media_files import read_media
 from omni_async.data.prompts import PromptCheck
 from omni_async.families import MediaShape
+from omni_async.reward_formula import RewardFormula
 from omni_async.rewards import registry
 from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
@@ -59,7 +60,7 @@ def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck
             asked.append(registry.prompt_check(scorer))
         except ValueError as error:
             raise ConfigError(f"reward.scorers.{number}: {error}") from None
-    return [check for check in asked if check is not None]
+    return [*filter(None, asked), RewardFormula(config.reward).missing]
 
 
 def build_reward(config: Config) -> LoadedReward:
