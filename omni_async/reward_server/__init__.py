@@ -1,1 +1,1 @@
-"""Serves scorers over HTTP, for the scorer `http` of runs elsewhere: `omni-async serve-reward`."""
+"""Serves scorers over HTTP: `omni-async serve-reward`, and the workers of pools; and runs vLLM servers for judges."""
