@@ -48,6 +48,7 @@ _BUILT_IN = {
         ("aesthetic", "AestheticScorer"),
         ("clap", "ClapScorer"),
         ("frame_consistency", "FrameConsistencyScorer"),
+        ("object_checks", "ObjectChecksScorer"),
         ("jpeg_size", "JpegSizeScorer"),
         ("motion_smoothness", "MotionSmoothnessScorer"),
         ("http", "HttpScorer"),

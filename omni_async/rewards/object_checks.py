@@ -1,0 +1,224 @@
+"""Scores whether an image shows what its prompt asks for, how many, and where, as GenEval does (arXiv 2310.11513).
+
+A prompt's metadata say what to look for, in GenEval's own form:
+
+  include   a list of {class, count, position}: at least `count` objects of the class; `position` is (relation, i),
+            which says that they are `left of`, `right of`, `above` or `below` those of entry i
+  exclude   a list of {class, count}: fewer than `count` objects of the class
+
+A detector finds the objects: those of a class with a score above `threshold`, at most 16, the likeliest first; above
+`counting_threshold` where the metadata's `tag` is "counting". One object is beside another if the distance of their
+centres, less a tenth of both boxes' extents, points mostly that way (more than half of the whole distance).
+
+The value is 1 if everything is right, or the fraction of what is right. Colours, which GenEval leaves to a classifier
+of cut-out objects, are not checked: a prompt that asks for one is refused before the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from msgspec import Meta
+
+from omni_async.rewards.base import ScoreError, describe
+from omni_async.rewards.pretrained import folder_of, load_model, missing_file, version_of
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from omni_async.media import Media
+
+_MOST_OBJECTS = 16
+_MARGIN = 0.1  # of the boxes' extents
+_RELATIONS = ("left of", "right of", "above", "below")
+_LONGEST_CAPTION = 12
+
+
+class Box(NamedTuple):
+    """An object that was found: its score and its corners in pixels."""
+
+    score: float
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+class ObjectChecksScorer:
+    """A scorer of images.
+
+    `path`: an object detector in transformers' layout whose labels are the prompts' classes, such as DETR, Deformable
+    DETR, RT-DETR or YOLOS on COCO. `partial`: the value is the fraction of the checks that hold; otherwise it is 1
+    where all of them do, else 0. `batch`: images that are looked at together.
+
+    Parts: `correct`, 1 if everything is right, and `found`, the number of objects of the classes asked for."""
+
+    name = "object_checks"
+    accepts = ("image",)
+    deterministic = True
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.3,
+        counting_threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.9,
+        partial: bool = True,
+        batch: Annotated[int, Meta(ge=1)] = 8,
+        device: str,
+    ) -> None:
+        from transformers import AutoImageProcessor, AutoModelForObjectDetection
+
+        model = load_model(AutoModelForObjectDetection, path)
+        self._processor = AutoImageProcessor.from_pretrained(folder_of(path), local_files_only=True)
+        self._labels = {int(number): str(label).lower() for number, label in model.config.id2label.items()}
+        self.version = version_of(model, folder_of(path), device)
+        self._model = model.to(device)
+        self._device = device
+        self._thresholds = threshold, counting_threshold
+        self._partial, self._batch = partial, batch
+
+    @staticmethod
+    def check_params(params: dict[str, Any]) -> str | None:
+        """Require the detector's folder."""
+        return missing_file("path", params["path"])
+
+    @staticmethod
+    def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
+        """Require objects to look for, in a form that can be checked."""
+        try:
+            checks_of(prompt.metadata)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        found: list[Score] = []
+        for start in range(0, len(media), self._batch):
+            images = [one.pixels for one in media[start : start + self._batch]]
+            boxes = self._detect(images)
+            for position, (seen, prompt) in enumerate(zip(boxes, prompts[start:], strict=False), start):
+                found.append(self._judge(seen, prompt, position))
+        return found
+
+    def _judge(self, seen: Sequence[tuple[str, Box]], prompt: Prompt, position: int) -> Score:
+        try:
+            include, exclude = checks_of(prompt.metadata)
+        except ValueError as error:
+            raise ScoreError(f"{describe(position, prompt)}: {error}") from None
+        known = set(self._labels.values())
+        if unknown := sorted({one["class"] for one in (*include, *exclude)} - known):
+            raise ScoreError(f"{describe(position, prompt)}: the detector knows no {', '.join(map(repr, unknown))}")
+        least = self._thresholds[prompt.metadata.get("tag") == "counting"]
+        objects: dict[str, list[Box]] = {}
+        for label, box in sorted(seen, key=lambda one: -one[1].score):
+            if box.score > least and len(objects.setdefault(label, [])) < _MOST_OBJECTS:
+                objects[label].append(box)
+        right = checked(objects, include, exclude)
+        asked = {one["class"] for one in include}
+        parts = {
+            "correct": float(all(right)),
+            "found": float(sum(len(boxes) for label, boxes in objects.items() if label in asked)),
+        }
+        caption = [f"{len(boxes)} {label}" for label, boxes in sorted(objects.items())][:_LONGEST_CAPTION]
+        value = sum(right) / len(right) if self._partial else parts["correct"]
+        return Score(value, parts, ", ".join(caption) or "nothing")
+
+    def _detect(self, images: list[NDArray[Any]]) -> list[list[tuple[str, Box]]]:
+        """Return what is seen in each image, (height, width, 3) uint8: labels and boxes above the lower threshold."""
+        import torch
+
+        inputs = self._processor(images=images, return_tensors="pt").to(self._device)
+        with torch.no_grad():
+            outputs = self._model(**inputs)
+        sizes = torch.tensor([image.shape[:2] for image in images])
+        each = self._processor.post_process_object_detection(
+            outputs, threshold=min(self._thresholds), target_sizes=sizes
+        )
+        return [
+            [
+                (self._labels[int(label)], Box(float(score), *map(float, box)))
+                for score, label, box in zip(one["scores"], one["labels"], one["boxes"], strict=True)
+            ]
+            for one in each
+        ]
+
+
+Check = dict[str, Any]
+
+
+def checks_of(metadata: Mapping[str, Any]) -> tuple[list[Check], list[Check]]:
+    """Return what a prompt's metadata include and exclude, each {class, count, position}.
+
+    ValueError says what is wrong with them."""
+    include = [_check("include", i, one) for i, one in enumerate(_list(metadata, "include"))]
+    exclude = [_check("exclude", i, one) for i, one in enumerate(_list(metadata, "exclude"))]
+    if not include and not exclude:
+        raise ValueError("the prompt's metadata have neither `include` nor `exclude`, lists of objects to look for")
+    for i, one in enumerate(include):
+        if one["position"] is not None and not (one["position"][1] < len(include) and one["position"][1] != i):
+            raise ValueError(f"include {i}: position: there is no other entry {one['position'][1]}")
+    return include, exclude
+
+
+def _list(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    found = metadata.get(key, [])
+    if not isinstance(found, list):
+        raise ValueError(f"{key}: expected a list, got {found!r:.100}")
+    return found
+
+
+def _check(key: str, number: int, given: Any) -> Check:
+    where = f"{key} {number}"
+    if not isinstance(given, dict) or not isinstance(given.get("class"), str):
+        raise ValueError(f"{where}: expected an object with a `class`, got {given!r:.100}")
+    if given.get("color") is not None:
+        raise ValueError(f"{where}: colours are not checked, got color: {given['color']!r:.50}")
+    count = given.get("count", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{where}: count: expected a positive integer, got {count!r:.50}")
+    position = given.get("position")
+    if position is not None:
+        fits = isinstance(position, list | tuple) and len(position) == 2 and position[0] in _RELATIONS
+        if not fits or not isinstance(position[1], int) or position[1] < 0:
+            relations = ", ".join(map(repr, _RELATIONS))
+            raise ValueError(
+                f"{where}: position: expected one of {relations} and an entry's number, got {position!r:.80}"
+            )
+    return {"class": given["class"].lower(), "count": count, "position": position}
+
+
+def checked(objects: Mapping[str, Sequence[Box]], include: Sequence[Check], exclude: Sequence[Check]) -> list[bool]:
+    """Return which checks hold: each entry of `include`, in order, with its position, then each of `exclude`."""
+    right = []
+    for one in include:
+        found = objects.get(one["class"], [])[: one["count"]]
+        holds = len(found) >= one["count"]
+        if holds and one["position"] is not None:
+            relation, other = one["position"]
+            target = include[other]
+            others = objects.get(target["class"], [])[: target["count"]]
+            holds = bool(others) and all(relation in relations(a, b) for a in found for b in others)
+        right.append(holds)
+    return right + [len(objects.get(one["class"], [])) < one["count"] for one in exclude]
+
+
+def relations(one: Box, other: Box) -> set[str]:
+    """Return where one object is, seen from another: at most one of left and right, and of above and below."""
+    dx = (one.left + one.right - other.left - other.right) / 2
+    dy = (one.top + one.bottom - other.top - other.bottom) / 2
+    width = one.right - one.left + other.right - other.left
+    height = one.bottom - one.top + other.bottom - other.top
+    far_x, far_y = max(abs(dx) - _MARGIN * width, 0.0), max(abs(dy) - _MARGIN * height, 0.0)
+    distance = math.hypot(dx, dy)
+    if max(far_x, far_y) < 1e-3:
+        return set()
+    found = set()
+    if far_x / distance > 0.5:
+        found.add("left of" if dx < 0 else "right of")
+    if far_y / distance > 0.5:
+        found.add("above" if dy < 0 else "below")
+    return found

@@ -1,0 +1,128 @@
+"""Tests object checks: the rules on known boxes, and a small random detector against its own logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+from omni_async.config import schema
+from omni_async.rewards import registry
+from omni_async.rewards.base import ScoreError
+from omni_async.rewards.object_checks import Box, checked, checks_of, relations
+from omni_async.types import Prompt
+from tests.images import as_media
+
+LABELS = {0: "cat", 1: "dog", 2: "bench"}
+DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
+
+
+def box(x: float, y: float, size: float = 10.0, score: float = 0.9) -> Box:
+    return Box(score, x, y, x + size, y + size)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        (box(0, 0), box(50, 0), {"left of"}),
+        (box(50, 0), box(0, 0), {"right of"}),
+        (box(0, 0), box(0, 50), {"above"}),
+        (box(0, 50), box(0, 0), {"below"}),
+        (box(0, 0), box(50, 50), {"left of", "above"}),
+        (box(0, 0), box(50, 20), {"left of"}),
+        (box(0, 0), box(1.9, 0), set()),  # less than a tenth of both extents
+        (box(0, 0), box(0, 0), set()),
+    ],
+)
+def test_relations_are_those_of_the_centres_beyond_a_tenth_of_the_boxes(one, other, found):
+    assert relations(one, other) == found
+
+
+OBJECTS = {"cat": [box(0, 0), box(5, 0)], "dog": [box(60, 0)]}
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "right"),
+    [
+        ([{"class": "cat"}], [], [True]),
+        ([{"class": "Cat", "count": 2}, {"class": "cat", "count": 3}], [], [True, False]),
+        ([{"class": "bench"}], [{"class": "dog", "count": 1}, {"class": "cat", "count": 3}], [False, False, True]),
+        ([{"class": "dog"}, {"class": "cat", "count": 2, "position": ["left of", 0]}], [], [True, True]),
+        ([{"class": "dog"}, {"class": "cat", "position": ["right of", 0]}], [], [True, False]),
+        ([{"class": "bench"}, {"class": "cat", "position": ["left of", 0]}], [], [False, False]),
+    ],
+)
+def test_counts_positions_and_what_should_not_be_there_are_checked(include, exclude, right):
+    assert checked(OBJECTS, *checks_of({"include": include, "exclude": exclude})) == right
+
+
+@pytest.mark.parametrize(
+    ("metadata", "why"),
+    [
+        ({}, "have neither `include` nor `exclude`"),
+        ({"include": "cat"}, "include: expected a list, got 'cat'"),
+        ({"include": [{"count": 1}]}, "include 0: expected an object with a `class`"),
+        ({"include": [{"class": "cat", "color": "red"}]}, "include 0: colours are not checked, got color: 'red'"),
+        ({"include": [{"class": "cat", "count": 0}]}, "include 0: count: expected a positive integer, got 0"),
+        ({"include": [{"class": "cat", "position": ["near", 0]}]}, "include 0: position: expected one of 'left of'"),
+        ({"include": [{"class": "cat", "position": ["above", 0]}]}, "include 0: position: there is no other entry 0"),
+        ({"exclude": [{"class": "cat", "count": True}]}, "exclude 0: count: expected a positive integer, got True"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_before_the_run(metadata: dict[str, Any], why: str) -> None:
+    check = registry.prompt_check(schema.Scorer(name="object_checks", params={"path": "x"}))
+    assert check is not None and why in (check(Prompt(0, "a cat", metadata=metadata)) or "")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("yolos") / "tiny"
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = YolosConfig(
+        **size, image_size=[32, 48], patch_size=16, num_detection_tokens=12, id2label=LABELS, num_labels=3
+    )
+    model = YolosForObjectDetection(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(folder)
+    YolosImageProcessor(size={"height": 32, "width": 48}, do_pad=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_detectors_boxes_are_those_of_its_logits(checkpoint: Path, device: str) -> None:
+    params = {"path": str(checkpoint), "threshold": 0.4, "counting_threshold": 0.6}
+    scorer = registry.build(schema.Scorer(name="object_checks", params=params), float(device != "cpu"))
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (40, 60, 3), np.uint8) for _ in range(9)]
+    seen = scorer._detect(images)  # type: ignore[attr-defined]
+    model, prepare = YolosForObjectDetection.from_pretrained(checkpoint).eval(), scorer._processor  # type: ignore[attr-defined]
+    with torch.no_grad():
+        raw = model(**prepare(images=images, return_tensors="pt"))
+    for found, logits, boxes in zip(seen, raw.logits.double(), raw.pred_boxes.double(), strict=True):
+        likely, label = (logits.exp() / logits.exp().sum(-1, keepdim=True))[:, :-1].max(-1)
+        expected = [
+            (LABELS[int(one)], float(p), float((x - w / 2) * 60), float((y + h / 2) * 40))
+            for p, one, (x, y, w, h) in zip(likely, label, boxes.tolist(), strict=True)
+            if p > 0.4
+        ]
+        assert [(name, one.score, one.left, one.bottom) for name, one in found] == [
+            (name, pytest.approx(p, abs=1e-4), pytest.approx(left, abs=1e-2), pytest.approx(bottom, abs=1e-2))
+            for name, p, left, bottom in expected
+        ]
+    label, least = next((name, one.score) for found in seen for name, one in found)
+    metadata = {"include": [{"class": label}], "exclude": [{"class": "bench", "count": 99}]}
+    media = [as_media(image) for image in images]
+    scores = scorer.score(media, [Prompt(i, "x", metadata=metadata) for i in range(9)])
+    assert [score.value for score in scores] == [(1 + any(name == label for name, _ in found)) / 2 for found in seen]
+    counted = scorer.score(media, [Prompt(i, "x", metadata=metadata | {"tag": "counting"}) for i in range(9)])
+    strict = [any(name == label and one.score > 0.6 for name, one in found) for found in seen]
+    assert [score.parts["correct"] for score in counted] == strict and least > 0.4
+    with pytest.raises(ScoreError, match="the detector knows no 'unicorn'"):
+        scorer.score(media[:1], [Prompt(0, "x", metadata={"include": [{"class": "unicorn"}]})])
