@@ -23,7 +23,8 @@ from omni_async.families import PipelineFamily
 from omni_async.media import Media
 from omni_async.programs import RolloutProgram
 from omni_async.rewards import registry
-from omni_async.rewards.base import ScoreError, Scorer, require_scores, shown_to
+from omni_async.rewards.addresses import KnownAddresses
+from omni_async.rewards.base import ScoreError, require_scores, shown_to
 from omni_async.rewards.failures import Discreet, is_outage, place_of, told
 from omni_async.rollout.calls import Draw
 from omni_async.types import Prompt, Score
@@ -78,7 +79,7 @@ class Refine:
 
     The judge, which is called `label`, runs beside the event loop, once for all samples that wait for it."""
 
-    def __init__(self, calls: int, edit: str, label: str, judge: Scorer) -> None:
+    def __init__(self, calls: int, edit: str, label: str, judge: Discreet) -> None:
         self._calls, self._edit, self._label, self._judge = calls, edit, label, judge
         self._judging = Coalescer(self._judge_all)
 
@@ -101,7 +102,10 @@ class Refine:
         try:
             shown = shown_to(self._label, self._judge, [one for one, _ in drawn])
             prompts = [prompt for _, prompt in drawn]
-            scores = await asyncio.to_thread(self._judge.score, shown, prompts)
+            if self._judge.is_async:
+                scores = await self._judge.ask(shown, prompts)
+            else:
+                scores = await asyncio.to_thread(self._judge.score, shown, prompts)
             return require_scores(self._label, scores, prompts)
         except Exception as error:  # noqa: BLE001 (foreign code; raised in the samples that it fails)
             if len(drawn) == 1 or is_outage(error):
@@ -114,6 +118,7 @@ def build(config: Config) -> Refine:
     assert config.rollout.program is not None
     settings: RefineSettings = config.rollout.program.settings
     judge = Discreet(registry.build(settings.judge), registry.secrets_of(settings.judge))
+    judge.connect(KnownAddresses(config.reward, None))
     return Refine(config.rollout.calls, settings.edit, settings.judge.name, judge)
 
 

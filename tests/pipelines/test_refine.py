@@ -14,6 +14,7 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.families import find_family
 from omni_async.media import Media
 from omni_async.preflight.check import preflight
+from omni_async.rewards.failures import Discreet
 from omni_async.types import Prompt, Score
 from pipelines.refine import REFINE, Refine, build
 from tests.config.recipe import MINIMAL, complaint, load_text
@@ -41,6 +42,20 @@ def grey(level: int) -> Media:
     return as_media(np.full((8, 8, 3), level, np.uint8))
 
 
+def shown(judge: Any) -> Discreet:
+    return Discreet(judge, frozenset())
+
+
+async def test_a_judge_may_be_asynchronous():
+    class Remote(Reader):
+        async def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:  # type: ignore[override]
+            await asyncio.sleep(0)
+            return await asyncio.to_thread(super().score, media, prompts)
+
+    found = await judged(Remote(), 3)
+    assert not any(isinstance(one, Exception) for one in found)
+
+
 async def test_every_further_call_edits_what_was_judged():
     asked: list[Prompt] = []
 
@@ -48,7 +63,7 @@ async def test_every_further_call_edits_what_was_judged():
         asked.append(prompt)
         return grey(51 * len(asked))
 
-    program = Refine(3, "{prompt} to {target}; I read {read}, {score}", "reader", Reader())
+    program = Refine(3, "{prompt} to {target}; I read {read}, {score}", "reader", shown(Reader()))
     await program(Prompt(4, "write it", target="abc"), draw)
     assert [prompt.text for prompt in asked] == [
         "write it",
@@ -64,7 +79,7 @@ async def test_samples_that_wait_for_the_judge_are_judged_together():
         return grey(prompt.index)
 
     judge = Reader()
-    program = Refine(2, "{read}", "reader", judge)
+    program = Refine(2, "{read}", "reader", shown(judge))
     await asyncio.gather(*(program(Prompt(number, "x"), draw) for number in range(5)))
     assert sum(judge.batches) == 5 and len(judge.batches) <= 2
 
@@ -78,7 +93,7 @@ async def test_a_judge_that_gives_no_scores_fails_the_sample_with_its_name():
         return grey(0)
 
     with pytest.raises(Exception, match=r"scorer 'broken'.*expected a Score"):
-        await Refine(2, "{read}", "broken", Broken())(Prompt(0, "x"), draw)
+        await Refine(2, "{read}", "broken", shown(Broken()))(Prompt(0, "x"), draw)
 
 
 async def judged(judge: Reader, number: int) -> list[Any]:
@@ -87,7 +102,7 @@ async def judged(judge: Reader, number: int) -> list[Any]:
     async def draw(prompt: Prompt) -> Media:
         return grey(prompt.index)
 
-    program = Refine(2, "{read}", "reader", judge)
+    program = Refine(2, "{read}", "reader", shown(judge))
     return await asyncio.gather(*(program(Prompt(i, "x"), draw) for i in range(number)), return_exceptions=True)
 
 
