@@ -160,6 +160,7 @@ def test_what_was_lost_is_said_and_a_run_whose_publishes_met_nothing_under_way_i
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_a_real_engine_loses_nothing_at_publishes_in_mid_generation(tmp_path: Path) -> None:
     arguments = ["--family", "qwen_image", "--samples", "9", "--publishes", "3", "--out", str(tmp_path)]

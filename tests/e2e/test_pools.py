@@ -30,6 +30,7 @@ def test_scorers_of_a_pool_score_as_they_do_in_the_reward_workers(recipe: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_pool_on_ray_is_replaced_when_it_is_killed_and_every_group_ends_once(recipe: Path) -> None:
     def disturb(job: Disturbed) -> None:

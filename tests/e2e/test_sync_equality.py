@@ -74,7 +74,7 @@ def test_staleness_zero_with_ray_and_vllm_omni_is_the_synchronous_loop(recipe: P
 @pytest.mark.parametrize(
     ("size", "correction"),
     [
-        pytest.param(4, "{mode: bypass}", id="2 + 1 + 1 samples"),
+        pytest.param(4, "{mode: bypass}", id="2 + 1 + 1 samples", marks=pytest.mark.thorough),
         pytest.param(2, "{mode: decoupled, weights: tempered}", id="fewer samples than ranks, and a proximal pass"),
     ],
 )
