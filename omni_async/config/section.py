@@ -51,6 +51,11 @@ Alive = Annotated[int, most(10_000, "their samples are alive at once", ge=1)]
 _PLAIN = {"why": "1 to 4096 characters, no line ends or control codes", "generous": True}
 Plain = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,4096}\Z", extra=_PLAIN)]
 
+# No user and password, no query: a token goes into a header, where nothing logs it.
+_URL = {"why": "http:// or https://, a host, maybe a port and a path; no user, password or query"}
+Url = Annotated[str, Meta(pattern=r"^https?://[\w.\-\[\]:]+(/[\w.~/-]*)?\Z", extra=_URL)]
+Urls = Annotated[tuple[Url, ...], Meta(max_length=100)]
+
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 SizeText = Annotated[

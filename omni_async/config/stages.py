@@ -25,6 +25,7 @@ from omni_async.config.section import (
     Section,
     SizeText,
     Updates,
+    Urls,
     Workers,
     bytes_of,
     most,
@@ -209,7 +210,7 @@ class Server(Section, kw_only=True, frozen=True):
     """Each of them; without accelerators, a server of vLLM's CPU build."""
     args: tuple[str, ...] = ()
     """More arguments of `vllm serve`, such as `--max-model-len` and its value."""
-    urls: tuple[Plain, ...] = ()
+    urls: Urls = ()
     """Servers that are there already, without `/v1`, which are asked like those that are started."""
     access: Plain | None = None
     """What `urls` are given as a bearer token, as the environment variable that holds it: `env:NAME`. Started servers

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from omni_async.aio.clock import WallClock
 from omni_async.config import ConfigError
 from omni_async.config.schema import ScoreCache
+from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
@@ -50,9 +51,12 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
         notes.append(text)
 
     asked = replace(config.reward, cache=ScoreCache(memory=0))  # what they said before is not tried
-    if config.reward.servers and any("server" in one.params for one in config.reward.scorers):
+    there = {server.name for server in config.reward.servers if server.urls}
+    started = [name for name in config.services if name not in there]
+    if any(one.params.get("server") in started for one in config.reward.scorers):
         return ["note: reward.servers: the scorers are tried when the run starts, which starts their servers"]
     panel = Panel("check", reward, asked, WallClock(), tell, probe=probe)
+    panel.connect(KnownAddresses(config.reward, None))
     try:
         wrong = await panel.try_out()
     finally:

@@ -1,9 +1,9 @@
 """Runs a worker of `reward.servers`: a vLLM server in processes of its own, as a service of the run.
 
-It is ready when it answers and has the model under the recipe's name; it is lost, and replaced, when its process ends
-or does not answer for a while. It ends with its worker, however that ends: it reads a pipe that the worker holds. Its
-token is drawn at random, handed over in its environment and known to the run alone, by the address. Waits for the
-process's start, `run.startup_timeout_s` at most, and for its end.
+It is ready when it answers and has the model under the recipe's name; it is lost, and replaced, when its process ends,
+says that its engine is dead, or does not answer for a while. It ends with its worker, however that ends: it reads a
+pipe that the worker holds. Its token is drawn at random, handed over in its environment and known to the run alone, by
+the address. Waits for the process's start, `run.startup_timeout_s` at most, and for its end.
 
 Where the worker has no accelerator the server is one for CPUs, which vLLM's CPU build has.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -33,9 +34,15 @@ _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "V
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _ASK_S = 0.5  # between two looks at a server that starts
 _WATCH_S = 5.0  # between two looks at one that runs
-_ANSWER_S = 30.0  # a server that computes may take so long to say that it is well
+_ANSWER_S = 30.0  # a server that computes may take so long to say that it is well; without an answer, it is lost
 _GRACE_S = 5.0
 _LONGEST_TAIL = 600
+# What vLLM's processes say because another one has failed, which has printed why.
+_FOLLOWS = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed")
+# What stands before the words: the process, and of what is logged its level, time and place.
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ \S+ \S+ \[[^\]]*\] )?", re.MULTILINE)
+# The line that ends a traceback, and indented ones after it, where some exceptions have their reason.
+_RAISED = re.compile(r"^[\w.]+(?:Error|Exception)\b(?:: .*)?(?:\n[ \t].+){0,2}", re.MULTILINE)
 
 
 class ServerNotStarted(RuntimeError):
@@ -62,8 +69,10 @@ class VllmServer(Service):
 
     async def start(self) -> str:
         port = _free_port(self._site.host)
-        self._url = f"http://{self._site.host}:{port}"
-        self._log.parent.mkdir(exist_ok=True)
+        host = self._site.host
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)  # another machine may not see the run's folder
+        await self._site.tell(f"{self._site.name}: vLLM loads {self._server.model}, and prints to {self._log}")
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command(port),
@@ -85,6 +94,7 @@ class VllmServer(Service):
             *(sys.executable, "-m", "omni_async.reward_server.vllm_process"),
             *own,
             *("--host", self._site.host),
+            *("--uvicorn-log-level", "warning"),  # a line for every answer would fill the disk
             *server.args,
         ]
 
@@ -99,36 +109,49 @@ class VllmServer(Service):
     async def _until_ready(self) -> None:
         """Wait until the server answers with the model. Raises ServerNotStarted if it ends or has another."""
         assert self._process is not None
-        while not await self._is_well():
+        while await self._health() != 200:
             if self._process.returncode is not None:
                 code = self._process.returncode
                 raise ServerNotStarted(f"vLLM ended with {code}: {self._tail()} (all of it is in {self._log})")
             await asyncio.sleep(_ASK_S)
-        assert self._session is not None
-        async with self._session.get(f"{self._url}/v1/models") as response:
-            served = [str(one.get("id")) for one in (await response.json(content_type=None))["data"]]
+        served = await self._served()
         if self._server.served_as not in served:
             raise ServerNotStarted(f"expected a server of {self._server.served_as!r}, it has {', '.join(served)}")
 
-    async def _is_well(self) -> bool:
+    async def _served(self) -> list[str]:
+        """Return the names of the models that the server has. ServerNotStarted if it does not know our token."""
+        assert self._session is not None
+        async with self._session.get(f"{self._url}/v1/models") as response:
+            if response.status != 200:
+                raise ServerNotStarted(f"what answers at {self._url} is another server: {response.status} to our token")
+            return [str(one["id"]) for one in (await response.json(content_type=None))["data"]]
+
+    async def _health(self) -> int | None:
+        """Return the status that the server answers with; None if it does not answer."""
         assert self._session is not None
         try:
             async with self._session.get(f"{self._url}/health") as response:
-                return response.status == 200
+                return response.status
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+            return None
 
     async def run(self) -> None:
         """Serve until it is cancelled. Raises RuntimeError if the process ends, or does not answer any more."""
         assert self._process is not None
-        ended = asyncio.ensure_future(self._process.wait())
+        ended, now = asyncio.ensure_future(self._process.wait()), asyncio.get_running_loop().time
+        well_at = now()
         try:
             while True:
                 done, _ = await asyncio.wait({ended}, timeout=_WATCH_S)
                 if done:
                     raise RuntimeError(f"vLLM ended with {ended.result()}: {self._tail()}")
-                if not await self._is_well():
-                    raise RuntimeError(f"vLLM did not answer /health within {_ANSWER_S:g} s")
+                status = await self._health()
+                if status == 200:
+                    well_at = now()
+                elif status is not None:
+                    raise RuntimeError(f"vLLM answers /health with {status}: {self._tail()}")
+                elif now() - well_at >= _ANSWER_S:
+                    raise RuntimeError(f"vLLM did not answer /health for {_ANSWER_S:g} s")
         finally:
             ended.cancel()
 
@@ -138,9 +161,7 @@ class VllmServer(Service):
             text = self._log.read_bytes()[-20 * _LONGEST_TAIL :].decode("utf-8", "replace")
         except OSError:
             return "nothing was printed"
-        lines = [line for line in text.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line] or lines
-        return one_line(errors[-1].replace(self._token, "***"), _LONGEST_TAIL) if errors else "nothing was printed"
+        return one_line(_reason(text).replace(self._token, "***"), _LONGEST_TAIL) or "nothing was printed"
 
     async def close(self) -> None:
         if self._session is not None:
@@ -156,6 +177,14 @@ class VllmServer(Service):
                     await process.wait()
                     if not _group_lives(process.pid):
                         return
+
+
+def _reason(printed: str) -> str:
+    """Return what vLLM printed last as the reason of an end: an exception, or else a line."""
+    text = _PREFIX.sub("", printed.replace("\r", "\n"))
+    raised = [found[0] for found in _RAISED.finditer(text)]
+    first = [one for one in raised if not _FOLLOWS.search(one)]
+    return (first or raised or text.strip().splitlines() or [""])[-1]
 
 
 def _group_lives(group: int) -> bool:

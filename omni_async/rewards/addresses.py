@@ -6,6 +6,7 @@ Waits for a worker of the run to be ready, but not where there are others to ask
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import quote
 
 from omni_async.config.redact import resolve_references
 from omni_async.config.stages import Reward, Server
@@ -19,9 +20,13 @@ def urls_of(server: Server) -> dict[str, str]:
     """Return the addresses that the recipe gives for a server, by name, each with its token. ValueError."""
     token = None
     if server.access is not None:
-        token = resolve_references(server.access, f"reward.servers: access of {server.name!r}")
+        where = f"reward.servers: access of {server.name!r}"
+        token = resolve_references(server.access, where)
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError(f"{where}: expected printable ASCII characters in {server.access}, no line end")
     return {
-        f"{server.name} at {url}": url if token is None else url.replace("://", f"://:{token}@", 1)
+        # Quoted, because a token in base64 has characters that end the host of a URL.
+        f"{server.name} at {url}": url if token is None else url.replace("://", f"://:{quote(token, safe='')}@", 1)
         for url in server.urls
     }
 
@@ -46,9 +51,19 @@ class KnownAddresses:
             return await self._of_run(role)
         if server is not None and not server.replicas:
             return given
-        asked = self._asked.setdefault(role, asyncio.ensure_future(self._of_run(role)))
+        asked = self._asking(role, self._of_run)
         done, _ = await asyncio.wait({asked}, timeout=_PATIENCE_S)
-        if not done:
-            return given
+        return given | asked.result() if done else given
+
+    def _asking(self, role: str, of_run: Addresses) -> asyncio.Future[dict[str, str]]:
+        """Return the question that the run has not answered yet, which all who ask share, or a new one."""
+        asked = self._asked.get(role)
+        if asked is None:
+            asked = self._asked[role] = asyncio.ensure_future(of_run(role))
+            asked.add_done_callback(lambda done: self._answered(role, done))
+        return asked
+
+    def _answered(self, role: str, asked: asyncio.Future[dict[str, str]]) -> None:
         del self._asked[role]
-        return given | asked.result()
+        if not asked.cancelled():
+            asked.exception()  # those who waited have raised it; nobody may have

@@ -16,10 +16,11 @@ import xxhash
 
 from omni_async.aio.backoff import Backoff
 from omni_async.config.redact import one_line, redact_text
+from omni_async.config.section import Urls
 from omni_async.media import Media
 from omni_async.rewards import wire
 from omni_async.rewards.base import Addresses, Outage, ScoreError, Unbounded
-from omni_async.rewards.model_servers import BadAnswer, Connections, ModelServers, Question, Retries, Seconds, Urls
+from omni_async.rewards.model_servers import BadAnswer, Connections, ModelServers, Question, Retries, Seconds
 from omni_async.types import Prompt, Score
 
 

@@ -27,9 +27,6 @@ from omni_async.rewards.base import Addresses, Outage, ScoreError
 
 T = TypeVar("T")
 
-# No user and password, no query: a token goes into a header, where nothing logs it.
-Url = Annotated[str, Meta(pattern=r"^https?://[\w.\-\[\]:]+(/[\w.~/-]*)?\Z")]
-Urls = Annotated[tuple[Url, ...], Meta(max_length=100)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 Retries = Annotated[int, Meta(ge=0, le=100)]
 Connections = Annotated[int, Meta(ge=1, le=10_000)]

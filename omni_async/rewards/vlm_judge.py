@@ -18,6 +18,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from omni_async.aio.backoff import Backoff
+from omni_async.config.section import Urls
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media, evenly
 from omni_async.rewards.base import Addresses, ScoreError, describe
@@ -32,7 +33,7 @@ from omni_async.rewards.judging import (
     read_reply,
     reading,
 )
-from omni_async.rewards.model_servers import Connections, ModelServers, Question, Retries, Seconds, Urls
+from omni_async.rewards.model_servers import Connections, ModelServers, Question, Retries, Seconds
 from omni_async.rewards.ocr import missing_text
 from omni_async.types import Prompt, Score
 

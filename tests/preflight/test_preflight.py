@@ -19,6 +19,11 @@ from omni_async.families import MediaShape, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight import check as module
 from omni_async.preflight.check import preflight
+from omni_async.preflight.scorers import _try_scorers
+from omni_async.rewards.probe import Probe
+from omni_async.runtime.inputs import RunInputs
+from omni_async.types import Prompt
+from tests.rewards.judge_server import completion, judging
 from tests.runtime.runtime_world import OFFLINE, write_world
 
 
@@ -313,3 +318,19 @@ def test_a_scorers_checkpoint_that_is_not_there_is_refused(tmp_path):
     scorers = [{"name": "jpeg_size"}, {"name": "pick_score", "params": {"path": "/nowhere/PickScore_v1"}}]
     said = refusal(write_world(tmp_path, reward={"scorers": scorers}))
     assert said.startswith("reward.scorers.1: scorer 'pick_score': path: there is no folder /nowhere/PickScore_v1; a")
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_judge_that_is_there_is_tried_and_one_that_the_run_would_start_is_not(started, monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_KEY", "sesame/+==")
+    async with judging(lambda body, n: completion("yes", ("yes", 0.6), ("no", 0.2))) as server:
+        there = {} if started else {"replicas": 0, "access": "env:JUDGE_KEY", "urls": [server.url]}
+        scorers = [{"name": "vlm_judge", "params": {"server": "judge", "model": "m"}}]
+        config = write_world(
+            tmp_path, reward={"servers": [{"name": "judge", "model": "m", **there}], "scorers": scorers}
+        )
+        inputs = RunInputs(config, find_family(config.model.pipeline), (Prompt(0, "a cat"),), ())
+        probe = Probe.of(config, inputs.prompts)
+        notes = await _try_scorers(inputs, probe)
+    assert [note for note in notes if "which starts their servers" in note] == notes and bool(notes) == started
+    assert {head["Authorization"] for head in server.headers} == (set() if started else {"Bearer sesame/+=="})

@@ -12,10 +12,16 @@ from omni_async.reward_server.vllm_process import _end_with_parent
 
 
 class Handler(BaseHTTPRequestHandler):
+    behaviour, is_ready = "", False
+
     def do_GET(self) -> None:
         allowed = self.headers.get("Authorization") == f"Bearer {os.environ['VLLM_API_KEY']}"
-        body = json.dumps({"data": [{"id": "qwen" if allowed else "nobody"}]}).encode()
-        self.send_response(200)
+        body = json.dumps({"data": [{"id": "qwen"}]}).encode()
+        if self.path == "/health":
+            status = 503 if self.behaviour == "dies later" and Handler.is_ready else 200
+        else:
+            status, Handler.is_ready = 200 if allowed and self.behaviour != "stranger" else 401, True
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -34,6 +40,7 @@ def main() -> None:
         sys.exit(3)
     if behaviour == "silent":
         time.sleep(600)
+    Handler.behaviour = behaviour
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from omni_async.config.stages import Resources, Reward, Server
+from omni_async.reward_server import vllm_server
 from omni_async.reward_server.vllm_server import ServerNotStarted, VllmServer
-from omni_async.rewards.addresses import KnownAddresses
+from omni_async.rewards import model_servers
+from omni_async.rewards.addresses import KnownAddresses, urls_of
 from omni_async.rewards.base import ScoreError
 from omni_async.services import ServiceSite
 
@@ -63,6 +65,7 @@ async def test_a_server_is_ready_when_it_has_the_model_and_is_lost_when_its_proc
     [
         ("crash", QWEN, r"vLLM ended with 3: ValueError: no kernel image for \*\*\* \(all of it is in .*qwen-0.log\)"),
         ("well", Server(name="other", model="m"), "expected a server of 'other', it has qwen"),
+        ("stranger", QWEN, r"what answers at http://127.0.0.1:\d+ is another server: 401 to our token"),
     ],
 )
 async def test_one_that_does_not_start_or_has_another_model_is_named(tmp_path, behaviour, server, said) -> None:
@@ -72,6 +75,64 @@ async def test_one_that_does_not_start_or_has_another_model_is_named(tmp_path, b
             await made.start()
     finally:
         await made.close()
+
+
+LOGGED = "(EngineCore pid=7) ERROR 11-23 21:34:11 [core.py:9] "
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("", ""),
+        (
+            "INFO found\nserver: error: unrecognized arguments: --no-such-option\n",
+            "server: error: unrecognized arguments: --",
+        ),
+        (
+            "(APIServer pid=1) pydantic_core.ValidationError: 1 error\n(APIServer pid=1)   Value error, too long",
+            "too long",
+        ),
+        (
+            f"{LOGGED}ValueError: no memory\n(APIServer pid=1) RuntimeError: Engine core initialization failed.",
+            "no memory",
+        ),
+        ("(APIServer pid=1) WARNING 1 2 [a.py:1] errors like `OSError: [Errno 24]` may come\nKilled", "Killed"),
+    ],
+)
+def test_the_reason_is_what_failed_first_and_not_what_failed_with_it(printed: str, said: str) -> None:
+    reason = vllm_server._reason(printed)
+    assert said in reason and "pid=" not in reason and "Engine core" not in reason and "Errno" not in reason
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "disturb", "said"),
+    [
+        ("well", signal.SIGSTOP, "vLLM did not answer /health for 1 s"),
+        ("dies later", None, "vLLM answers /health with 503"),
+        ("well", None, None),
+    ],
+)
+async def test_a_server_that_hangs_or_is_sick_is_lost_and_a_well_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, disturb: int | None, said: str | None
+) -> None:
+    for name, seconds in (("_WATCH_S", 0.05), ("_ANSWER_S", 1.0), ("_GRACE_S", 0.5)):
+        monkeypatch.setattr(vllm_server, name, seconds)
+    made = server_of(tmp_path, behaviour)
+    await made.start()
+    assert made._process is not None
+    try:
+        if disturb is not None:
+            os.killpg(made._process.pid, disturb)
+        running = asyncio.ensure_future(made.run())
+        await asyncio.wait({running}, timeout=2 if said is None else 20)
+        assert running.done() == (said is not None)
+        if said is not None:
+            with pytest.raises(RuntimeError, match=said):
+                await running
+        running.cancel()
+    finally:
+        await made.close()
+    assert not psutil.pid_exists(made._process.pid), "also one that does not react"
 
 
 async def test_closing_ends_a_server_that_is_still_starting(tmp_path: Path) -> None:
@@ -107,7 +168,8 @@ asyncio.run(main())
 def test_what_vllm_is_given(tmp_path: Path) -> None:
     made = VllmServer(server_of(tmp_path, "well")._site, QWEN, tmp_path)
     assert made._command(80)[1:3] == ["-m", "omni_async.reward_server.vllm_process"]
-    own = "--model /models/qwen --served-model-name qwen --port 80 --host 127.0.0.1 --max-model-len 1024"
+    own = "--model /models/qwen --served-model-name qwen --port 80 --host 127.0.0.1 --uvicorn-log-level warning"
+    own += " --max-model-len 1024"
     assert " ".join(made._command(80)[3:]) == own
     found = made._environment({"PATH": "/bin"})
     assert (found["PATH"], found["VLLM_API_KEY"], found["HF_HUB_OFFLINE"]) == ("/bin", made._token, "1")
@@ -136,3 +198,35 @@ async def test_addresses_of_a_recipe_are_known_beside_those_of_the_run(monkeypat
     assert await without("given") == given
     with pytest.raises(ScoreError, match="the servers of 'qwen' are started by a run"):
         await without("qwen")
+
+
+async def test_those_who_ask_at_once_share_one_question_to_the_run() -> None:
+    asked, ready = [], asyncio.Event()
+
+    async def of_run(role: str) -> dict[str, str]:
+        asked.append(role)
+        await ready.wait()
+        return {"both-0": "http://started"}
+
+    known = KnownAddresses(Reward(servers=(Server(name="both", model="m", urls=("http://a",)),)), of_run)
+    assert [*await known("both")] == [*await known("both")] == ["both at http://a"] and asked == ["both"]
+    waiting = asyncio.gather(*(known("both") for _ in range(3)))
+    await asyncio.sleep(0)
+    ready.set()
+    assert all("both-0" in found for found in await waiting) and asked == ["both"]
+
+
+@pytest.mark.parametrize("secret", ["plain", "a+b/c==", "p@ss:w%41", "x?y#z"])
+async def test_a_token_of_any_characters_arrives_as_it_is(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", secret)
+    server = Server(name="given", model="m", replicas=0, urls=("http://a:1",), access="env:JUDGE_TOKEN")
+    (address,) = (await KnownAddresses(Reward(servers=(server,)), None)("given")).values()
+    assert model_servers._split(address) == ("http://a:1", secret)
+
+
+def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "sesame\n")
+    server = Server(name="given", model="m", replicas=0, urls=("http://a",), access="env:JUDGE_TOKEN")
+    with pytest.raises(ValueError, match="access of 'given': expected printable ASCII") as caught:
+        urls_of(server)
+    assert "sesame" not in str(caught.value)
