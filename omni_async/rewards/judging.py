@@ -33,7 +33,6 @@ PROMPTS: dict[str, str] = {
     "pairwise": 'Which of these two images shows better what the following text asks for? Text: "{prompt}" The first'
     " image is A, the second is B. Answer with A or B.",
 }
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _RATING = re.compile(r"(?:score|rating)?\s*[:=]?\s*([-+]?\d+(?:\.\d+)?)\s*\.?", re.IGNORECASE)
 _LONGEST_SHOWN = 200
 
@@ -85,7 +84,11 @@ _COMPLETION = msgspec.json.Decoder(_Completion)
 
 
 def read_reply(content: bytes) -> Reply:
-    """Return the answer in a body of `/v1/chat/completions`. Raises BadAnswer."""
+    """Return the answer in a body of `/v1/chat/completions`.
+
+    Raises:
+        BadAnswer: it is none.
+        ScoreError: the judge did not answer, but refused, say: that is not the empty text of an image without any."""
     try:
         found = _COMPLETION.decode(content)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
@@ -93,9 +96,11 @@ def read_reply(content: bytes) -> Reply:
     if not found.choices:
         raise BadAnswer("sent a chat completion without a choice")
     choice, usage = found.choices[0], found.usage or _Usage()
+    if choice.message.content is None:
+        raise ScoreError("sent a chat completion without a text")
     first = choice.logprobs.content if choice.logprobs is not None else None
     return Reply(
-        choice.message.content or "",
+        choice.message.content,
         first[0].top_logprobs if first else None,
         choice.finish_reason == "length",
         usage.prompt_tokens,
@@ -185,8 +190,7 @@ def rating(reply: Reply, lowest: float, highest: float) -> float:
     if reply.cut_off:
         raise ScoreError(f"the answer was cut off at max_tokens: {_shown(reply.text)}")
     text = reply.text.strip()
-    found = _of_json(text) if text.startswith("{") else _RATING.fullmatch(text.strip("*_ "))
-    number = found if isinstance(found, float) else float(found[1]) if found else _only_number(text)
+    number = _of_json(text) if text.startswith("{") else _alone(text.strip("*_ "))
     if number is None:
         raise ScoreError(f"expected one number from {lowest:g} to {highest:g}, got {_shown(reply.text)}")
     if not lowest <= number <= highest:
@@ -195,18 +199,24 @@ def rating(reply: Reply, lowest: float, highest: float) -> float:
 
 
 def _of_json(text: str) -> float | None:
+    """Return the number of an object that has one `score`, or one `rating`; None for any other text."""
     try:
         body = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    number = body.get("score", body.get("rating")) if isinstance(body, dict) else None
-    return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
+    found = [body[key] for key in ("score", "rating") if key in body]
+    if len(found) != 1 or isinstance(found[0], bool) or not isinstance(found[0], int | float):
+        return None
+    try:
+        return float(found[0])
+    except OverflowError:  # an integer of any length can be written
+        return None
 
 
-def _only_number(text: str) -> float | None:
-    """Return the number of a text that has one alone, however often."""
-    found = {float(number) for number in _NUMBER.findall(text)}
-    return found.pop() if len(found) == 1 else None
+def _alone(text: str) -> float | None:
+    """Return the number that a text consists of; one within a sentence may count something else."""
+    found = _RATING.fullmatch(text)
+    return float(found[1]) if found else None
 
 
 def reading(reply: Reply, prompt: Prompt) -> float:

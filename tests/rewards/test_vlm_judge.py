@@ -134,7 +134,7 @@ async def test_yes_is_the_probability_of_all_its_spellings(tops, value):
 @pytest.mark.parametrize(
     ("text", "value"),
     [("10", 1.0), ("1", 0.0), (" 5.5 ", 0.5), ("Score: 7", 6 / 9), ("**Rating = 4.0.**", 3 / 9),
-     ('{"score": 7}', 6 / 9), ("I would say 7.", 6 / 9), ("7, clearly a 7", 6 / 9)],
+     ('{"score": 7}', 6 / 9), ('{"rating": 7.0, "reason": "3 cats"}', 6 / 9)],
 )  # fmt: skip
 async def test_a_rating_is_one_number_in_the_range(text, value):
     assert (await answered(completion(text), mode="rating")).value == pytest.approx(value)
@@ -147,6 +147,11 @@ async def test_a_rating_is_one_number_in_the_range(text, value):
         ("yes_no", completion("Yes"), "the server sends no log-probabilities"),
         ("rating", completion("seven"), "expected one number from 1 to 10, got 'seven'"),
         ("rating", completion("7 or 8"), "expected one number from 1 to 10, got '7 or 8'"),
+        ("rating", completion("I see 5 fingers."), "expected one number from 1 to 10, got 'I see 5"),
+        ("rating", completion('{"score": null, "cats": 5}'), "expected one number"),
+        ("rating", completion('{"score": 7, "rating": 3}'), "expected one number"),
+        ("rating", completion('{"score": 7'), "expected one number"),
+        ("rating", completion(f'{{"score": {"9" * 400}}}'), "expected one number"),
         ("rating", completion("11"), "expected a number from 1 to 10, got 11"),
         ("rating", completion("-3"), "expected a number from 1 to 10, got -3"),
         ("rating", completion('{"score": true}'), "expected one number"),
@@ -247,6 +252,7 @@ FAULTS: list[tuple[Any, str, bool]] = [
     (json.dumps(YES).encode()[:-9], "sent no chat completion", False),
     (b'{"choices": [{"message": {"content": "\\ud83d"}}]}', "sent no chat completion", False),
     ({"choices": []}, "a chat completion without a choice", False),
+    ({"choices": [{"message": {"content": None, "refusal": "I cannot"}}]}, "completion without a text", False),
     (b" " * (2**26 + 1), "more than 67108864 bytes", False),
     (b"[" * 100_000, "sent no chat completion", False),
 ]
