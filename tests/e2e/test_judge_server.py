@@ -39,7 +39,7 @@ def test_a_run_judged_by_a_vllm_server_that_is_killed_goes_on_with_another(recip
         job.updated(2, 240)
         (before,) = servers()
         os.kill(before, signal.SIGKILL)
-        job.wait_for(lambda: len(job.faults) == 1, 60)
+        job.wait_for(lambda: len(job.faults) == 1, 200)
         job.wait_for(lambda: any("judge-0.2: ready at" in text for text in job.console.phases), 200)
         assert servers() and before not in servers()
         job.stop()
@@ -51,5 +51,5 @@ def test_a_run_judged_by_a_vllm_server_that_is_killed_goes_on_with_another(recip
     told = "\n".join(job.console.phases + job.console.notes)
     assert "judge-0: ready at http://***@" in told
     rewards = [line["reward"] for line in job.ledger() if line["event"] == "trained"]
-    assert rewards and all(0 < reward < 1 for reward in rewards) and len({round(r, 6) for r in rewards}) > 1
+    assert rewards and all(0 <= reward <= 1 for reward in rewards) and len({round(r, 6) for r in rewards}) > 1
     assert (job.job.run / "servers" / "judge-0.log").stat().st_size > 0
