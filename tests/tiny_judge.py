@@ -84,4 +84,4 @@ def _say_yes_or_no(model: Any, tokenizer: Any) -> None:
         weight.zero_()
         for word in ("yes", "no"):
             (token,) = tokenizer(word).input_ids
-            weight[token] = 5 * hidden / hidden.norm() ** 2 + 20 * own[token]
+            weight[token] = 20 * hidden / hidden.norm() ** 2 + 20 * own[token]

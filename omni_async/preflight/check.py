@@ -96,7 +96,7 @@ def _check_services(config: Config) -> None:
             with_secrets(role.settings, f"roles.{number}.settings")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    for number, server in enumerate(config.reward.servers):
+    for number, server in enumerate(config.reward.servers if config.emulation is None else ()):
         try:
             urls_of(server)
         except ValueError as error:

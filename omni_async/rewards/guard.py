@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 # Where samples are tried again at once: a scorer that is down should not be asked all the time.
 _FIRST_PAUSE_S = 1.0
-# Calls that were given up and have not ended, of a scorer that is called once at a time, and of one that is called many
-# times at once. Their threads cannot be stopped, only left behind.
-_MOST_HANGING, _MOST_HANGING_AT_ONCE = 8, 256
+# Calls that were given up and have not ended, for each that may run at once, up to so many. Their threads cannot be
+# stopped, only left behind.
+_MOST_HANGING, _AT_ONCE = 8, 32
 # What a scorer may take to close.
 _CLOSING_S = 5.0
 # A reason goes into a line of the ledger and onto the console, where a server's error page would not fit.
@@ -99,7 +99,7 @@ class GuardedScorer:
         self._config = config
         self._timeout_s = config.timeout_s if limits.timeout_s is None else limits.timeout_s
         hedge_s = config.hedge_s if limits.hedge_s is None else limits.hedge_s
-        self._most_hanging = _MOST_HANGING if scorer.concurrency == 1 else _MOST_HANGING_AT_ONCE
+        self._most_hanging = _MOST_HANGING * min(_AT_ONCE, scorer.concurrency or _AT_ONCE)
         self._hedge_s = None if scorer.concurrency == 1 else hedge_s
         self._threads = threads
         self._report = report

@@ -97,6 +97,7 @@ def test_a_published_recipe_trains_at_test_size(
         f"model.path={checkpoint_of(asked.model.pipeline)}",
         *(f"{section}.prompts={prompts}" for section in ("data", "validation")),
         f"reward.scorers=[{{name: {_REWARD[asked.rollout.sampling.media()[0].part]}}}]",
+        "reward.servers=[]",
     ).check_every_group_ended_once()
     [update] = made.metrics
     assert made.summary.status == "done" and update["grad_norm"] > 0
