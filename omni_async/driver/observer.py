@@ -218,9 +218,7 @@ class Observer:
             "encoder/calls": data["encoded"],
             **({"encoder/hits": 1 - data["encoded"] / data["drawn"]} if data["drawn"] else {}),
             "score_cache/hits": data["cached"],
-            **{
-                f"scorer/{label}/{name}": value for label, one in data["scorers"].items() for name, value in one.items()
-            },
+            **_of_scorers(data["scorers"]),
             "update_s": data["finished"] - data["started"],
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],

@@ -6,7 +6,8 @@ merged by addition; quantiles are made of all their times.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -16,8 +17,8 @@ from omni_async.types import Score, ScorerReport
 
 T = TypeVar("T")
 
-# Times of one report; where there are more, they are thinned out.
-_MOST_TIMES = 512
+# Times of one report; where there are more, they are thinned out. The newest so many are kept for it.
+_MOST_TIMES, _MOST_KEPT = 512, 4096
 # Parts of a judge's scores that count the tokens it read and wrote.
 TOKENS = ("prompt_tokens", "completion_tokens")
 
@@ -38,8 +39,9 @@ class ScorerStatistics:
     def _begin(self) -> None:
         self._calls = self._samples = self._failed = self._cached = 0
         self._tokens = 0.0
-        self._call_s: list[float] = []
-        self._answer_s: list[float] = []
+        # Bounded: a server's are never taken.
+        self._call_s: deque[float] = deque(maxlen=_MOST_KEPT)
+        self._answer_s: deque[float] = deque(maxlen=_MOST_KEPT)
 
     @contextmanager
     def call(self, samples: int) -> Iterator[None]:
@@ -92,7 +94,7 @@ class ScorerStatistics:
         return report
 
 
-def _thinned(times: list[float]) -> tuple[float, ...]:
+def _thinned(times: Collection[float]) -> tuple[float, ...]:
     """Return the times, or evenly many of their quantiles."""
     if len(times) <= _MOST_TIMES:
         return tuple(times)
