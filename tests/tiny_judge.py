@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
     "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
@@ -24,7 +24,7 @@ def build(folder: Path) -> Path:
     import transformers as tf  # isort: skip
 
     tokenizer = tiny.qwen2_tokenizer(_CORPUS, _VOCABULARY)
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     ids = {
         name: tokenizer.convert_tokens_to_ids(token)
         for name, token in (
@@ -67,7 +67,7 @@ def build(folder: Path) -> Path:
     images = tf.Qwen2VLImageProcessor(patch_size=16, size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     videos = tf.Qwen3VLVideoProcessor(size=size)
     tf.Qwen3VLProcessor(
-        image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=_TEMPLATE
+        image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=CHAT_TEMPLATE
     ).save_pretrained(folder)
     return folder
 

@@ -53,7 +53,8 @@ class AestheticScorer:
     ) -> None:
         self._frames = frames
         self._clip = Clip(path, processor, device, dtype, batch)
-        self._layers = read_head(head, self._clip.width)
+        file = str(folder_of(head))
+        self._layers = read_head(read_tensors(file), f"head: {file}", self._clip.width)
         layers = b"".join(part.tobytes() for layer in self._layers for part in layer)
         self.version = f"{self._clip.version}, head {blake2b(layers, digest_size=16).hexdigest()}"
 
@@ -70,28 +71,37 @@ class AestheticScorer:
         return [Score(float(values.mean())) for values in per_sample(rows[:, 0], frames)]
 
 
-def read_head(path: str, width: int) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Read the predictor's layers, each a weight (out, in) and a bias (out), first to last.
+def read_head(
+    tensors: dict[str, Any], where: str, width: int, out: int = 1
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return a predictor's layers, each a weight (out, in) and a bias (out), first to last.
 
-    Raises ValueError if the file holds anything else, or the layers do not lead from `width` numbers to one."""
-    file = folder_of(path)
+    Args:
+        tensors: the weights and biases, with the layers' numbers in their names.
+        where: the parameter and the file that they are from, for errors.
+        width: how many numbers come in.
+        out: how many come out.
+
+    Raises:
+        ValueError: there is anything else, or the layers do not lead from `width` numbers to `out`."""
     found: dict[int, dict[str, NDArray[np.float64]]] = {}
-    for name, tensor in _tensors(str(file)).items():
+    for name, tensor in tensors.items():
         match = _LAYER.fullmatch(name)
         if match is None:
-            raise ValueError(f"head: {file} holds {name!r}, expected the weight and the bias of layers")
+            raise ValueError(f"{where} holds {name!r}, expected the weight and the bias of layers")
         found.setdefault(int(match[1] or 0), {})[match[2]] = tensor.double().numpy()
     layers = [found[number] for number in sorted(found)]
     for layer in layers:
         if (shape := getattr(layer.get("weight"), "shape", ())) != (*getattr(layer.get("bias"), "shape", ()), width):
-            raise ValueError(f"head: {file} has a layer of shape {shape} where {width} numbers come in")
+            raise ValueError(f"{where} has a layer of shape {shape} where {width} numbers come in")
         width = len(layer["bias"])
-    if width != 1 or not layers:
-        raise ValueError(f"head: {file} has {len(layers)} layers that end in {width} numbers, expected 1")
+    if width != out or not layers:
+        raise ValueError(f"{where} has {len(layers)} layers that end in {width} numbers, expected {out}")
     return [(layer["weight"], layer["bias"]) for layer in layers]
 
 
-def _tensors(file: str) -> dict[str, Any]:
+def read_tensors(file: str) -> dict[str, Any]:
+    """Read the tensors of a file of weights (.pth, .pt or .safetensors), by name."""
     if file.endswith(".safetensors"):
         from safetensors.torch import load_file
 

@@ -58,6 +58,7 @@ class Scorer(Protocol):
     accepts        a tuple of "image", "video" and "audio": the parts of a sample's media that it can score; it must be
                    able to score a sample that has one of them, and gets `Media`. A class without it scores images, and
                    gets them as arrays.
+    requires       a tuple of parts that every sample must have together. Without it, one that it accepts is enough.
     concurrency    calls that may run at once, None for any number. By default one call of a plain method, any number of
                    an asynchronous one. Where there may be several, a slow call is hedged after `hedge_s`.
     needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before

@@ -2,28 +2,33 @@
 
 A prompt's metadata say what to look for, in GenEval's own form:
 
-  include   a list of {class, count, position}: at least `count` objects of the class; `position` is (relation, i),
-            which says that they are `left of`, `right of`, `above` or `below` those of entry i
+  include   a list of {class, count, color, position}: at least `count` objects of the class; `color` is that of each of
+            them; `position` is (relation, i), which says that they are `left of`, `right of`, `above` or `below` those
+            of entry i
   exclude   a list of {class, count}: fewer than `count` objects of the class
 
 A detector finds the objects: those of a class with a score above `threshold`, at most 16, the likeliest first; above
 `counting_threshold` where the metadata's `tag` is "counting". One object is beside another if the distance of their
 centres, less a tenth of both boxes' extents, points mostly that way (more than half of the whole distance).
 
-The value is 1 if everything is right, or the fraction of what is right. Colours, which GenEval leaves to a classifier
-of cut-out objects, are not checked: a prompt that asks for one is refused before the run.
+The colour of an object is the likeliest of ten, by a CLIP that compares its box with three texts for each colour.
+Without a CLIP, a prompt that asks for a colour is refused before the run.
+
+The value is 1 if everything is right, or the fraction of what is right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 from msgspec import Meta
 
 from omni_async.rewards.base import ScoreError, describe
-from omni_async.rewards.pretrained import folder_of, load_model, missing_file, version_of
+from omni_async.rewards.clip import Clip
+from omni_async.rewards.pretrained import folder_of, load_model, missing_file, version_of, wrong_checkpoint
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -35,6 +40,8 @@ _MOST_OBJECTS = 16
 _MARGIN = 0.1  # of the boxes' extents
 _RELATIONS = ("left of", "right of", "above", "below")
 _LONGEST_CAPTION = 12
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+_TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
 
 
 class Box(NamedTuple):
@@ -51,8 +58,9 @@ class ObjectChecksScorer:
     """A scorer of images.
 
     `path`: an object detector in transformers' layout whose labels are the prompts' classes, such as DETR, Deformable
-    DETR, RT-DETR or YOLOS on COCO. `partial`: the value is the fraction of the checks that hold; otherwise it is 1
-    where all of them do, else 0. `batch`: images that are looked at together.
+    DETR, RT-DETR or YOLOS on COCO. `clip`: a CLIP checkpoint for colours; None: no prompt may ask for one. `partial`:
+    the value is the fraction of the checks that hold; otherwise it is 1 where all of them do, else 0. `batch`: images
+    that are looked at together.
 
     Parts: `correct`, 1 if everything is right, and `found`, the number of objects of the classes asked for."""
 
@@ -64,6 +72,7 @@ class ObjectChecksScorer:
         self,
         *,
         path: str,
+        clip: str | None = None,
         threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.3,
         counting_threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.9,
         partial: bool = True,
@@ -75,7 +84,9 @@ class ObjectChecksScorer:
         model = load_model(AutoModelForObjectDetection, path)
         self._processor = AutoImageProcessor.from_pretrained(folder_of(path), local_files_only=True)
         self._labels = {int(number): str(label).lower() for number, label in model.config.id2label.items()}
-        self.version = version_of(model, folder_of(path), device)
+        self._clip = None if clip is None else Clip(clip, None, device, "float32", 32)
+        self._texts: dict[str, NDArray[np.float64]] = {}
+        self.version = version_of(model, folder_of(path), device) + ("" if self._clip is None else self._clip.version)
         self._model = model.to(device)
         self._device = device
         self._thresholds = threshold, counting_threshold
@@ -83,16 +94,23 @@ class ObjectChecksScorer:
 
     @staticmethod
     def check_params(params: dict[str, Any]) -> str | None:
-        """Require the detector's folder."""
-        return missing_file("path", params["path"])
+        """Require the detector's folder, and CLIP's if there is one."""
+        missing = missing_file("path", params["path"])
+        if missing is None and params["clip"] is not None:
+            wrong = wrong_checkpoint(params["clip"], "clip")
+            return None if wrong is None else wrong.replace("path:", "clip:", 1)
+        return missing
 
     @staticmethod
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
         """Require objects to look for, in a form that can be checked."""
         try:
-            checks_of(prompt.metadata)
+            include, _ = checks_of(prompt.metadata)
         except ValueError as error:
             return str(error)
+        coloured = next((i for i, one in enumerate(include) if one["color"] is not None), None)
+        if coloured is not None and params["clip"] is None:
+            return f"include {coloured}: a color is checked by a CLIP, whose folder the parameter `clip` names"
         return None
 
     def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
@@ -100,11 +118,12 @@ class ObjectChecksScorer:
         for start in range(0, len(media), self._batch):
             images = [one.pixels for one in media[start : start + self._batch]]
             boxes = self._detect(images)
-            for position, (seen, prompt) in enumerate(zip(boxes, prompts[start:], strict=False), start):
-                found.append(self._judge(seen, prompt, position))
+            rows = zip(images, boxes, prompts[start:], strict=False)
+            for position, (image, seen, prompt) in enumerate(rows, start):
+                found.append(self._judge(image, seen, prompt, position))
         return found
 
-    def _judge(self, seen: Sequence[tuple[str, Box]], prompt: Prompt, position: int) -> Score:
+    def _judge(self, image: NDArray[np.uint8], seen: Sequence[tuple[str, Box]], prompt: Prompt, position: int) -> Score:
         try:
             include, exclude = checks_of(prompt.metadata)
         except ValueError as error:
@@ -117,7 +136,7 @@ class ObjectChecksScorer:
         for label, box in sorted(seen, key=lambda one: -one[1].score):
             if box.score > least and len(objects.setdefault(label, [])) < _MOST_OBJECTS:
                 objects[label].append(box)
-        right = checked(objects, include, exclude)
+        right = checked(objects, include, exclude, lambda label, boxes: self._colours(image, label, boxes))
         asked = {one["class"] for one in include}
         parts = {
             "correct": float(all(right)),
@@ -126,6 +145,17 @@ class ObjectChecksScorer:
         caption = [f"{len(boxes)} {label}" for label, boxes in sorted(objects.items())][:_LONGEST_CAPTION]
         value = sum(right) / len(right) if self._partial else parts["correct"]
         return Score(value, parts, ", ".join(caption) or "nothing")
+
+    def _colours(self, image: NDArray[np.uint8], label: str, boxes: Sequence[Box]) -> list[str]:
+        """Return the likeliest colour of each object. ScoreError if there is no CLIP to name it."""
+        if self._clip is None:
+            raise ScoreError("a color is checked by a CLIP, whose folder the parameter `clip` names")
+        if label not in self._texts:
+            texts = [text.format(colour=colour, label=label) for colour in COLOURS for text in _TEXTS]
+            rows = self._clip.texts(texts).astype(np.float64).reshape(len(COLOURS), len(_TEXTS), -1).mean(axis=1)
+            self._texts[label] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        rows = self._clip.images([cut_out(image, box) for box in boxes]).astype(np.float64)
+        return [COLOURS[i] for i in (rows @ self._texts[label].T).argmax(axis=1)]
 
     def _detect(self, images: list[NDArray[Any]]) -> list[list[tuple[str, Box]]]:
         """Return what is seen in each image, (height, width, 3) uint8: labels and boxes above the lower threshold."""
@@ -151,7 +181,7 @@ Check = dict[str, Any]
 
 
 def checks_of(metadata: Mapping[str, Any]) -> tuple[list[Check], list[Check]]:
-    """Return what a prompt's metadata include and exclude, each {class, count, position}.
+    """Return what a prompt's metadata include and exclude, each {class, count, color, position}.
 
     ValueError says what is wrong with them."""
     include = [_check("include", i, one) for i, one in enumerate(_list(metadata, "include"))]
@@ -175,8 +205,9 @@ def _check(key: str, number: int, given: Any) -> Check:
     where = f"{key} {number}"
     if not isinstance(given, dict) or not isinstance(given.get("class"), str):
         raise ValueError(f"{where}: expected an object with a `class`, got {given!r:.100}")
-    if given.get("color") is not None:
-        raise ValueError(f"{where}: colours are not checked, got color: {given['color']!r:.50}")
+    colour = given.get("color")
+    if colour is not None and colour not in COLOURS:
+        raise ValueError(f"{where}: color: expected one of {', '.join(COLOURS)}, got {colour!r:.50}")
     count = given.get("count", 1)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{where}: count: expected a positive integer, got {count!r:.50}")
@@ -188,15 +219,36 @@ def _check(key: str, number: int, given: Any) -> Check:
             raise ValueError(
                 f"{where}: position: expected one of {relations} and an entry's number, got {position!r:.80}"
             )
-    return {"class": given["class"].lower(), "count": count, "position": position}
+    return {"class": given["class"].lower(), "count": count, "color": colour, "position": position}
 
 
-def checked(objects: Mapping[str, Sequence[Box]], include: Sequence[Check], exclude: Sequence[Check]) -> list[bool]:
-    """Return which checks hold: each entry of `include`, in order, with its position, then each of `exclude`."""
+def cut_out(image: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
+    """Return the part of an image (height, width, 3) that is in a box, one pixel of it at least."""
+    height, width = image.shape[:2]
+    left, top = min(max(round(box.left), 0), width - 1), min(max(round(box.top), 0), height - 1)
+    right, bottom = max(round(box.right), left + 1), max(round(box.bottom), top + 1)
+    return np.ascontiguousarray(image[top:bottom, left:right])
+
+
+def checked(
+    objects: Mapping[str, Sequence[Box]],
+    include: Sequence[Check],
+    exclude: Sequence[Check],
+    colours: Callable[[str, Sequence[Box]], list[str]] = lambda label, boxes: [],
+) -> list[bool]:
+    """Return which checks hold: each entry of `include`, in order, then each of `exclude`.
+
+    Args:
+        objects: what was seen, by label, the likeliest first.
+        include: what must be there, with its colour and its position.
+        exclude: what must not be there.
+        colours: names the colours of objects with a label."""
     right = []
     for one in include:
         found = objects.get(one["class"], [])[: one["count"]]
         holds = len(found) >= one["count"]
+        if holds and one["color"] is not None:
+            holds = colours(one["class"], found).count(one["color"]) >= one["count"]
         if holds and one["position"] is not None:
             relation, other = one["position"]
             target = include[other]

@@ -50,12 +50,14 @@ def missing_file(name: str, path: str) -> str | None:
     return None if folder_of(path).exists() else f"{name}: there is no {folder_of(path)}"
 
 
-def load_model(model: Any, path: str) -> Any:
+def load_model(model: Any, path: str, config: Any = None, tensors: dict[str, Any] | None = None) -> Any:
     """Load a checkpoint on the CPU in float32, without gradients.
 
     Args:
         model: transformers' class.
         path: the checkpoint's folder, or its name in the hub's cache.
+        config: instead of the one in the folder.
+        tensors: instead of the weights in the folder, by their names; then `config` is given, too.
 
     Raises:
         ValueError: its weights lack some of the model's."""
@@ -63,8 +65,10 @@ def load_model(model: Any, path: str) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would stand among the run's own lines
+    given = {} if config is None else {"config": config}
+    folder = folder_of(path) if tensors is None else None
     loaded, found = model.from_pretrained(
-        folder_of(path), local_files_only=True, dtype=torch.float32, output_loading_info=True
+        folder, local_files_only=True, dtype=torch.float32, output_loading_info=True, state_dict=tensors, **given
     )
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{path}: {len(missing)} weights of {model.__name__} are not there, {missing[0]} for one")

@@ -45,8 +45,11 @@ _BUILT_IN = {
         ("clip_score", "ClipScoreScorer"),
         ("pick_score", "PickScoreScorer"),
         ("hps_v2", "HpsV2Scorer"),
+        ("image_reward", "ImageRewardScorer"),
+        ("hps_v3", "HpsV3Scorer"),
         ("aesthetic", "AestheticScorer"),
         ("clap", "ClapScorer"),
+        ("video_audio", "VideoAudioScorer"),
         ("frame_consistency", "FrameConsistencyScorer"),
         ("object_checks", "ObjectChecksScorer"),
         ("jpeg_size", "JpegSizeScorer"),
@@ -186,6 +189,9 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
     if not set(declared) & set(parts):
         takes = " or ".join(declared) + ("" if hasattr(scorer, "accepts") else " (it has no `accepts`)")
         raise ScorerConfigError(f"scorer {config.name!r} accepts {takes}, but the samples are {' and '.join(parts)}")
+    required = tuple(getattr(scorer, "requires", ()))
+    if missing := [part for part in required if part not in parts]:
+        raise _refused(config.name, f"needs samples with {' and '.join(required)}, and they have no {missing[0]}")
 
 
 def _require_calls(config: schema.Scorer) -> None:

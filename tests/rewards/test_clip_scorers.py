@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 from omni_async.config import schema
 from omni_async.media import Media
@@ -20,11 +19,10 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
-from pipelines.tiny import clip_tokenizer
+from tests import tiny_clip
 from tests.images import as_media, score_all
+from tests.tiny_clip import SIDE, pixels_of
 
-SIDE = 32
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of every published CLIP
 RNG = np.random.default_rng(0)
 SQUARE = [RNG.integers(0, 256, (48, 48, 3), dtype=np.uint8) for _ in range(3)]
 PROMPTS = [Prompt(i, text) for i, text in enumerate(("the digit 7", "a red circle", "the digit 7"))]
@@ -34,22 +32,7 @@ DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    tokenizer = clip_tokenizer()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = CLIPConfig(
-        text_config={**sizes, **marks, "vocab_size": len(tokenizer)},
-        vision_config={**sizes, "image_size": SIDE, "patch_size": 8},
-        projection_dim=12,
-    )
-    model, folder = CLIPModel(config), tmp_path_factory.mktemp("clip") / "tiny"
-    model.logit_scale.data.fill_(4.5)  # 90: not the 100 at which training stops it
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    sizes = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
-    CLIPImageProcessorPil(**sizes).save_pretrained(folder)
-    return folder
+    return tiny_clip.build(tmp_path_factory.mktemp("clip") / "tiny")
 
 
 def only(name: str, params: dict[str, Any]) -> schema.Reward:
@@ -64,12 +47,6 @@ def scored(
         media,
         prompts[: len(media)],
     )
-
-
-def pixels_of(image: np.ndarray) -> torch.Tensor:
-    """Resizes a square image with Pillow and normalises it."""
-    small = np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) / 255
-    return torch.tensor((small - MEAN) / STD, dtype=torch.float32).permute(2, 0, 1)
 
 
 def logits_of(checkpoint: Path, images: list[np.ndarray], texts: list[str]) -> np.ndarray:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+from transformers import CLIPModel, CLIPTokenizer, YolosConfig, YolosForObjectDetection, YolosImageProcessor
 
 from omni_async.config import schema
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.object_checks import Box, checked, checks_of, relations
+from omni_async.rewards.object_checks import COLOURS, Box, checked, checks_of, cut_out, relations
 from omni_async.types import Prompt
+from tests import tiny_clip
 from tests.images import as_media
 
 LABELS = {0: "cat", 1: "dog", 2: "bench"}
@@ -66,7 +67,8 @@ def test_counts_positions_and_what_should_not_be_there_are_checked(include, excl
         ({}, "have neither `include` nor `exclude`"),
         ({"include": "cat"}, "include: expected a list, got 'cat'"),
         ({"include": [{"count": 1}]}, "include 0: expected an object with a `class`"),
-        ({"include": [{"class": "cat", "color": "red"}]}, "include 0: colours are not checked, got color: 'red'"),
+        ({"include": [{"class": "cat", "color": "red"}]}, "include 0: a color is checked by a CLIP, whose folder"),
+        ({"include": [{"class": "cat", "color": "teal"}]}, "include 0: color: expected one of red, orange,"),
         ({"include": [{"class": "cat", "count": 0}]}, "include 0: count: expected a positive integer, got 0"),
         ({"include": [{"class": "cat", "position": ["near", 0]}]}, "include 0: position: expected one of 'left of'"),
         ({"include": [{"class": "cat", "position": ["above", 0]}]}, "include 0: position: there is no other entry 0"),
@@ -126,3 +128,53 @@ def test_a_detectors_boxes_are_those_of_its_logits(checkpoint: Path, device: str
     assert [score.parts["correct"] for score in counted] == strict and least > 0.4
     with pytest.raises(ScoreError, match="the detector knows no 'unicorn'"):
         scorer.score(media[:1], [Prompt(0, "x", metadata={"include": [{"class": "unicorn"}]})])
+
+
+def test_colours_count_if_as_many_objects_as_are_asked_for_have_them():
+    include = [
+        {"class": "cat", "count": 2, "color": "red"},
+        {"class": "cat", "color": "blue"},
+        {"class": "cat", "count": 2, "color": "blue"},
+    ]
+    seen = []
+
+    def colours(label, boxes):
+        seen.append((label, len(boxes)))
+        return ["blue", "red"][: len(boxes)]
+
+    assert checked(OBJECTS, *checks_of({"include": include}), colours) == [False, True, False]
+    assert seen == [("cat", 2), ("cat", 1), ("cat", 2)]
+
+
+def test_an_object_is_cut_out_of_its_image_even_at_its_edge():
+    image = np.arange(40 * 60 * 3, dtype=np.uint8).reshape(40, 60, 3)
+    assert np.array_equal(cut_out(image, Box(1, 2.4, 3.6, 9.5, 8.2)), image[4:8, 2:10])
+    assert cut_out(image, Box(1, -5, -5, 700, 700)).shape == image.shape
+    assert cut_out(image, Box(1, 59.9, 80, 59.9, 81)).shape == (1, 1, 3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_colour_is_the_one_whose_texts_the_whole_clip_finds_likeliest(
+    checkpoint: Path, tmp_path: Path, device: str
+) -> None:
+    clip = tiny_clip.build(tmp_path / "clip")
+    params = {"path": str(checkpoint), "clip": str(clip)}
+    scorer: Any = registry.build(schema.Scorer(name="object_checks", params=params), float(device != "cpu"))
+    image = np.random.default_rng(1).integers(0, 256, (64, 96, 3), np.uint8)
+    image[:, :48] //= 4
+    boxes = [Box(1, 4, 4, 36, 36), Box(1, 50, 10, 90, 50), Box(1, 30, 20, 70, 60)]
+    model, tokenizer = CLIPModel.from_pretrained(clip).eval(), CLIPTokenizer.from_pretrained(clip)
+    texts = [f"a photo of a {c}{rest}" for c in COLOURS for rest in (" dog", "-colored dog", " object")]
+    pixels = torch.stack(
+        [tiny_clip.pixels_of(image[int(b.top) : int(b.bottom), int(b.left) : int(b.right)]) for b in boxes]
+    )
+    with torch.no_grad():
+        said = model(pixel_values=pixels, **tokenizer(texts, padding=True, return_tensors="pt"))
+    words = (said.text_embeds / said.text_embeds.norm(dim=-1, keepdim=True)).reshape(10, 3, -1).sum(1)
+    cosines = torch.nn.functional.cosine_similarity(said.image_embeds[:, None], words[None], dim=-1)
+    assert scorer._colours(image, "dog", boxes) == [COLOURS[int(row.argmax())] for row in cosines]
+    check = registry.prompt_check(schema.Scorer(name="object_checks", params=params))
+    assert check is not None
+    assert check(Prompt(0, "x", metadata={"include": [{"class": "dog", "color": "pink"}]})) is None
+    with pytest.raises(registry.ScorerConfigError, match="clip: there is no"):
+        registry.check_files(schema.Scorer(name="object_checks", params=params | {"clip": "/no/clip"}))

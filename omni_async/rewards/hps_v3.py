@@ -1,0 +1,172 @@
+"""Scores which image people would prefer: HPSv3 (Ma et al. 2025, arXiv:2508.03789).
+
+A Qwen2-VL reads the image and a question about it that contains the prompt; a predictor of three layers with ReLU
+between them makes two numbers, mu and log(sigma), of its state at a special token of the question: the preference is a
+normal distribution, and value = mu. Images are scaled to 256 x 28 x 28 pixels, as for the published scores.
+
+The question belongs to the weights, and is not part of this package: it is read from a file.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from omni_async.rewards.aesthetic import read_head, read_tensors
+from omni_async.rewards.clip import frames_of
+from omni_async.rewards.pretrained import (
+    Precision,
+    folder_of,
+    load_model,
+    missing_file,
+    per_sample,
+    version_of,
+    wrong_checkpoint,
+)
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from omni_async.media import Media
+
+PIXELS = 256 * 28 * 28
+_FIELD = "{text_prompt}"
+_TOKEN = "<|Reward|>"
+_EMBEDDING = "language_model.embed_tokens.weight"
+
+
+class HpsV3Scorer:
+    """A scorer of images; of a video the mean over `frames` frames. Part `sigma`: the mean of exp(log(sigma)).
+
+    Args:
+        path: a folder with configuration, tokenizer and processor of the Qwen2-VL that was trained.
+        weights: the published checkpoint, `HPSv3.safetensors`.
+        question: a text file: what the checkpoint was trained to be asked, with `{text_prompt}` in the place of the
+            prompt, and with `<|Reward|>` where it is read.
+        dtype: the precision that Qwen2-VL runs in; the predictor runs in float64.
+        frames: how many frames are looked at of a video.
+        batch: images that the model is given at once.
+        device: the reward worker's, given by the run."""
+
+    name = "hps_v3"
+    accepts = ("image", "video")
+    deterministic = True
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        weights: str,
+        question: str,
+        dtype: Precision = "bfloat16",
+        frames: Annotated[int, Meta(ge=1)] = 4,
+        batch: Annotated[int, Meta(ge=1)] = 4,
+        device: str,
+    ) -> None:
+        import torch
+        from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+        folder = folder_of(path)
+        self._question = read_question(question)
+        tensors = read_tensors(str(folder_of(weights)))
+        head = {name: tensors.pop(name) for name in [*tensors] if name.startswith("rm_head.")}
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if _TOKEN not in self._tokenizer.get_vocab():  # as at the beginning of the training
+            self._tokenizer.add_special_tokens({"additional_special_tokens": [_TOKEN]})
+        self._mark = self._tokenizer.get_vocab()[_TOKEN]
+        model = self._qwen(path, tensors, weights)
+        prepare: Any = Qwen2VLImageProcessorPil.from_pretrained(
+            folder, local_files_only=True, min_pixels=PIXELS, max_pixels=PIXELS
+        )
+        self._process: Any = Qwen2VLProcessor(prepare, self._tokenizer, Qwen2VLVideoProcessor())
+        self._layers = read_head(head, f"weights: {weights}", model.config.text_config.hidden_size, out=2)
+        own = b"".join(part.tobytes() for layer in self._layers for part in layer) + self._question.encode()
+        self.version = f"{version_of(model, folder, device)}, head {blake2b(own, digest_size=16).hexdigest()}"
+        self._model = model.to(device, getattr(torch, dtype))
+        self._device, self._dtype = device, getattr(torch, dtype)
+        self._frames, self._batch = frames, batch
+
+    @staticmethod
+    def check_params(params: dict[str, Any]) -> str | None:
+        """Require the configuration's folder, the checkpoint, and the question."""
+        wrong = wrong_checkpoint(params["path"], "qwen2_vl") or missing_file("weights", params["weights"])
+        if wrong is not None:
+            return wrong
+        try:
+            read_question(params["question"])
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _qwen(self, path: str, tensors: dict[str, Any], file: str) -> Any:
+        """Return the model with as many embeddings as it has in the checkpoint. ValueError if they are too few."""
+        from transformers import Qwen2VLConfig, Qwen2VLModel
+
+        named = {_name(name): tensor for name, tensor in tensors.items() if not name.startswith("lm_head.")}
+        if _EMBEDDING not in named:
+            raise ValueError(f"weights: {file} has no embeddings of tokens, so it is no HPSv3 checkpoint")
+        config: Any = Qwen2VLConfig.from_pretrained(folder_of(path), local_files_only=True)
+        config.text_config.vocab_size = known = named[_EMBEDDING].shape[0]
+        if self._mark >= known:
+            raise ValueError(f"weights: {file} has {known} tokens, and {_TOKEN} is number {self._mark} in {path}")
+        return load_model(Qwen2VLModel, path, config=config, tensors=named)
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        frames = [frames_of(one, self._frames) for one in media]
+        images = [frame for some in frames for frame in some]
+        texts = [prompt.text for prompt, some in zip(prompts, frames, strict=True) for _ in some]
+        steps = range(0, len(images), self._batch)
+        rows = np.concatenate([self._read(images[i : i + self._batch], texts[i : i + self._batch]) for i in steps])
+        for number, (weight, bias) in enumerate(self._layers):
+            rows = (np.maximum(rows, 0) if number else rows) @ weight.T + bias
+        found = per_sample(rows, frames)
+        return [Score(float(mu.mean()), {"sigma": float(np.exp(sigma).mean())}) for mu, sigma in (x.T for x in found)]
+
+    def _read(self, images: list[NDArray[np.uint8]], texts: list[str]) -> NDArray[np.float64]:
+        """Return the model's state at the special token of each question: (images, width)."""
+        import torch
+
+        asked = self._process(
+            text=[self._text(text) for text in texts], images=images, padding=True, return_tensors="pt"
+        )
+        asked["pixel_values"] = asked["pixel_values"].to(self._dtype)
+        with torch.inference_mode():
+            found = self._model(**asked.to(self._device), use_cache=False).last_hidden_state
+        states: NDArray[np.float64] = found[asked["input_ids"] == self._mark].double().cpu().numpy()
+        return states
+
+    def _text(self, prompt: str) -> str:
+        # What looks like one of the tokenizer's marks in a prompt must not become one.
+        question = self._question.replace(_FIELD, prompt.replace("<|", "< |"))
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        chat: str = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        return chat
+
+
+def read_question(path: str) -> str:
+    """Read the file with the question. ValueError if it lacks the place of the prompt, or of the answer."""
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"question: {file} cannot be read: {error}") from None
+    for part in (_FIELD, _TOKEN):
+        if text.count(part) != 1:
+            raise ValueError(f"question: expected {part} once in {file}, found it {text.count(part)} times")
+    return text
+
+
+def _name(name: str) -> str:
+    """Return what transformers calls a weight of Qwen2-VL now, given how older or newer releases save it."""
+    if re.match(r"model\.(visual|language_model)\.", name):
+        return name.removeprefix("model.")
+    return re.sub(r"^model\.", "language_model.", name)

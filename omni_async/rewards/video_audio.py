@@ -1,0 +1,97 @@
+"""Scores how well the sound of a video fits what it shows, by a PE-AV checkpoint of transformers.
+
+Perception Encoder Audiovisual (Vyas et al. 2025) embeds sound and video in one space. Sound is averaged over its
+channels and resampled to the rate of the checkpoint. Samples are embedded one by one, so that none is padded, and a
+score does not depend on what else is in its batch.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from omni_async.media import evenly
+from omni_async.rewards.clap import mono_at
+from omni_async.rewards.pretrained import (
+    Precision,
+    folder_of,
+    load_model,
+    missing_file,
+    unit,
+    version_of,
+    wrong_checkpoint,
+)
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from omni_async.media import Media
+
+
+class VideoAudioScorer:
+    """A scorer with value = cosine of video and sound, in [-1, 1].
+
+    Part `logit`: what the checkpoint makes of both, of which a sigmoid is the probability that they belong together.
+
+    Args:
+        path: a PE-AV checkpoint in transformers' layout.
+        processor: where the feature extractor and the video processor are, if not there.
+        dtype: the precision that the model runs in.
+        frames: how many evenly spaced frames are looked at; None: all of them.
+        device: the reward worker's, given by the run."""
+
+    name = "video_audio"
+    accepts = ("video", "audio")
+    requires = ("video", "audio")
+    deterministic = True
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        processor: str | None = None,
+        dtype: Precision = "float32",
+        frames: Annotated[int, Meta(ge=1)] | None = None,
+        device: str,
+    ) -> None:
+        import torch
+        from transformers import PeAudioFeatureExtractor, PeAudioVideoModel, PeVideoVideoProcessor
+
+        prepared = folder_of(processor or path)
+        self._extract: Any = PeAudioFeatureExtractor.from_pretrained(prepared, local_files_only=True)
+        self._prepare: Any = PeVideoVideoProcessor.from_pretrained(prepared, local_files_only=True)
+        model = load_model(PeAudioVideoModel, path)
+        libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("av", "timm"))
+        self.version = f"{version_of(model, prepared, device)}, {libraries}"
+        self._model = model.to(device, getattr(torch, dtype))
+        self._device, self._dtype, self._frames = device, getattr(torch, dtype), frames
+
+    @staticmethod
+    def check_params(params: dict[str, Any]) -> str | None:
+        """Require the checkpoint's files, and the library of its image encoder."""
+        wrong = wrong_checkpoint(params["path"], "pe_audio_video")
+        if wrong is None and params["processor"] is not None:
+            wrong = missing_file("processor", params["processor"])
+        if wrong is None and find_spec("timm") is None:
+            wrong = "transformers has PE-AV's image encoder from timm, which is not there: pip install 'timm<1.0.27'"
+        return wrong
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        return [self._score(one) for one in media]
+
+    def _score(self, media: Media) -> Score:
+        import torch
+
+        rate = int(self._extract.sampling_rate)
+        heard = torch.from_numpy(np.stack(self._extract([mono_at(rate, media)], sampling_rate=rate).input_values))
+        shown = media.frames if self._frames is None else evenly(media.frames, self._frames)
+        frames = torch.from_numpy(np.ascontiguousarray(shown)).permute(0, 3, 1, 2)
+        seen = self._prepare(videos=[frames], do_sample_frames=False, return_tensors="pt").pixel_values_videos
+        found = self._model(
+            input_values=heard.to(self._device, self._dtype), pixel_values_videos=seen.to(self._device, self._dtype)
+        )
+        sound, video = (unit(rows).astype(np.float64)[0] for rows in (found.audio_embeds, found.video_embeds))
+        return Score(float(sound @ video), {"logit": float(found.logits_audio_video[0, 0])})
