@@ -1,7 +1,8 @@
 """Says what a judge model is asked, and reads its answers strictly: what is no clear answer never becomes a number.
 
 mode       the answer                                            the value
-yes_no     the first token, with its top log-probabilities       P(yes) / (P(yes) + P(no)), over all spellings of both
+yes_no     the first token, with its top log-probabilities       P(yes) / (P(yes) + P(no)), over all spellings of both,
+                                                                 if the sum is `least_mass` or more
 rating     one number, alone, as `Score: 7` or `{"score": 7}`    (number - lowest) / (highest - lowest)
 text       what the judge reads in the image                     1 - min(Levenshtein distance, n) / n to the wanted
                                                                  text of n characters; 1 if it contains that
@@ -154,16 +155,17 @@ class Template:
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
 
-def preference(reply: Reply, one: str, other: str, from_text: bool) -> float:
+def preference(reply: Reply, one: str, other: str, from_text: bool, least_mass: float) -> float:
     """Return the probability of the word `one` against `other` as a reply's first token.
 
     Args:
         reply: the judge's.
         one, other: the words, in any case and with or without a space before.
         from_text: take 1 or 0 of the text where the server sends no log-probabilities.
+        least_mass: probability that both words must have together: the judge wants to say something else otherwise.
 
     Raises:
-        ScoreError: neither word is among the candidates, or there are none."""
+        ScoreError: the words are less likely, or there are no candidates."""
     if reply.first is None:
         word = re.match(r"\W*(\w+)", reply.text)
         if from_text and word and word[1].lower() in (one, other):
@@ -171,10 +173,13 @@ def preference(reply: Reply, one: str, other: str, from_text: bool) -> float:
         why = "the server sends no log-probabilities" if not from_text else f"it says neither {one!r} nor {other!r}"
         raise ScoreError(f"{why}: {_shown(reply.text)}")
     mass = {word: _mass(reply.first, word) for word in (one, other)}
-    if not sum(mass.values()) > 0:
-        found = ", ".join(repr(top.token[:20]) for top in reply.first[:5])
-        raise ScoreError(f"neither {one!r} nor {other!r} is among the likely first tokens, which are {found}")
-    return mass[one] / sum(mass.values())
+    if not (both := sum(mass.values())) >= max(least_mass, 1e-300):
+        found = ", ".join(f"{top.token[:20]!r} ({math.exp(min(0.0, top.logprob)):.2g})" for top in reply.first[:5])
+        likely = (
+            f"{one!r} and {other!r} have a probability of {both:.2g}, expected at least {least_mass:g} (least_mass)"
+        )
+        raise ScoreError(f"{likely}; the judge rather begins with {found}")
+    return mass[one] / both
 
 
 def _mass(tokens: Sequence[TopToken], word: str) -> float:

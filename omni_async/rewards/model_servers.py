@@ -1,6 +1,7 @@
 """Asks servers that answer alike, over HTTP: reward servers, and judges behind an OpenAI-compatible endpoint.
 
-A request goes to the server that has the fewest of ours; one that failed is asked last for `timeout_s`. What is not
+A request goes to the server that has the fewest of ours; one that failed, or was outrun by a hedge several times in a
+row, is asked last for `timeout_s`. What is not
 answered, or answered by a server that says it is busy, is asked again after a pause, which doubles and varies at random
 so that clients do not return together; another server, if there is one. What a server refuses as wrong is not sent
 again. Waits for answers, each `timeout_s` at most, for the pauses, and, where servers are a role of the run, until one
@@ -36,6 +37,8 @@ _LARGEST_HEADER = 8190  # of a line of the answer's head, and of a field of it
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 # How long the addresses of a role are used before they are asked for again.
 _FRESH_S = 5.0
+# A server that answers slowly now and then loses a race; one that hangs loses all of them.
+_MOST_LOST = 3
 
 
 class BadAnswer(Exception):
@@ -53,12 +56,13 @@ class _Failed(Exception):
 
 @dataclass(eq=False)
 class _Server:
-    """A server, the requests that it has of ours, and when it failed, if it has not answered since."""
+    """A server, the requests that it has of ours, when it failed and the races it lost, since it last answered."""
 
     url: str
     token: str | None
     running: int = 0
     failed_at: float = -math.inf
+    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,22 +185,31 @@ class ModelServers:
         """Return the first answer: of one server, or also of a second one if that takes longer than `hedge_s`."""
         first = self._next(tried[-1:])
         tried.append(first)
-        calls = {self._begin(first, question, read, refusal)}
+        second, begun = first, self._begin(first, question, read, refusal)
+        calls = {begun}
         try:
             done, _ = await asyncio.wait(calls, timeout=self._hedge_s)
             if not done:
-                calls.add(self._begin(self._next([first]), question, read, refusal))
+                second = self._next([first])
+                calls.add(self._begin(second, question, read, refusal))
             running: set[asyncio.Task[T]] = calls
             while True:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 errors = [call.exception() for call in done]
                 for call, error in zip(done, errors, strict=True):
                     if error is None:
+                        self._lose(first, call is not begun and second is not first)
                         return call.result()
                 if not running:
                     raise next(error for error in errors if error is not None)
         finally:
             await cancel(calls)
+
+    def _lose(self, server: _Server, outrun: bool) -> None:
+        """Note whether a hedge answered before the server that was asked first."""
+        server.lost = server.lost + 1 if outrun else 0
+        if server.lost >= _MOST_LOST:
+            server.failed_at = asyncio.get_running_loop().time()
 
     def _begin(
         self, server: _Server, question: Question, read: Callable[[bytes], T], refusal: Callable[[bytes], str]

@@ -46,7 +46,8 @@ class VlmJudgeScorer:
     `urls`: servers, without `/v1`, each given `token`; `server`: an entry of `reward.servers`, or another role of the
     run. `mode`, and the `prompt` and `system` texts it is asked with: see `omni_async.rewards.judging`. `lowest` and
     `highest`: of a rating. `frames`: of a video. `side`: pixels of an image's longer side, beyond which it is made
-    smaller. `from_text`: take yes or no from the text where a server sends no log-probabilities.
+    smaller. `from_text`: take yes or no from the text where a server sends no log-probabilities. `least_mass`: the
+    probability that the two words must have together.
 
     Parts: `prompt_tokens` and `completion_tokens`, what the judge read and wrote."""
 
@@ -66,6 +67,7 @@ class VlmJudgeScorer:
         lowest: float = 1.0,
         highest: float = 10.0,
         from_text: bool = False,
+        least_mass: Annotated[float, Meta(ge=0, le=1)] = 0.1,
         frames: Annotated[int, Meta(ge=1, le=256)] = 4,
         side: Annotated[int, Meta(ge=16, le=8192)] = 1024,
         image_format: Literal["png", "jpeg"] = "png",
@@ -83,7 +85,7 @@ class VlmJudgeScorer:
         self._system = system
         self._mode = mode
         self._range = lowest, highest
-        self._from_text = from_text
+        self._from_text, self._least_mass = from_text, least_mass
         self._frames, self._side, self._format = frames, side, image_format
         one_token = mode in ("yes_no", "pairwise")
         self._settings: dict[str, Any] = {
@@ -136,13 +138,13 @@ class VlmJudgeScorer:
             return rating(reply, *self._range)
         if self._mode == "text":
             return reading(reply, prompt)
-        return preference(reply, "yes", "no", self._from_text)
+        return preference(reply, "yes", "no", self._from_text, self._least_mass)
 
     async def _compared(self, sample: list[str], prompt: Prompt) -> Score:
         """Ask for the better of the sample and the prompt's image, in both orders, because judges prefer a place."""
         other = await asyncio.to_thread(self._encoded, read_prompt_image(prompt.images[0]))
         replies = await asyncio.gather(self._ask(sample + other, prompt), self._ask(other + sample, prompt))
-        first, second = (preference(reply, "a", "b", self._from_text) for reply in replies)
+        first, second = (preference(reply, "a", "b", self._from_text, self._least_mass) for reply in replies)
         return _scored((first + 1 - second) / 2, *replies)
 
     async def _ask(self, images: list[str], prompt: Prompt) -> Reply:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SCORE = """\
 Score images, videos and sound with a recipe's reward, as a run would: to see what a reward does before training on it.
-The model is not loaded, and need not exist:
+The model is not loaded, and need not exist; judge servers that the reward names are started, and ended:
 
   omni-async score recipes/quickstart/quickstart.yaml recipes/tiny/images 'reward.scorers=[{name: jpeg_size}]'
   omni-async score recipes/quickstart/quickstart.yaml runs/quickstart-20260101-120000 --grid extremes.png

@@ -30,6 +30,7 @@ from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
+from omni_async.scoring.local_servers import local_servers
 from omni_async.scoring.samples import Sample
 from omni_async.types import Score
 
@@ -81,6 +82,8 @@ async def score_samples(
 ) -> None:
     """Score every sample `repeat` times, into `rows`, where what is done stays if this is cancelled.
 
+    The judge servers that the scorers ask are started for it.
+
     `reward.cache` is used unless there are repetitions.
 
     Args:
@@ -92,26 +95,27 @@ async def score_samples(
         progress: takes the number of scores that are made or given up.
 
     Raises:
-        ConfigError: a scorer fails for a synthetic sample, twice with the same error.
+        ConfigError: a scorer fails for a synthetic sample, twice with the same error; or a judge server does not start.
         ScorerHangs: too many of its calls do not return."""
     for row in rows:
         row.error = next((missing for check in checks if (missing := check(row.sample.prompt)) is not None), None)
     probe = _probe(config, [row for row in rows if row.error is None])
     cache = config.reward.cache if repeat == 1 else ScoreCache(memory=0)
-    panel = Panel("score", reward, replace(config.reward, cache=cache), WallClock(), _tell, probe=probe)
-    panel.connect(KnownAddresses(config.reward, None))
-    try:
-        if (wrong := await panel.try_out()) is not None:
-            raise ConfigError(f"reward.scorers: {wrong}")
-        ended = 0
-        for _ in range(repeat):
-            todo = [row for row in rows if row.error is None]
-            left = len(rows) - len(todo)
-            await _score_all(config, panel, todo, lambda done, base=ended + left: progress(base + done))  # type: ignore[misc]
-            ended += len(rows)
-        progress(ended)
-    finally:
-        await panel.close()
+    async with local_servers(config.reward, config.run.startup_timeout_s, _tell) as started:
+        panel = Panel("score", reward, replace(config.reward, cache=cache), WallClock(), _tell, probe=probe)
+        panel.connect(KnownAddresses(config.reward, started))
+        try:
+            if (wrong := await panel.try_out()) is not None:
+                raise ConfigError(f"reward.scorers: {wrong}")
+            ended = 0
+            for _ in range(repeat):
+                todo = [row for row in rows if row.error is None]
+                left = len(rows) - len(todo)
+                await _score_all(config, panel, todo, lambda done, base=ended + left: progress(base + done))  # type: ignore[misc]
+                ended += len(rows)
+            progress(ended)
+        finally:
+            await panel.close()
 
 
 def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:

@@ -1,0 +1,141 @@
+"""Starts the judge servers that a reward's scorers ask on this machine, without a run.
+
+They load side by side. One that is lost is started again; one that does not come back is left out. Waits for the
+servers to be ready, `timeout_s` at most, and for their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni_async.accelerator import require_accelerator
+from omni_async.aio.waiting import cancel
+from omni_async.config import ConfigError
+from omni_async.config.redact import one_line
+from omni_async.reward_server.vllm_server import VllmServer
+from omni_async.rewards.base import Addresses, ScoreError
+from omni_async.services import ServiceSite
+
+if TYPE_CHECKING:
+    from omni_async.config.stages import Reward, Server
+
+Tell = Callable[[str], Awaitable[None]]
+
+
+@asynccontextmanager
+async def local_servers(reward: Reward, timeout_s: float, tell: Tell) -> AsyncIterator[Addresses | None]:
+    """Start the servers, yield their addresses as a run gives them to scorers, and end the servers.
+
+    Yields None if no scorer asks a server that has to be started.
+
+    Args:
+        reward: its servers and its scorers.
+        timeout_s: longest that they may load.
+        tell: gets messages for the user.
+
+    Raises:
+        ConfigError: a server does not start, or wants an accelerator that is not there."""
+    asked = {scorer.params.get("server") for scorer in reward.scorers}
+    wanted = [server for server in reward.servers if server.name in asked and server.replicas]
+    if not wanted:
+        yield None
+        return
+    servers = LocalServers(wanted, tell)
+    try:
+        await servers.start(timeout_s)
+        yield servers.addresses
+    finally:
+        await servers.close()
+
+
+class LocalServers:
+    """The replicas of some servers. What they print is in a folder of the temporary files, which they name."""
+
+    def __init__(self, wanted: list[Server], tell: Tell) -> None:
+        """Plan the replicas, with accelerators of their own where they want some. ConfigError if that cannot be."""
+        self._tell = tell
+        self._logs = Path(tempfile.gettempdir()) / "omni-async-servers"
+        self._replicas: dict[str, tuple[Server, str | None]] = {}
+        self._running: dict[str, VllmServer] = {}
+        self._ready: dict[str, dict[str, str]] = {server.name: {} for server in wanted}
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Condition()
+        taken = 0
+        for server in wanted:
+            if not Path(server.model).exists():
+                raise ConfigError(f"reward.servers: no such checkpoint: {server.model}")
+            gpus = math.ceil(server.resources.gpus)
+            try:
+                if gpus:
+                    require_accelerator(f"reward.servers: resources.gpus of {server.name!r}", gpus)
+            except RuntimeError as error:
+                raise ConfigError(str(error)) from None
+            for index in range(server.replicas):
+                devices = ",".join(map(str, range(taken, taken + gpus))) if gpus else None
+                taken += gpus
+                self._replicas[f"{server.name}-{index}"] = server, devices
+
+    async def start(self, timeout_s: float) -> None:
+        """Return when all are ready. ConfigError if one ends before, or is not ready in time."""
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as loading:
+                for name in self._replicas:
+                    loading.create_task(self._start(name))
+        except TimeoutError:
+            late = sorted(self._replicas.keys() - {one for ready in self._ready.values() for one in ready})
+            raise ConfigError(f"reward.servers: {', '.join(late)} not ready within {timeout_s:g} s") from None
+        except ExceptionGroup as errors:
+            raise ConfigError(f"reward.servers: {one_line(str(errors.exceptions[0]), 700)}") from None
+        for name in self._replicas:
+            self._watching[name] = asyncio.create_task(self._watch(name))
+
+    async def _start(self, name: str) -> None:
+        server, devices = self._replicas[name]
+        site = ServiceSite(name, 0, None, None, "127.0.0.1", self._tell, self.addresses)
+        one = self._running[name] = VllmServer(site, server, self._logs, devices)
+        address = await one.start()
+        async with self._changed:
+            self._ready[server.name][name] = address
+            self._changed.notify_all()
+
+    async def _watch(self, name: str) -> None:
+        """Start a server again whenever it is lost, until it does not come back."""
+        server, _ = self._replicas[name]
+        while True:
+            try:
+                await self._running[name].run()
+            except RuntimeError as error:
+                await self._tell(f"{name} is started again: {error}")
+            self._ready[server.name].pop(name, None)
+            await self._running[name].close()
+            try:
+                await self._start(name)
+            except RuntimeError as error:
+                await self._tell(f"{name} does not come back: {error}")
+                break
+        async with self._changed:
+            del self._watching[name]
+            self._changed.notify_all()
+
+    async def addresses(self, role: str) -> dict[str, str]:
+        """Return the addresses of a server's replicas, by name; waits for one to be ready. ScoreError if none will."""
+        ready = self._ready.get(role)
+        if ready is None:
+            raise ScoreError(f"{role!r} is started by a run; without one, give its urls")
+        async with self._changed:
+            while not ready:
+                if not any(self._replicas[name][0].name == role for name in self._watching):
+                    raise ScoreError(f"no server of {role!r} is left")
+                await self._changed.wait()
+            return dict(ready)
+
+    async def close(self) -> None:
+        """End the servers."""
+        await cancel(list(self._watching.values()))
+        await asyncio.gather(*(one.close() for one in self._running.values()))
