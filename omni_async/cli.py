@@ -204,12 +204,15 @@ def _check(config: Config, probe: bool) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
         inputs = preflight(config)
+    said: list[str] = []
     if probe:
         from omni_async.preflight.scorers import try_scorers
 
-        for note in try_scorers(inputs):
+        tried = try_scorers(inputs)
+        for note in tried.notes:
             _tell(note)
-    return _say(resolved_yaml(config).rstrip())
+        said = [f"# {line}" for line in tried.answers]
+    return _say("\n".join([resolved_yaml(config).rstrip(), *said]))
 
 
 def _docs(out: Path) -> int:

@@ -9,43 +9,66 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from omni_async.aio.clock import WallClock
-from omni_async.config import ConfigError
+from omni_async.config import Config, ConfigError
+from omni_async.config.redact import one_line
 from omni_async.config.schema import ScoreCache
+from omni_async.rewards import registry
 from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
+from omni_async.rewards.guard import GuardedScorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.runtime.inputs import RunInputs
 
+_MOST_PARTS = 6
+_SLOW_S = 1.0
 
-def try_scorers(inputs: RunInputs) -> list[str]:
-    """Return notes for the console: which scorers could not be tried, and why.
+
+class Tried(NamedTuple):
+    """A line for each scorer that scored the synthetic sample, and notes for the user."""
+
+    answers: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def try_scorers(inputs: RunInputs) -> Tried:
+    """Return what each scorer said and took, and which could not be tried, and why.
 
     Raises ConfigError, one line, if one cannot be built or fails twice in the same way."""
     config = inputs.config
     if inputs.profile is not None or config.data.preferences is not None:
-        return []  # no scorer is asked
+        return Tried()  # no scorer is asked
     probe = Probe.of(config, inputs.prompts)
     if probe is None:
-        return []
+        return Tried()
     if config.placement.reward.gpus > 0:
-        return [
-            "note: placement.reward.gpus: the scorers are tried when the run starts, where they have an accelerator"
-        ]
+        where = "when the run starts, where they have an accelerator"
+        return Tried(notes=[f"note: placement.reward.gpus: the scorers are tried {where}"])
     with contextlib.redirect_stdout(sys.stderr):  # what is checked is printed, and may be kept as a recipe
         return asyncio.run(_try_scorers(inputs, probe))
 
 
-async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
-    config, notes = inputs.config, []
-    reward = await _built(inputs)
+async def _try_scorers(inputs: RunInputs, probe: Probe) -> Tried:
+    config, notes = inputs.config, list[str]()
+    pools = {pool.name for pool in config.reward.pools if pool.resources.gpus > 0}
+    here = tuple(scorer for scorer in config.reward.scorers if scorer.pool not in pools)
+    if len(here) < len(config.reward.scorers):
+        notes.append(
+            "note: reward.pools: scorers of pools with gpus are tried when the run starts, which gives them one"
+        )
+    if not here:
+        return Tried(notes=notes)
+    config = replace(config, reward=replace(config.reward, scorers=here))
+    reward = await _built(config)
 
     async def tell(text: str) -> None:
         notes.append(text)
@@ -54,7 +77,8 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
     there = {server.name for server in config.reward.servers if server.urls}
     started = [name for name in config.services if name not in there]
     if any(one.params.get("server") in started for one in config.reward.scorers):
-        return ["note: reward.servers: the scorers are tried when the run starts, which starts their servers"]
+        when = "when the run starts, which starts their servers"
+        return Tried(notes=[*notes, f"note: reward.servers: the scorers are tried {when}"])
     panel = Panel("check", reward, asked, WallClock(), tell, probe=probe)
     panel.connect(KnownAddresses(config.reward, None))
     try:
@@ -64,12 +88,26 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
     if wrong is not None:
         raise ConfigError(f"reward.scorers: {wrong}")
     untried = "warning: reward.scorers: could not be tried, it may be down"
-    return [f"{untried}: {reason}" for reason in panel.outages] + notes
+    costs = {member.label: registry.cost_of(member.config) for member in reward.members}
+    answered = [one for one in panel.scorers if one.guard.probed]
+    slow = "a sample on the CPU; placement.reward.gpus, or a pool with gpus, gives its model an accelerator"
+    for one in answered:
+        if costs[one.label] == "model" and one.guard.probe_s >= _SLOW_S:
+            notes.append(f"warning: scorer {one.label!r} takes {one.guard.probe_s:.3g} s {slow}")
+    down = [f"{untried}: {reason}" for reason in panel.outages]
+    return Tried([_said(one.label, one.guard) for one in answered], down + notes)
 
 
-async def _built(inputs: RunInputs) -> LoadedReward:
-    timeout_s, threads = inputs.config.run.startup_timeout_s, Threads("scorers")
-    building = threads.run(partial(LoadedReward, inputs.config.reward))
+def _said(label: str, guard: GuardedScorer) -> str:
+    """Return what a scorer made of the first synthetic sample, and the time that one took."""
+    score = guard.probed[0]
+    parts = "".join(f", {name} {value:.4g}" for name, value in sorted(score.parts.items())[:_MOST_PARTS])
+    return one_line(f"scorer {label!r}: {score.value:.4g}{parts} for a synthetic sample, in {guard.probe_s:.3g} s")
+
+
+async def _built(config: Config) -> LoadedReward:
+    timeout_s, threads = config.run.startup_timeout_s, Threads("scorers")
+    building = threads.run(partial(LoadedReward, config.reward))
     try:
         done, _ = await asyncio.wait({building}, timeout=timeout_s)
         if not done:

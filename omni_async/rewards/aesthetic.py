@@ -38,6 +38,7 @@ class AestheticScorer:
 
     name = "aesthetic"
     accepts = ("image", "video")
+    cost = "model"
     deterministic = True
 
     def __init__(

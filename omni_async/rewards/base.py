@@ -63,6 +63,8 @@ class Scorer(Protocol):
                    an asynchronous one. Where there may be several, a slow call is hedged after `hedge_s`.
     needs          a tuple of what every prompt must have: "target", "images" or keys of its metadata. Checked before
                    anything is started.
+    cost           what a sample costs: "cpu" (the default), time of this machine's CPUs; "model", that of a model which
+                   wants an accelerator; "elsewhere", a server's time, and none of the worker's.
     deterministic  True if an answer follows from the media and from the prompt's text, target, metadata and images
                    alone: then `reward.cache` keeps it. Other parameters, another version of its package or another
                    source file of its class make another scorer; an attribute `version`, a text, says what else its
@@ -113,6 +115,9 @@ def concurrency_of(scorer: Any) -> int | None:
     if declared is not None and (not isinstance(declared, int) or isinstance(declared, bool) or declared < 1):
         raise ValueError(f"concurrency must be a positive integer, or None for any number, got {declared!r}")
     return declared
+
+
+COSTS = ("cpu", "model", "elsewhere")
 
 
 def accepted_parts(scorer: object) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ class ClapScorer:
 
     name = "clap"
     accepts = ("audio",)
+    cost = "model"
     deterministic = True
 
     def __init__(

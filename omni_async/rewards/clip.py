@@ -97,6 +97,7 @@ class PromptAlignmentScorer(ABC):
 
     name = "prompt_alignment"
     accepts: tuple[str, ...] = ("image", "video")
+    cost = "model"
     deterministic = True
 
     def __init__(

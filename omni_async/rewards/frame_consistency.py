@@ -27,6 +27,7 @@ class FrameConsistencyScorer:
 
     name = "frame_consistency"
     accepts = ("video",)
+    cost = "model"
     deterministic = True
 
     def __init__(

@@ -114,6 +114,8 @@ class GuardedScorer:
         self._asking_known = asyncio.Lock()  # so that samples that fail together ask for it once
         self._given_up: set[asyncio.Future[Answer]] = set()  # calls that nobody waits for, and have not ended
         self.probed: list[Score] = []  # what it said of the probe
+        self.probe_s = 0.0  # seconds that it took, for each sample of the probe
+        self._clock = clock
         self._reported_down = False
         self._reported_given_up = False
 
@@ -138,11 +140,13 @@ class GuardedScorer:
         if self._probe is None:
             return None
         media, prompts = self._probe.media, self._probe.prompts
+        began = self._clock.now()
         answer, wrong = await self._ask_twice(media, prompts)
         if isinstance(answer, ScoreError):
             self._breaker.trip(str(answer))
             return self._probe.failed(str(answer)) if wrong else None
         self.probed = answer
+        self.probe_s = (self._clock.now() - began) / len(media)
         self._known = media[:1], prompts[:1]
         return None
 

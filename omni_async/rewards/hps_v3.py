@@ -56,6 +56,7 @@ class HpsV3Scorer:
 
     name = "hps_v3"
     accepts = ("image", "video")
+    cost = "model"
     deterministic = True
 
     def __init__(

@@ -34,6 +34,7 @@ class HttpScorer:
 
     name = "http"
     accepts = ("image", "video", "audio")
+    cost = "elsewhere"
 
     def __init__(
         self,

@@ -65,6 +65,7 @@ class ImageRewardScorer:
 
     name = "image_reward"
     accepts = ("image", "video")
+    cost = "model"
     deterministic = True
 
     def __init__(

@@ -66,6 +66,7 @@ class ObjectChecksScorer:
 
     name = "object_checks"
     accepts = ("image",)
+    cost = "model"
     deterministic = True
 
     def __init__(

@@ -185,6 +185,8 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
     declared = getattr(scorer, "accepts", ("image",))
     if not isinstance(declared, tuple | list) or not declared or not set(declared) <= set(PARTS):
         raise _refused(config.name, f"accepts must be a tuple of {', '.join(PARTS)}, got {declared!r}")
+    if (cost := cost_of(config)) not in base.COSTS:
+        raise _refused(config.name, f"cost must be one of {', '.join(base.COSTS)}, got {cost!r}")
     parts = [one.part for one in made]
     if not set(declared) & set(parts):
         takes = " or ".join(declared) + ("" if hasattr(scorer, "accepts") else " (it has no `accepts`)")
@@ -283,6 +285,11 @@ def concurrency_of(config: schema.Scorer) -> int | None:
         return base.concurrency_of(_load(config.name))
     except ValueError as error:
         raise _refused(config.name, str(error)) from None
+
+
+def cost_of(config: schema.Scorer) -> str:
+    """Return what a sample of the scorer costs, one of `COSTS`; see `Scorer`."""
+    return str(getattr(_load(config.name), "cost", base.COSTS[0]))
 
 
 def build(config: schema.Scorer, gpus: float = 0.0) -> Scorer:

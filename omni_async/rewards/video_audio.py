@@ -46,6 +46,7 @@ class VideoAudioScorer:
     name = "video_audio"
     accepts = ("video", "audio")
     requires = ("video", "audio")
+    cost = "model"
     deterministic = True
 
     def __init__(

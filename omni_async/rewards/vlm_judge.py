@@ -53,6 +53,7 @@ class VlmJudgeScorer:
 
     name = "vlm_judge"
     accepts = ("image", "video")
+    cost = "elsewhere"
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from omni_async.preflight.check import preflight
 from omni_async.preflight.scorers import _try_scorers
 from omni_async.rewards.probe import Probe
 from omni_async.runtime.inputs import RunInputs
-from omni_async.types import Prompt
+from omni_async.types import Prompt, Score
 from tests.rewards.judge_server import completion, judging
 from tests.runtime.runtime_world import OFFLINE, write_world
 
@@ -331,6 +331,32 @@ async def test_a_judge_that_is_there_is_tried_and_one_that_the_run_would_start_i
         )
         inputs = RunInputs(config, find_family(config.model.pipeline), (Prompt(0, "a cat"),), ())
         probe = Probe.of(config, inputs.prompts)
-        notes = await _try_scorers(inputs, probe)
+        answers, notes = await _try_scorers(inputs, probe)
     assert [note for note in notes if "which starts their servers" in note] == notes and bool(notes) == started
+    said = "scorer 'vlm_judge': 0.75, completion_tokens 2, prompt_tokens 100 for a synthetic sample, in "
+    assert [answer.startswith(said) for answer in answers] == ([] if started else [True])
     assert {head["Authorization"] for head in server.headers} == (set() if started else {"Bearer sesame/+=="})
+
+
+class SlowModel:
+    name, cost = "slow_model", "model"
+
+    def __init__(self, *, device: str) -> None:
+        assert device == "cpu"
+
+    def score(self, images: list[Any], prompts: list[Prompt]) -> list[Score]:
+        return [Score(float(image.mean()), {"shade": 2.0}) for image in images]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+async def test_what_scorers_said_and_took_is_told_and_those_of_pools_with_gpus_wait(pooled, monkeypatch, tmp_path):
+    monkeypatch.setattr("omni_async.preflight.scorers._SLOW_S", 0.0)
+    slow = {"name": f"{__name__}:SlowModel"} | ({"pool": "big"} if pooled else {})
+    pools = [{"name": "big", "resources": {"gpus": 1}}] if pooled else []
+    config = write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, slow], "pools": pools})
+    inputs = RunInputs(config, find_family(config.model.pipeline), (Prompt(0, "a cat"),), ())
+    answers, notes = await _try_scorers(inputs, Probe.of(config, inputs.prompts))
+    assert answers[0].startswith("scorer 'jpeg_size': -") and ", jpeg_kb " in answers[0]
+    assert len(answers) == (1 if pooled else 2) and (pooled or ", shade 2 for a synthetic sample, in" in answers[1])
+    assert len(notes) == 1 and ("pools with gpus are tried when the run starts" in notes[0]) is pooled
+    assert pooled or "s a sample on the CPU; placement.reward.gpus, or a pool" in notes[0]

@@ -113,6 +113,10 @@ class Wrong(Loud):
     accepts = "image"
 
 
+class Dear(Loud):
+    cost = "dear"
+
+
 @pytest.mark.parametrize(
     ("name", "made", "error"),
     [
@@ -121,6 +125,7 @@ class Wrong(Loud):
         ("ocr", (AUDIO,), "accepts image or video, but the samples are audio"),
         (f"{__name__}:Loud", (VIDEO,), "accepts audio, but the samples are video"),
         (f"{__name__}:Wrong", (IMAGE,), "accepts must be a tuple of image, video, audio, got 'image'"),
+        (f"{__name__}:Dear", (AUDIO,), "cost must be one of cpu, model, elsewhere, got 'dear'"),
         (f"{__name__}:Constant", (VIDEO,), r"accepts image \(it has no `accepts`\), but the samples are video"),
         ("ocr", (IMAGE,), None),
         ("ocr", (VIDEO, AUDIO), None),
