@@ -216,6 +216,16 @@ class _Job:
         return max(one.time.mean(1) for one in self._scorers)
 
 
+def scorer_times(config: Config, profile: Profile) -> dict[str, float]:
+    """Return the seconds that each scorer, by its label, needs for an update's samples with all its calls busy."""
+    samples = config.trainer.groups_per_update * config.rollout.group_size
+    found = {}
+    for lane in scorer_lanes(config, profile):
+        one = _Scorer.of(lane, profile, config.reward.workers, samples)
+        found[lane.label] = _share(one.time, samples, one.calls, one.batch)
+    return found
+
+
 class _Scorer(NamedTuple):
     """A scorer of all reward workers together: `calls` of at most `batch` samples at once."""
 

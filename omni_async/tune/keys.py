@@ -26,8 +26,9 @@ from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.layout import layout_problems
-from omni_async.performance.law import StageTimes, engine_batch
+from omni_async.performance.law import StageTimes, engine_batch, scorer_times
 from omni_async.performance.profile import Profile
+from omni_async.reward_formula import RewardFormula
 from omni_async.simulation.result import times_of
 
 Value = int | str
@@ -181,6 +182,7 @@ _MOST = 6
 # workers.
 _REWARD_SHARE = 0.8
 _REWARD_GROWTH = 4
+_POOL_GROWTH = 16
 # Rounding error of sums of fractions of a device.
 _ROUNDING = 1e-9
 
@@ -302,6 +304,45 @@ def _useful_ranks(config: Config, counts: range) -> Iterator[int]:
             if share < least:
                 yield ranks
             least = min(least, share)
+
+
+class PoolSize(msgspec.Struct, frozen=True):
+    """What a pool of scorers takes for an update, and how many workers keep it below the bottleneck.
+
+    `others_s`: what the slowest of generation and training takes. `enough`: None if no number of workers is."""
+
+    name: str
+    workers: int
+    takes_s: float
+    others_s: float
+    enough: int | None
+
+
+def pool_sizes(config: Config, profile: Profile, keys: Keys) -> list[PoolSize]:
+    """Size the pools of `reward.pools` for a setting, by the law; their workers are not dealt with the devices.
+
+    Args:
+        config: the job.
+        profile: its service times.
+        keys: all tuned keys."""
+    times = split_by_law(config, profile, keys).times
+    others = max(times.generate + times.pause, times.train + times.blocked)
+    here, found = with_keys(config, keys), []
+    labelled = dict(zip(RewardFormula(config.reward).labels, config.reward.scorers, strict=True))
+    for number, pool in enumerate(config.reward.pools):
+        labels = [label for label, scorer in labelled.items() if scorer.pool == pool.name]
+
+        def takes(workers: int, number: int = number, labels: Sequence[str] = labels) -> float:
+            pools = list(here.reward.pools)
+            pools[number] = replace(pools[number], workers=workers)
+            sized = replace(here, reward=replace(here.reward, pools=tuple(pools)))
+            each = scorer_times(sized, profile)
+            return max((each[label] for label in labels), default=0.0)
+
+        most = max(pool.workers, 1) * _POOL_GROWTH
+        enough = next((n for n in range(1, most + 1) if takes(n) <= _REWARD_SHARE * others), None)
+        found.append(PoolSize(pool.name, pool.workers, takes(pool.workers), others, enough))
+    return found
 
 
 def _counts(recipe: int, each: float, devices: float, kept: Value | None) -> range:

@@ -18,7 +18,7 @@ from omni_async.config import Config, ConfigError, load
 from omni_async.config.redact import redact
 from omni_async.config.yaml_text import to_yaml
 from omni_async.performance.law import max_speedup
-from omni_async.tune.keys import with_keys
+from omni_async.tune.keys import PoolSize, with_keys
 from omni_async.tune.search import LOSS, Point, tolerated
 from omni_async.tune.tuning import Tuned, seconds
 
@@ -139,6 +139,7 @@ def _remarks(tuned: Tuned) -> list[str]:
                 f"{role} is busy {100 * busy[role]:.0f} %: fewer than {tuned.devices} {tuned.kind} would make as many"
                 " images."
             )
+    remarks += [_pool(number, pool) for number, pool in enumerate(tuned.pools)]
     if tuned.noise > 0.001:
         remarks.append(
             f"Another seed changes images/s by about {100 * tuned.noise:.1f} %; the plainer of values that differ by no"
@@ -150,6 +151,18 @@ def _remarks(tuned: Tuned) -> list[str]:
             " looks closer."
         )
     return remarks
+
+
+def _pool(number: int, pool: PoolSize) -> str:
+    """Return a sentence about the size of a pool of scorers, which is not searched."""
+    said = f"reward.pools.{number} ({pool.name}): {pool.workers} of its workers take {seconds(pool.takes_s)} per update"
+    others = f"generation and training take {seconds(pool.others_s)}"
+    if pool.enough is None:
+        return f"{said}, {others}, and no number of workers that was looked at keeps it well below that."
+    if pool.enough == pool.workers:
+        return f"{said}, {others}: as few as keep it well below that."
+    advice = "raise it and tune again" if pool.enough > pool.workers else "fewer would do"
+    return f"{said}, {others}: {pool.enough} keep it well below that ({advice})."
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

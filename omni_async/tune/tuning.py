@@ -33,6 +33,7 @@ from omni_async.tune.keys import (
     TRAJECTORIES,
     TUNED,
     WINDOW,
+    PoolSize,
     S,
     Split,
     Value,
@@ -42,6 +43,7 @@ from omni_async.tune.keys import (
     devices_each,
     fewest_trajectories,
     keys_of,
+    pool_sizes,
     ranked_splits,
     share_cpus,
     split_by_law,
@@ -63,7 +65,8 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     point of the search; front: what more staleness buys, freshest first. recipe: the recipe as it is, on
     `recipe_devices`. in_step: schedules without overlap on the chosen devices, by name. times: of the chosen split, by
     the law. noise: the change that another seed makes, as a fraction of images/s. spent: the budget ended the search.
-    shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's."""
+    shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's. pools: what those of
+    `reward.pools` would need."""
 
     devices: int
     kind: str
@@ -83,6 +86,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     simulations: int
     spent: bool
     shared: bool = False
+    pools: list[PoolSize] = []
 
     @property
     def is_no_slower(self) -> bool:
@@ -153,6 +157,7 @@ def tune(
         simulations=trials.made,
         spent=spent,
         shared=shared,
+        pools=pool_sizes(base, profile, chosen.keys),
     )
 
 

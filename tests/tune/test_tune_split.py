@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.config.checks import check
-from omni_async.config.schema import Resources
+from omni_async.config.schema import Resources, Scorer
+from omni_async.config.stages import Pool
+from omni_async.performance.profile import ScorerTime, ServiceTime
 from omni_async.tune import keys as key
 from omni_async.tune.keys import ENGINES, GROUPS, INFLIGHT, PUBLISH, RANKS, REWARDERS, SWAP, TRAJECTORIES, WINDOW, S
 from tests.tune.tune_world import GPU, PROFILE, job
@@ -158,3 +160,20 @@ def test_the_plainest_value_is_tried_first():
     assert key.values(job(rollout={"max_inflight": 6}), keys, INFLIGHT) == [6, 4, 8]
     with pytest.raises(ValueError, match=GROUPS):
         key.values(job(), keys, GROUPS)
+
+
+def test_a_pool_is_told_how_many_workers_keep_it_below_the_bottleneck():
+    # 32 samples an update: 32 s of generation and 16 s of training, 32 x 4 s of judging in 2 calls at once.
+    profile = replace(PROFILE, scorers={"judge": ScorerTime(ServiceTime(unit_s=4.0)), "ocr": ScorerTime(PROFILE.score)})
+    scorers = (Scorer(name="ocr"), Scorer(name="judge", pool="judges", concurrency=2, batch=1))
+
+    def sizes(workers: int) -> list[key.PoolSize]:
+        pools = (Pool(name="judges", workers=workers), Pool(name="idle"))
+        config = job(reward={"scorers": scorers, "pools": pools, "workers": 1})
+        return key.pool_sizes(config, profile, key.keys_of(config, key.TUNED) | {ENGINES: 1, RANKS: 1})
+
+    for workers, takes in ((1, 64.0), (3, 64.0 / 3), (8, 8.0)):
+        judges, idle = sizes(workers)
+        assert (judges.name, judges.workers, judges.enough) == ("judges", workers, 3)
+        assert judges.takes_s == pytest.approx(takes) and judges.others_s == pytest.approx(32, rel=0.05)
+        assert (idle.takes_s, idle.enough) == (0.0, 1)
