@@ -16,6 +16,7 @@ recipe.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -66,13 +67,11 @@ def apply_schedule(config: Config) -> Config:
 
 
 def num_devices(config: Config) -> float:
-    """Count every accelerator of the job, reward workers' included; every CPU where the job uses none.
+    """Count every accelerator of the job, those of pools and servers included; every CPU where the job uses none.
 
     Shared devices count once."""
-    roles = _roles(config)
-    kind = "gpus" if any(resources.gpus for _, resources in roles) else "cpus"
-    counts = [workers * float(getattr(resources, kind)) for workers, resources in roles]
-    return max(counts) if config.placement.colocated else sum(counts)
+    kind, together = _kind(config), (max if config.placement.colocated else sum)
+    return together(_counts(_roles(config), kind)) + sum(_counts(_services(config), kind))
 
 
 def num_existing_devices(config: Config) -> float:
@@ -81,32 +80,43 @@ def num_existing_devices(config: Config) -> float:
     Emulated devices, accelerators, and those of a cluster that is joined count as requested, because they were
     allocated."""
     devices = num_devices(config)
-    allocated = (
-        config.emulation is not None
-        or config.run.ray_address is not None
-        or any(role.gpus for _, role in _roles(config))
-    )
+    allocated = config.emulation is not None or config.run.ray_address is not None or _kind(config) == "gpus"
     return devices if allocated else min(devices, len(os.sched_getaffinity(0)))
 
 
+def _kind(config: Config) -> str:
+    roles = [*_roles(config), *_services(config)]
+    return "gpus" if any(resources.gpus for _, resources in roles) else "cpus"
+
+
+def _counts(roles: Sequence[tuple[int, Resources]], kind: str) -> list[float]:
+    return [workers * float(getattr(resources, kind)) for workers, resources in roles]
+
+
 def _roles(config: Config) -> list[tuple[int, Resources]]:
+    """Return workers and resources of rollout, reward and trainer, which may take turns on the same devices."""
     placement = config.placement
     return [
         (config.rollout.workers, placement.rollout),
         (0 if config.data.preferences is not None else config.reward.workers, placement.reward),
         (config.trainer.workers, placement.trainer),
+    ]
+
+
+def _services(config: Config) -> list[tuple[int, Resources]]:
+    """Return those of pools and servers, which have devices of their own."""
+    return [
         *((pool.workers, pool.resources) for pool in config.reward.pools),
         *((server.replicas, server.resources) for server in config.reward.servers),
     ]
 
 
 def _on_all_devices(config: Config) -> Config:
-    """Return the configuration with as many workers of each role as fit on the devices of all roles together.
+    """Return the configuration with as many workers of each role as fit on the devices of all three together.
 
     Of ranks, as many as make whole groups of those that share a sequence or a copy of the weights."""
-    separate = replace(config, placement=replace(config.placement, colocated=False))
-    total = num_devices(separate)
-    kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"
+    kind = _kind(config)
+    total = sum(_counts(_roles(config), kind))
     fitting = []
     for workers, resources in _roles(config):
         each = getattr(resources, kind)

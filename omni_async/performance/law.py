@@ -28,6 +28,7 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.performance.profile import NOTHING, Profile, ServiceTime
 from omni_async.performance.scorer_lanes import ScorerLanes, scorer_lanes
+from omni_async.reward_formula import labels_of
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -216,14 +217,20 @@ class _Job:
         return max(one.time.mean(1) for one in self._scorers)
 
 
-def scorer_times(config: Config, profile: Profile) -> dict[str, float]:
-    """Return the seconds that each scorer, by its label, needs for an update's samples with all its calls busy."""
+def pool_time(config: Config, profile: Profile, pool: str, workers: int) -> float:
+    """Return the seconds that a pool of so many workers needs for an update's samples, all its calls busy.
+
+    The slowest of its scorers counts, because they work side by side; 0 if it has none."""
     samples = config.trainer.groups_per_update * config.rollout.group_size
-    found = {}
-    for lane in scorer_lanes(config, profile):
-        one = _Scorer.of(lane, profile, config.reward.workers, samples)
-        found[lane.label] = _share(one.time, samples, one.calls, one.batch)
-    return found
+    slowest = 0.0
+    for label, scorer in zip(labels_of(config.reward.scorers), config.reward.scorers, strict=True):
+        if scorer.pool == pool:
+            own = profile.scorer(label)
+            calls = own.concurrency if scorer.concurrency is None else scorer.concurrency
+            batch = scorer.batch or config.reward.batch
+            bounded = _share(own.time, samples, workers * calls, batch) if calls is not None else own.time.mean(1)
+            slowest = max(slowest, bounded)
+    return slowest
 
 
 class _Scorer(NamedTuple):

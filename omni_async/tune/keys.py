@@ -26,9 +26,8 @@ from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.layout import layout_problems
-from omni_async.performance.law import StageTimes, engine_batch, scorer_times
+from omni_async.performance.law import StageTimes, engine_batch, pool_time
 from omni_async.performance.profile import Profile
-from omni_async.reward_formula import RewardFormula
 from omni_async.simulation.result import times_of
 
 Value = int | str
@@ -182,7 +181,7 @@ _MOST = 6
 # workers.
 _REWARD_SHARE = 0.8
 _REWARD_GROWTH = 4
-_POOL_GROWTH = 16
+_POOL_GROWTH = 64
 # Rounding error of sums of fractions of a device.
 _ROUNDING = 1e-9
 
@@ -327,20 +326,11 @@ def pool_sizes(config: Config, profile: Profile, keys: Keys) -> list[PoolSize]:
         keys: all tuned keys."""
     times = split_by_law(config, profile, keys).times
     others = max(times.generate + times.pause, times.train + times.blocked)
-    here, found = with_keys(config, keys), []
-    labelled = dict(zip(RewardFormula(config.reward).labels, config.reward.scorers, strict=True))
-    for number, pool in enumerate(config.reward.pools):
-        labels = [label for label, scorer in labelled.items() if scorer.pool == pool.name]
-
-        def takes(workers: int, number: int = number, labels: Sequence[str] = labels) -> float:
-            pools = list(here.reward.pools)
-            pools[number] = replace(pools[number], workers=workers)
-            sized = replace(here, reward=replace(here.reward, pools=tuple(pools)))
-            each = scorer_times(sized, profile)
-            return max((each[label] for label in labels), default=0.0)
-
-        most = max(pool.workers, 1) * _POOL_GROWTH
-        enough = next((n for n in range(1, most + 1) if takes(n) <= _REWARD_SHARE * others), None)
+    found = []
+    for pool in config.reward.pools:
+        takes = partial(pool_time, config, profile, pool.name)
+        looked_at = range(1, max(pool.workers, 1) * _POOL_GROWTH + 1)
+        enough = next((n for n in looked_at if takes(n) <= _REWARD_SHARE * others), None)
         found.append(PoolSize(pool.name, pool.workers, takes(pool.workers), others, enough))
     return found
 

@@ -77,6 +77,10 @@ def test_colocated_roles_share_devices_or_accelerators_and_leave_those_beside_th
     config = load(recipe, [*gpus, "schedule=sync_colocated"])
     assert (config.rollout.workers, config.reward.workers, config.trainer.workers) == (4, 1, 8)
     assert num_devices(config) == 8
+    services = ["reward.pools=[{name: a, workers: 3, resources: {gpus: 1}}]", "reward.scorers=[{name: ocr, pool: a}]"]
+    config = load(recipe, [*gpus, *services, "schedule=sync_colocated"])
+    assert (config.rollout.workers, config.trainer.workers, config.reward.pools[0].workers) == (4, 8, 3)
+    assert num_devices(config) == 8 + 3, "pools have devices of their own"
 
 
 @pytest.mark.parametrize(
