@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.reward_server.metrics import Metrics
@@ -39,9 +40,10 @@ async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, 
     except (WrongScorer, ScorerConfigError) as error:
         raise ConfigError(f"reward.scorers: {error}") from None
     metrics = Metrics()
-    scoring = Scoring(
-        config.reward, scorers, metrics, tell, most_waiting=server.max_waiting, remembered=server.remembered
-    )
+    reward = config.reward
+    if reward.cache.path is None:  # what would be kept in memory is remembered already
+        reward = replace(reward, cache=replace(reward.cache, memory=0))
+    scoring = Scoring(reward, scorers, metrics, tell, most_waiting=server.max_waiting, remembered=server.remembered)
     async with scoring:
         routes = RewardApp(server, token, scoring, metrics, tell)
         async with answering(server, {"": routes}) as address:
