@@ -33,6 +33,11 @@ _PATHS = (
 )
 # Parameters of scorers that are registered under a short name. What those of `module:Class` mean is theirs.
 _SCORER_PATHS = ("path", "processor", "head")
+_OWN_PATHS = {
+    "object_checks": ("path", "clip"),
+    "image_reward": ("path", "weights"),
+    "hps_v3": ("path", "weights", "question"),
+}
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
@@ -175,7 +180,7 @@ def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
         params = scorer.get("params") if isinstance(scorer, dict) else None
         if not isinstance(params, dict) or ":" in str(scorer.get("name", "")):
             continue
-        for key in _SCORER_PATHS:
+        for key in _OWN_PATHS.get(str(scorer.get("name")), _SCORER_PATHS):
             given = params.get(key)
             if isinstance(given, str) and not given.startswith(REFERENCE):
                 params[key] = _resolved(f"reward.scorers.{number}.params.{key}", given, folder, hub=True)

@@ -400,6 +400,10 @@ def test_paths_of_registered_scorers_are_relative_to_the_recipe_and_may_be_names
     assert first == {"path": str(folder / "clip"), "processor": str(snapshot)}
     assert own == {"path": "clip"}, "what a parameter of one's own scorer means is that scorer's"
     assert last == {"path": "/clip", "head": "env:HEAD"}
+    both = "{name: hps_v3, params: {path: a, weights: b, question: c}}, {name: mine, params: {weights: b}}"
+    first, other = (scorer.params for scorer in load(recipe, [f"reward.scorers=[{both}]"]).reward.scorers)
+    assert first == {"path": str(tmp_path / "a"), "weights": str(tmp_path / "b"), "question": str(tmp_path / "c")}
+    assert other == {"weights": "b"}
     said = "reward.scorers.0.params.path=elsewhere"
     assert load(recipe, [said]).reward.scorers[0].params["path"] == str(tmp_path / "elsewhere")
     listed = "reward.scorers=[{name: hps_v2, params: {path: x}}]"
