@@ -116,7 +116,7 @@ class LocalServers:
             await self._running[name].close()
             try:
                 await self._start(name)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 await self._tell(f"{name} does not come back: {error}")
                 break
         async with self._changed:
