@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed-$(EXTRA)
 
 FAMILIES = $$($(BIN)/python -c 'from omni_async.families import family_names; print(*family_names())')
 
-.PHONY: help conformance install quickstart test test-all test-fast test-gpu lint format docs clean
+.PHONY: help conformance install quickstart test test-all test-fast test-gpu lint format docs site clean
 
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
@@ -25,9 +25,10 @@ help:
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
 	@echo "make test-gpu     the tests for a machine that has accelerators"
 	@echo "make conformance  compare every model family with its upstream pipeline, on every engine; writes docs/models/measured.md"
-	@echo "make lint         ruff, mypy, import contracts"
+	@echo "make lint         ruff, mypy, import contracts, hadolint"
 	@echo "make format       rewrite the code in the project's format"
 	@echo "make docs         regenerate docs/configuration.md"
+	@echo "make site         the documentation as a site in build/site"
 	@echo "make clean        remove the environment and caches (runs/ stays)"
 
 install: $(INSTALLED)
@@ -71,6 +72,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -78,6 +80,11 @@ format: install
 
 docs: install
 	$(BIN)/omni-async docs
+
+# NO_MKDOCS_2_WARNING: what Material says of its successor is none of the pages' business.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

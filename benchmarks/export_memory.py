@@ -21,7 +21,6 @@ from typing import Any, Literal, get_args
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
+from benchmarks.ranks import on_ranks
 from benchmarks.weights_model import SizedPolicy
 from omni_async.bench.result import Machine, describe_machine
 from omni_async.training.device import init_process_group
@@ -41,8 +41,6 @@ from omni_async.weights.shards import own_rows, whole
 Arm = Literal["own rows", "gathered"]
 _BUCKET_BYTES = 256 * 2**20
 _MOST = 1.2
-# torch's annotations leave it out.
-_processes: Any = torch.multiprocessing
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "500000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _EVERY_S = 0.001
 _HELP = """\
@@ -101,15 +99,17 @@ def measure(arm: Arm, megabytes: float, ranks: int, dtype: str, lora_rank: int) 
     """Exports once from as many new processes, and returns what every rank took."""
     with tempfile.TemporaryDirectory(prefix="export-memory-") as name:
         os.environ.update(_ENVIRONMENT)  # of the processes that are started
-        _processes.spawn(_work, (ranks, Path(name), arm, megabytes, dtype, lora_rank), nprocs=ranks)
+        on_ranks(ranks, _work, Path(name), arm, megabytes, dtype, lora_rank)
         return [
             msgspec.json.decode((Path(name) / f"rank{rank}.json").read_bytes(), type=Record) for rank in range(ranks)
         ]
 
 
-def _work(rank: int, ranks: int, folder: Path, arm: Arm, megabytes: float, dtype: str, lora_rank: int) -> None:
+def _work(
+    rank: int, ranks: int, init_method: str, folder: Path, arm: Arm, megabytes: float, dtype: str, lora_rank: int
+) -> None:
     torch.set_num_threads(1)
-    init_process_group(rank, ranks, f"file://{folder}/rendezvous", 120.0, torch.device("cpu"))
+    init_process_group(rank, ranks, init_method, 120.0, torch.device("cpu"))
     base, adapters = _sharded(megabytes, lora_rank, init_device_mesh("cpu", (ranks,)))
     into: torch.dtype = getattr(torch, dtype)
     dist.barrier()

@@ -18,9 +18,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 from diffusers import QwenImageTransformer2DModel
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.arguments import command_parser
+from benchmarks.ranks import on_ranks
 from omni_async.algorithms.registry import find_objective
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
@@ -110,10 +110,10 @@ def _anonymous() -> int:
     return int(text.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def _load(rank: int, ranks: int, folder: str, policy: Any, found: Any) -> None:
+def _load(rank: int, ranks: int, init_method: str, policy: Any, found: Any) -> None:
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    init_process_group(rank, ranks, f"file://{folder}/{type(policy).__name__}", _TIMEOUT_S, cpu)
+    init_process_group(rank, ranks, init_method, _TIMEOUT_S, cpu)
     raw = {"model": {"path": policy.path}, "data": {"prompts": "none"}, "trainer": {"workers": ranks}}
     config = msgspec.convert(raw, Config)
     dist.barrier()  # the first collective's own memory is not the model's
@@ -124,10 +124,10 @@ def _load(rank: int, ranks: int, folder: str, policy: Any, found: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure(policy: Whole, ranks: int, folder: str) -> list[tuple[int, int, float, str]]:
+def measure(policy: Whole, ranks: int) -> list[tuple[int, int, float, str]]:
     """Returns (rank, bytes, seconds, digest) of every rank, in order."""
     found: Any = multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(_load, (ranks, folder, policy, found), nprocs=ranks, join=True)
+    on_ranks(ranks, _load, policy, found)
     return sorted(found.get() for _ in range(ranks))
 
 
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer.join()
         size = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
         sys.stdout.write(f"{size / 1e6:.0f} MB of bfloat16 files, float32 weights, {options.ranks} ranks\n")
-        arms = {policy: measure(policy, options.ranks, folder) for policy in (Whole(folder), Shards(folder))}
+        arms = {policy: measure(policy, options.ranks) for policy in (Whole(folder), Shards(folder))}
     peaks, digests = [], set()
     for policy, ranks in arms.items():
         name = type(policy).__name__.lower()

@@ -3,13 +3,14 @@
 Parsing, validation and messages only; everything heavy is imported once a command needs it.
 
 Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no
-traceback), 130 interrupted.
+traceback), 130 interrupted. A reader of the output that leaves (`| head`) changes neither the code nor what is done.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -19,15 +20,21 @@ from typing import Any
 
 from omni_async import __version__
 from omni_async.bench.command import add_bench
+from omni_async.command_line import add_command
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
-from omni_async.driver.operate import add_command, add_operations, operate
+from omni_async.driver.operate import add_operations, operate
 from omni_async.entry_points import not_one_of
+from omni_async.evaluation.command import add_eval, add_sample
+from omni_async.export.command import add_export
 from omni_async.parity.command import add_parity
+from omni_async.report.command import add_report
 from omni_async.reward_server.command import add_serve_reward
+from omni_async.scaffold.command import INIT, add_init
 from omni_async.scoring.command import add_score
 from omni_async.simulation.command import add_simulate
 from omni_async.tune.command import add_tune
+from omni_async.watch.command import add_watch
 
 _TRAIN = """\
 Train from a recipe. Every value of the YAML file can be overridden on the command line:
@@ -53,10 +60,14 @@ masked):
 _LIST = """\
 List what a recipe may name: model families (what media they make, which of their components are trained, on which
 engines they run and how these batch), engines, trainer backends, transitions, scorers, roles and algorithms, those of
-installed packages included:
+installed packages included; or one of these alone, or the recipes of the repository (which an installed package lacks):
 
   omni-async list
+  omni-async list scorers
+  omni-async list recipes
 """
+
+_LISTED = ("families", "engines", "backends", "transitions", "scorers", "roles", "programs", "algorithms", "recipes")
 
 _DOCS = """\
 Write the configuration reference, a table of every key with its bounds, default and meaning, from the schema:
@@ -74,10 +85,47 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, not_one_of(value, [*action.choices]))
 
 
+_ABOUT = """\
+Fully asynchronous RL post-training of diffusion and flow-matching generators. From a clone to a page about a run, on
+two CPU cores:
+
+  omni-async train recipes/quickstart/quickstart.yaml
+  omni-async report runs/quickstart-20260101-120000
+
+With a model, prompts and a reward of yours: `omni-async init`. `omni-async COMMAND --help` has examples of each.
+"""
+
+_GROUPS = {
+    "start": ("init", "list", "check", "train"),
+    "look at a run, and steer it": ("status", "watch", "report", "scale", "stop"),
+    "get something out": ("sample", "eval", "export", "score"),
+    "measure and predict": ("simulate", "tune", "bench"),
+    "extend": ("parity", "serve-reward", "docs"),
+}
+
+
+class _Program(_Parser):
+    """The parser of the program itself, whose help has the commands in groups; argparse knows one list."""
+
+    commands: Any  # what argparse's `add_subparsers` returned
+
+    def format_help(self) -> str:
+        purposes = {action.dest: action.help for action in self.commands._choices_actions}
+        known = {name for names in _GROUPS.values() for name in names}
+        groups = {**_GROUPS, "more": tuple(name for name in purposes if name not in known)}
+        width = max(map(len, purposes)) + 2
+        lines = [self.format_usage(), _ABOUT]
+        for title, names in groups.items():
+            there = [f"  {name:<{width}}{purposes[name]}" for name in names if name in purposes]
+            lines += [f"{title}:", *there, ""] if there else []
+        return "\n".join([*lines, "-h, --help shows this, --version the version.", ""])
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="omni-async", description="Fully asynchronous RL post-training of generative models.")
+    parser = _Program(prog="omni-async")
     parser.add_argument("--version", action="version", version=f"omni-async {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    parser.commands = commands
     train = add_command(commands, "train", "train from a recipe", _TRAIN)
     check = add_command(commands, "check", "validate a recipe and print it with every default filled in", _CHECK)
     for command in (train, check):
@@ -87,12 +135,19 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
     )
-    add_command(commands, "list", "list model families, engines, algorithms, scorers and more", _LIST)
+    add_init(add_command(commands, "init", "write a recipe for your model, prompts and reward", INIT))
+    listed = add_command(commands, "list", "list model families, engines, algorithms, scorers, recipes and more", _LIST)
+    listed.add_argument("what", nargs="?", choices=_LISTED, metavar="WHAT", help=f"one of {', '.join(_LISTED)}")
     docs = add_command(commands, "docs", "write the configuration reference from the schema", _DOCS)
     page = Path("docs/configuration.md")
     docs.add_argument("--out", type=Path, default=page, help=f"file to write (default: {page})")
     add_operations(commands)
+    add_report(commands)
+    add_watch(commands)
     add_score(commands)
+    add_sample(commands)
+    add_eval(commands)
+    add_export(commands)
     add_bench(commands)
     add_simulate(commands)
     add_tune(commands)
@@ -104,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse arguments; `key.path=value` may come after options, too, which argparse alone does not take."""
     parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -116,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     Without `arguments` it is this process's own, and all that is left for the process to do then is to end."""
+    if arguments is None:
+        sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     code = _run(_parse(arguments))
     if arguments is None:
         # Python waits for threads first, that of a model which is still loading say. Nobody can catch a
@@ -133,14 +193,38 @@ def _run(options: argparse.Namespace) -> int:
                 return _train(load(options.recipe, options.overrides))
             case "check":
                 return _check(load(options.recipe, options.overrides), not options.no_probe)
+            case "init":
+                from omni_async.scaffold.init import init
+
+                return init(options)
             case "list":
-                return _list()
+                return _list(options.what)
             case "status" | "scale" | "stop":
                 return operate(options)
+            case "report":
+                from omni_async.report.command import report
+
+                return report(options)
+            case "watch":
+                from omni_async.watch.command import watch
+
+                return watch(options)
             case "score":
                 from omni_async.scoring.command import score
 
                 return score(options)
+            case "sample":
+                from omni_async.evaluation.command import sample
+
+                return sample(options)
+            case "eval":
+                from omni_async.evaluation.command import evaluate
+
+                return evaluate(options)
+            case "export":
+                from omni_async.export.command import export
+
+                return export(options)
             case "bench":
                 from omni_async.bench.command import bench
 
@@ -168,10 +252,29 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _tell("left on Ctrl-C; nothing more is written")
         return 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`); nothing is wrong with the command.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+class _Pipe(io.FileIO):
+    """A file descriptor for output that goes nowhere once its reader has left.
+
+    An error would reach whatever happens to write: rich would end the process, and with it what is still to be done."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)
+
+
+def _outliving_its_reader(stream: Any) -> Any:
+    """Return what writes where `stream`, standard output or error, does. A terminal is left as it is, and None."""
+    if stream is None or stream.isatty():
+        return stream
+    pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(pipe, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 
 def _train(config: Config) -> int:
@@ -183,12 +286,12 @@ def _train(config: Config) -> int:
     inputs = preflight(config)
 
     from omni_async.driver.train import EXIT_CODES, train
-    from omni_async.tracking.mlflow_sink import MlflowUnusableError
     from omni_async.tracking.rundir import RunDirectoryError
+    from omni_async.tracking.sinks.base import SinkUnusableError
 
     try:
         summary = train(inputs)
-    except (RunDirectoryError, MlflowUnusableError) as error:
+    except (RunDirectoryError, SinkUnusableError) as error:
         return _refuse(str(error))
     if summary.status == "failed":
         _tell(f"the run failed: {summary.reason}")
@@ -226,10 +329,14 @@ def _docs(out: Path) -> int:
     return _say(f"wrote {out}")
 
 
-def _list() -> int:
+def _list(what: str | None) -> int:
+    if what == "recipes":
+        from omni_async.scaffold.recipe_list import recipe_lines
+
+        return _say("\n".join(recipe_lines()))
     from omni_async.preflight.listing import listing
 
-    return _say("\n".join(listing()))
+    return _say("\n".join(listing(what)))
 
 
 def _say(text: str) -> int:

@@ -26,6 +26,7 @@ from hypothesis import settings
 # Before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`).
 import omni_async  # noqa: F401
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
+from tests.browser import browser, open_page  # noqa: F401 (fixtures)
 from tests.loops import play
 
 if TYPE_CHECKING:

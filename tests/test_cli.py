@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -20,11 +21,12 @@ from omni_async.config import load
 from omni_async.driver import train as runtime
 from omni_async.families import family_names
 from omni_async.rewards import registry
-from omni_async.tracking.mlflow_sink import MlflowUnusableError
+from omni_async.tracking.sinks.base import SinkUnusableError
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
 from tests.runtime.runtime_world import write_world
 
 ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "recipes" / "quickstart" / "quickstart.yaml")
 
 
 @pytest.fixture
@@ -44,18 +46,12 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_help_names_every_command_and_its_examples_are_accepted_by_the_parser(capsys):
+def test_the_version_is_the_packages_and_the_help_of_a_recipe_names_its_overrides(capsys):
     assert shown(capsys, "--version") == f"omni-async {omni_async.__version__}\n"
-    commands = shown(capsys, "--help")
-    [named] = [action for action in cli._parser()._actions if hasattr(action, "choices") and action.choices]
-    assert named.choices.keys() >= {"train", "check", "bench", "simulate", "tune", "list", "docs"}
-    for command in named.choices:
+    assert "usage: omni-async [-h] [--version] COMMAND ..." in shown(capsys, "--help")
+    for command in ("train", "check"):
         said = shown(capsys, command, "--help")
-        examples = [line for line in said.splitlines() if line.startswith(f"  omni-async {command}")]
-        assert command in commands and examples, command
-        for line in examples:
-            cli._parse(line.split("#")[0].split()[1:])
-        assert command not in ("train", "check") or ("recipe" in said and "key.path=value" in said)
+        assert "recipe" in said and "key.path=value" in said
 
 
 def test_list_names_what_a_recipe_may_say(capsys):
@@ -79,6 +75,48 @@ def test_list_names_what_a_recipe_may_say(capsys):
     *_, algorithms = shown.partition("\nalgorithms\n")
     rows = dict(line.strip().split(maxsplit=1) for line in algorithms.splitlines())
     assert [*rows.items()] == [(name, find_objective(name).summary) for name in objective_names()]
+
+
+def test_a_part_of_the_list_is_shown_alone_and_every_part_can_be_asked_for(capsys):
+    cli.main(["list"])
+    whole = capsys.readouterr().out
+    parts = []
+    for part in cli._LISTED[:-1]:
+        assert cli.main(["list", part]) == 0
+        parts.append(capsys.readouterr().out)
+    assert "".join(parts) == whole and parts[4].startswith("scorers ")
+
+
+def test_the_recipes_of_the_repository_are_listed_with_what_they_want(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # an editable install finds them from anywhere
+    assert cli.main(["list", "recipes"]) == 0
+    heading, *rows = (re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines())
+    assert heading == ["recipe", "family", "algorithm", "reward", "S", "devices", "time"]
+    found = {str(Path(row[0]).relative_to(ROOT / "recipes")): row[1:] for row in rows}
+    assert found.keys() == {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert found["quickstart/quickstart.yaml"] == ["qwen_image", "flow_grpo", "ocr", "2", "none", "about 4 minutes"]
+    assert found["tiny/sd35.yaml"] == ["stable_diffusion_3", "flow_grpo", "jpeg_size", "2", "none", "half a minute"]
+    assert found["qwen_image_ocr/flow_grpo_lora_judge.yaml"][3:] == ["2", "9"]
+    assert found["emulated/remote_judge.yaml"][2:] == ["a profile's", "2", "2 emulated"]  # whose header names a latency
+    assert found["emulated/qwen_image_lora_h800.yaml"][2:] == ["a profile's", "2", "5 emulated"]
+    assert found["quickstart/algorithms/diffusion_dpo_offline.yaml"][2:4] == ["preference pairs", "any"]
+
+
+def test_recipes_where_the_command_is_started_come_first_and_what_is_none_says_why(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "broken.yaml").write_text("trainer: {updtes: 1}")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["list", "recipes"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("recipes/broken.yaml: cannot be used: trainer.updtes")
+
+
+def test_an_installed_package_has_no_recipes_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(omni_async, "__file__", str(tmp_path / "site-packages" / "omni_async" / "__init__.py"))
+    assert cli.main(["list", "recipes"]) == 2
+    refused(capsys, "list recipes: there is no folder `recipes` here, and an installed package has none")
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -121,7 +159,7 @@ def refused(capsys: pytest.CaptureFixture[str], *messages: str) -> None:
         ("trainer.updates=0", "trainer.updates: expected"),
         ("trainer.updtes=5", "trainer.updtes: unknown key; did you mean 'updates'?"),
         ("nonsense", "expected key.path=value"),
-        ("model.path=/nowhere", "model.path: there is no folder /nowhere; a checkpoint of a hub is found"),
+        ("model.path=/nowhere", "model.path: there is no folder /nowhere; a checkpoint of a hub gets there by `hf"),
         ("data.prompts=/nowhere.txt", "data.prompts: no such file: /nowhere.txt"),
         ("algorithm.name=ppo", "algorithm.name: expected one of ['awm', 'dance_grpo', 'diffusion_dpo',"),
     ],
@@ -170,7 +208,7 @@ UNWRITTEN = "omni-async: not everything could be written: trace.json (No space l
         ({"status": "interrupted"}, 130, ""),
         ({"status": "done", "unwritten": FULL}, 1, UNWRITTEN),
         ({"status": "interrupted", "unwritten": FULL}, 1, UNWRITTEN),
-        (MlflowUnusableError("tracking.mlflow: no"), 2, "omni-async: tracking.mlflow: no\n"),
+        (SinkUnusableError("tracking.mlflow: no"), 2, "omni-async: tracking.mlflow: no\n"),
         (KeyboardInterrupt(), 130, "omni-async: left on Ctrl-C; nothing more is written\n"),
     ],
 )
@@ -196,7 +234,7 @@ def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
     program = (
         "import sys, threading, time\n"
         "from omni_async import cli\n"
-        "def listing():\n"
+        "def listing(what):\n"
         "    threading.Thread(target=time.sleep, args=(30,)).start()\n"
         "    threading._register_atexit(lambda: print('ending', flush=True))\n"  # as Python begins to wait for threads
         "    return 0\n"
@@ -212,12 +250,31 @@ def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
     assert process.returncode == -signal.SIGINT
 
 
-def test_a_reader_that_goes_away_is_no_error(recipe):
-    program = f"from omni_async.cli import main; import sys; sys.exit(main(['check', {recipe!r}]))"
-    shell = f'{sys.executable} -c "{program}" | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.stderr == ""
-    assert done.returncode == 0
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["list"], 0),
+        (["--help"], 0),
+        (["check", "recipe.yaml", "--no-probe"], 0),
+        (["simulate", QUICKSTART, "--profile", "qwen_image_lora_h800", "--updates", "8", "--json", "result"], 0),
+        (["check", "missing.yaml"], 2),
+    ],
+    ids=["list", "help", "check", "simulate", "refused"],
+)
+def test_a_reader_that_goes_away_changes_neither_the_exit_code_nor_what_is_written(words, code, recipe, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody:
+        done = subprocess.run(
+            [sys.executable, "-m", "omni_async.cli", *words],
+            stdout=nobody,
+            stderr=nobody if code else subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr or b"") == (code, b"")
+    assert "--json" not in words or b'"results"' in (tmp_path / "result").read_bytes()
 
 
 # ---- docs ------------------------------------------------------------------------------------------------------------

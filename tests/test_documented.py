@@ -17,14 +17,18 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from omni_async import cli
-from omni_async.config import load
+from omni_async.config import load, resolved_yaml
 from omni_async.config.schema import Reward
+from omni_async.families import find_family
 from omni_async.media import Media
+from omni_async.policy import load_policy
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
+from tests.export.export_world import write_checkpoint
 from tests.images import score_all
+from tests.training.training_world import started
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -32,20 +36,23 @@ EMULATED = "recipes/emulated/qwen_image_lora_h800.yaml"
 # What stands for something of the reader's.
 STAND_INS = {
     "RECIPE": EMULATED,
+    "RUN": EMULATED,
     "P": "qwen_image_lora_h800",
     "N": "5",
     "my_recipe.yaml": "recipes/quickstart/quickstart.yaml",
 }
 # Recipes that need what is not in the repository: weights, a checkpoint or a data set that is built, accelerators.
 NEED_MORE = ("recipes/qwen_image_ocr/", "recipes/tiny/", "diffusion_dpo_offline", "gpus=")
-SLOW = ("--updates 1000", "--sweep")
+SLOW = ("--updates 1000", "--sweep", "--what-if")
 
 
 def blocks(page: Path, languages: str) -> Iterator[str]:
     """Yields the fenced code of a page in one of the languages (`|` between them)."""
-    fenced = rf"^ *```(?:{languages})\n(.*?)^ *```$"
+    # Of every language, or the end of one block would be taken for the start of another.
+    fenced = r"^ *```(\w*)\n(.*?)^ *```$"
     for match in re.finditer(fenced, page.read_text(encoding="utf-8"), flags=re.M | re.S):
-        yield textwrap.dedent(match[1])
+        if match[1] in languages.split("|"):
+            yield textwrap.dedent(match[2])
 
 
 def commands() -> Iterator[Any]:
@@ -85,14 +92,28 @@ def snippet(beginning: str) -> str:
 
 def test_the_documentation_shows_every_command() -> None:
     shown = {parameters.values[0][0] for parameters in COMMANDS}
-    assert {"train", "check", "simulate", "tune", "bench", "status", "scale", "stop", "score"} <= shown
+    assert {
+        "train",
+        "check",
+        "simulate",
+        "tune",
+        "bench",
+        "status",
+        "scale",
+        "stop",
+        "score",
+        "report",
+        "watch",
+        "sample",
+        "eval",
+    } <= shown
     assert len(COMMANDS) > 20
 
 
 @pytest.mark.parametrize(("words", "shown"), COMMANDS)
 def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid(words, shown, workplace):
     options = cli._parse(words)
-    recipe = getattr(options, "recipe", None)
+    recipe = None if options.command == "init" else getattr(options, "recipe", None)
     if recipe is not None and not any("expected" in line or line.startswith("omni-async: ") for line in shown):
         load(recipe, options.overrides)
 
@@ -110,6 +131,14 @@ def test_what_is_trained_in_the_documentation_passes_check(words, shown, workpla
         assert " ".join(said.split()) == " ".join(" ".join(shown).split())
     else:
         assert (code, said) == (0, "")
+
+
+def test_the_documented_way_to_a_recipe_of_ones_own_leads_to_one(workplace, capsys):
+    words = next(p.values[0] for p in COMMANDS if p.values[0][0] == "init" and "--model" in p.values[0])
+    assert words[1] == STAND_INS["my_recipe.yaml"]  # which is there
+    assert cli.main([words[0], "own.yaml", *words[2:]]) == 0
+    assert "\nnext:\n  omni-async check own.yaml\n" in capsys.readouterr().out
+    assert load("own.yaml").rollout.sampling.height == 64
 
 
 def test_the_documented_score_command_scores(workplace: Path) -> None:
@@ -184,18 +213,25 @@ def test_code_on_the_page_about_model_families_is_that_of_the_file_it_names(exce
 
 
 def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -> None:
-    """Begins with a checkpoint of the quickstart's last update, whose weights are here those it began with plus one."""
+    """Begins with a quickstart run whose weights are those it began with plus one."""
     import torch
-    import torch.distributed.checkpoint as dcp
-    from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+    from diffusers import QwenImagePipeline
 
-    program = snippet("import omni_async  # first")
-    [folder] = re.findall(r'"(runs/<run-id>/checkpoints/update-\d+/tensors)"', program)
-    assert int(re.findall(r"update-(\d+)", folder)[0]) == load("recipes/quickstart/quickstart.yaml").trainer.updates
-    begun = QwenImageTransformer2DModel.from_pretrained("recipes/quickstart/checkpoint", subfolder="transformer")
-    trained = {name: parameter.data + 1 for name, parameter in begun.named_parameters()}
-    stored = {f"model.transformer.{name}": value for name, value in trained.items()}
-    dcp.save(stored, storage_writer=dcp.HuggingFaceStorageWriter(folder), no_dist=True)
-    exec(program, {})
-    again = QwenImagePipeline.from_pretrained("trained").transformer
-    assert all(torch.equal(parameter, trained[name]) for name, parameter in again.named_parameters())
+    words = next(p.values[0] for p in COMMANDS if p.values[0][0] == "export")
+    config = load("recipes/quickstart/quickstart.yaml")
+    run = Path(words[1])
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(resolved_yaml(config))
+    engine = started(config, load_policy(find_family("qwen_image"), config.model.path))
+    with torch.no_grad():
+        for parameter in engine._model.trainable.values():
+            parameter.add_(1)
+    write_checkpoint(run, config, engine)
+    assert cli.main(words) == 0
+    [program] = blocks(ROOT / "docs" / "export.md", "python")
+    made: dict[str, Any] = {}
+    exec(program, made)
+    assert isinstance(made["pipeline"], QwenImagePipeline)
+    trained = engine._model.trainable
+    for name, parameter in made["pipeline"].transformer.named_parameters():
+        assert torch.equal(parameter, trained[f"transformer.{name}"])

@@ -6,6 +6,7 @@ A plain object satisfies the Protocols in one process, and a proxy does across R
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -171,6 +172,7 @@ class Tracer:
         self._coordinator = coordinator
         self._clock = clock
         self._spans: list[Span] = []
+        self.seconds: dict[str, float] = defaultdict(float)  # of all spans so far, by kind
 
     @contextmanager
     def span(self, kind: str, **args: Any) -> Iterator[None]:
@@ -188,6 +190,7 @@ class Tracer:
             start: in the clock's seconds.
             end: likewise.
             args: facts to show with it, such as `version`."""
+        self.seconds[kind] += end - start
         if kind not in ("starved", "backpressured") or end - start >= _SHORTEST_WAIT_S:
             self._spans.append(Span(self.actor, kind, start, end, args))
 

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from omni_async.actors.api import CoordinatorApi, RankApi, Tracer, UpdateRule
 from omni_async.aio.waiting import is_cancelled
+from omni_async.checkpoint.best import worth_keeping
 from omni_async.checkpoint.folders import folder_name, partial, put_in_place, rotate, write_manifest
 from omni_async.checkpoint.state import State, made_with, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
@@ -111,11 +112,14 @@ class Checkpointer:
             stripped, self.config.model.pipeline, self.config.algorithm.name, engine, rule, made_with(self.config)
         )
 
+        def best(versions: set[int]) -> set[int]:
+            return worth_keeping(self.config, versions, control)
+
         def complete() -> None:
             write_state(unfinished, state)
             write_manifest(unfinished)
             put_in_place(folder)
-            rotate(self.checkpoints, self.config.checkpoint.keep, folder)
+            rotate(self.checkpoints, self.config.checkpoint.keep, folder, best)
 
         await asyncio.to_thread(complete)
 

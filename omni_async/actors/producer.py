@@ -191,6 +191,7 @@ class Producer:
             finished,
             sample=request.sample_id,
             versions=str(oldest) if oldest == newest else f"{oldest}..{newest}",
+            version_steps=versions.spans,
             trajectory_bytes=nbytes(found.tensors),
             media_bytes=nbytes(media),
         )

@@ -116,7 +116,7 @@ class Rank:
         for group in self._spent:
             del self._fetched[group]
         self._spent.clear()
-        return await self._in_thread(lambda: self._engine.step(grad_scale))
+        return await self._in_thread(lambda: {**self._engine.step(grad_scale), **self._engine.operations()})
 
     async def discard(self) -> None:
         self._spent.clear()

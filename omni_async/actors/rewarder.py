@@ -13,6 +13,7 @@ run then, while engines still load.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omni_async.actors.api import CoordinatorApi, Tracer
@@ -164,8 +165,8 @@ class Rewarder:
         except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
             return Failure(f"{type(error).__name__}: {error}")
 
-    def _record_call(self, scorer: str, samples: int, start: float, end: float) -> None:
-        self._tracer.add("score", start, end, samples=samples, scorer=scorer)
+    def _record_call(self, scorer: str, prompts: Sequence[int], start: float, end: float) -> None:
+        self._tracer.add("score", start, end, samples=len(prompts), scorer=scorer, prompts=sorted({*prompts}))
 
     async def _report_scorers(self) -> None:
         await self.coordinator.report_scorers(self.name, self._panel.take_reports())

@@ -21,6 +21,7 @@ from omni_async.actors.publisher import WeightPublisher
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
+from omni_async.checkpoint.best import is_due
 from omni_async.checkpoint.state import fitting, read_state
 from omni_async.config import Config
 from omni_async.layout import ParallelLayout
@@ -59,6 +60,7 @@ class Trainer:
         self._version = 0
         self._preempt = False
         self._saved: int | None = None
+        self._updated: float | None = None  # when the last update was made
 
     async def start(self) -> None:
         """Load the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
@@ -83,7 +85,7 @@ class Trainer:
                     every = self.config.weights.publish_every
                     if self._version % every == 0 or self._version == self.config.trainer.updates:
                         await self._publish()
-                    if self._version % self.config.checkpoint.every == 0:
+                    if is_due(self.config, self._version):
                         await self._save()
                 if self._saved != self._version:
                     await self._save()
@@ -109,7 +111,7 @@ class Trainer:
 
     async def _update(self) -> bool:
         """Make one update. Returns False if the run is over, even before its last group came."""
-        started = self.clock.now()
+        started, computed_before = self.clock.now(), self._computing_s
         update = self.rule.begin(self._version, self._tracer, lambda: self._preempt)
         while update.missing:
             with self._tracer.span("starved"):
@@ -127,10 +129,34 @@ class Trainer:
         self._require_same_arithmetic(metrics)
         self._version += 1
         await self._warn(metrics)
+        metrics = self._with_utilisation(metrics, self._computing_s - computed_before)
         trained = tuple(group.group for group in update.groups)
         return await self.coordinator.update_done(
             UpdateReport(self._version, trained, metrics, started, self.clock.now())
         )
+
+    @property
+    def _computing_s(self) -> float:
+        """Return the seconds that groups and optimizer steps have taken so far."""
+        return sum(self._tracer.seconds[kind] for kind in ("proximal", "train"))
+
+    def _with_utilisation(self, metrics: dict[str, float], computing_s: float) -> dict[str, float]:
+        """Return the metrics with what a rank computed per second in place of the operations that ranks counted.
+
+        `tflops/trainer` while it computes; `mfu/trainer` is the share of the most that its device can do, and
+        `mfu/overall` the same from update to update, waits included. They are missing where nothing is known."""
+        now, since = self.clock.now(), self._updated
+        self._updated = now
+        found = {name: value for name, value in metrics.items() if name not in ("flops/sum", "peak_tflops")}
+        per_rank, peak = metrics.get("flops/sum", 0.0) / len(self.ranks) / 1e12, metrics.get("peak_tflops")
+        if not per_rank or computing_s <= 0:
+            return found
+        found["tflops/trainer"] = per_rank / computing_s
+        if peak is not None:
+            found["mfu/trainer"] = per_rank / computing_s / peak
+            if since is not None:
+                found["mfu/overall"] = per_rank / (now - since) / peak
+        return found
 
     async def _add(self, update: PolicyUpdate, group: ReadyGroup) -> None:
         try:

@@ -212,13 +212,16 @@ def _in_groups(values: list[Any], size: int) -> list[Any]:
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of an update's optimizer steps.
 
-    Maxima stay maxima, everything else is averaged over the steps that have it (steps of other windows have other
-    metrics per denoising step)."""
+    Maxima stay maxima and sums are added up; everything else is averaged over the steps that have it (steps of other
+    windows have other metrics per denoising step)."""
     columns: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():
             columns.setdefault(name, []).append(value)
-    return {
-        name: max(column) if name.endswith(("/max", "/absmax")) else sum(column) / len(column)
-        for name, column in columns.items()
-    }
+    return {name: _merged(name, column) for name, column in columns.items()}
+
+
+def _merged(name: str, column: list[float]) -> float:
+    if name.endswith(("/max", "/absmax")):
+        return max(column)
+    return sum(column) if name.endswith("/sum") else sum(column) / len(column)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from omni_async.command_line import add_command
 from omni_async.config import ConfigError
 
 _BENCH = """\
@@ -48,17 +49,9 @@ configuration or usage, 130 interrupted.
 
 def add_bench(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    raw = argparse.RawDescriptionHelpFormatter
-    bench = commands.add_parser(
-        "bench", help="measure a recipe on this machine", description=_BENCH, formatter_class=raw
-    )
+    bench = add_command(commands, "bench", "measure a recipe on this machine", _BENCH)
     kinds = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    overlap = kinds.add_parser(
-        "overlap",
-        help="the schedules side by side: what overlapping the stages gains",
-        description=_OVERLAP,
-        formatter_class=raw,
-    )
+    overlap = add_command(kinds, "overlap", "the schedules side by side: what overlapping the stages gains", _OVERLAP)
     add = overlap.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file; with --report the folder of a benchmark")
     add(

@@ -39,6 +39,7 @@ _LEAN = (
     "tracking.mlflow.enabled=false",
     "validation=null",
     "checkpoint.keep=1",
+    "checkpoint.keep_best=0",
     "checkpoint.resume=null",
     "staleness.exact=false",
 )

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -43,16 +43,23 @@ def _aside(folder: Path) -> Path:
 
 def newest_first(checkpoints: Path) -> Iterator[Path]:
     """Yield the paths; one aside if the process was killed before another of its version was at the final path."""
-    found = _by_version(checkpoints)
-    yield from (found[version] for version in sorted(found, reverse=True))
+    yield from by_version(checkpoints).values()
+
+
+def version_of(folder: Path) -> int | None:
+    """Return the version of a checkpoint by its folder's name; None if no checkpoint is called so."""
+    match = _NAME.fullmatch(folder.name) or _ASIDE.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def newest_version(checkpoints: Path) -> int:
     """Return the version of the newest checkpoint, by its name; 0 if there is none."""
-    return max(_by_version(checkpoints), default=0)
+    return max(by_version(checkpoints), default=0)
 
 
-def _by_version(checkpoints: Path) -> dict[int, Path]:
+def by_version(checkpoints: Path) -> dict[int, Path]:
+    """Return the path of every version, the newest first, as `newest_first` yields them."""
+
     def matching(name: re.Pattern[str]) -> dict[int, Path]:
         return {
             int(match[1]): path
@@ -60,7 +67,7 @@ def _by_version(checkpoints: Path) -> dict[int, Path]:
             if (match := name.fullmatch(path.name)) and path.is_dir()
         }
 
-    return matching(_ASIDE) | matching(_NAME)
+    return dict(sorted((matching(_ASIDE) | matching(_NAME)).items(), reverse=True))
 
 
 def require_whole(folder: Path) -> None:
@@ -71,8 +78,8 @@ def require_whole(folder: Path) -> None:
     check_groups(folder, state)
 
 
-def rotate(checkpoints: Path, keep: int, written: Path) -> None:
-    """Remove all checkpoints but `written` and the newest ones before it, and what was never finished.
+def rotate(checkpoints: Path, keep: int, written: Path, besides: Callable[[set[int]], set[int]] | None = None) -> None:
+    """Remove all checkpoints but `written`, the newest before it and those asked for, and what was never finished.
 
     Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used:
     their updates no longer exist, nor do the lines of the ledger that their states count. Left there, they would come
@@ -81,9 +88,12 @@ def rotate(checkpoints: Path, keep: int, written: Path) -> None:
     Args:
         checkpoints: the run's folder of them.
         keep: how many stay, `written` included.
-        written: the one just written, at its final path."""
+        written: the one just written, at its final path.
+        besides: returns which others of these versions, none of them later than `written`, stay too."""
     found = [*newest_first(checkpoints)]
-    kept = found[found.index(written) :][:keep]
+    usable = found[found.index(written) :]
+    wanted = besides({version for path in usable if (version := version_of(path)) is not None}) if besides else set()
+    kept = [path for number, path in enumerate(usable) if number < keep or version_of(path) in wanted]
     for folder in (*found, *checkpoints.glob(".update-*")):
         if folder not in kept:
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -22,7 +23,7 @@ def downloaded(given: str) -> Path | None:
 
 
 def no_checkpoint(folder: Path) -> str:
-    """Say that `folder` is no checkpoint, and what to do where it may be a hub's `owner/name`."""
+    """Say that `folder` is no checkpoint, and how to get one where there is no folder."""
     why = f"model.path: {folder} is not a checkpoint folder in diffusers layout: it has no model_index.json"
     if folder.exists():
         return why
@@ -30,9 +31,17 @@ def no_checkpoint(folder: Path) -> str:
 
 
 def how_to_get(folder: Path) -> str:
-    """Say that there is no such folder, and what to do where it may be a hub's `owner/name`."""
-    name = "/".join(folder.parts[-2:])
+    """Say that there is no such folder, and how a checkpoint of a hub gets there, or is found by its name.
+
+    A relative `owner/name` is what somebody typed, and may be a hub's. What a recipe says is absolute by now, and names
+    no owner: `models` in `../../models/Qwen-Image` is none."""
+    if not folder.parent.exists() and _ID.fullmatch(str(folder)):
+        return (
+            f"there is no folder {folder}, nor a checkpoint of that name in the hub's cache on this machine, where"
+            f" `hf download {folder}` puts one"
+        )
     return (
-        f"there is no folder {folder}; a checkpoint of a hub is found by its name in the hub's cache on this machine,"
-        f" once `hf download {name}` has put it there"
+        f"there is no folder {folder}; a checkpoint of a hub gets there by"
+        f" `hf download OWNER/NAME --local-dir {shlex.quote(str(folder))}`, or is found as OWNER/NAME in the hub's"
+        " cache on this machine after `hf download OWNER/NAME`"
     )

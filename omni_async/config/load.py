@@ -27,7 +27,7 @@ from omni_async.config.redact import redact, shown
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.config.tree import errors_of, read_tree
+from omni_async.config.tree import errors_of, overridden, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
 from omni_async.entry_points import did_you_mean, find_registered, registered_names
 from omni_async.families import family_names, find_family
@@ -50,12 +50,32 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Imports nothing heavy. Raises ConfigError, one line."""
     tree = read_tree(Path(path), overrides)
     with errors_of(Path(path)):
-        config = decode(tree, Config)
-        _require_no_contradiction(config, overrides)
-        config = apply_schedule(_with_program(_with_roles(with_settings(with_spec(config)))))
+        config = _resolved(tree, overrides)
         if problem := check(config):
             raise ConfigError(problem)
     return config
+
+
+def of_model(folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration that names the checkpoint in `folder`, and has every other key's default.
+
+    It is for drawing samples: what training needs is neither there nor checked.
+
+    Args:
+        folder: absolute, in diffusers layout.
+        overrides: as `load` takes them.
+
+    Raises:
+        ConfigError: one line that begins with the folder."""
+    tree = overridden({"model": {"path": str(folder)}, "data": {}}, overrides, folder)
+    with errors_of(folder):
+        return _resolved(tree, overrides)
+
+
+def _resolved(tree: dict[str, Any], overrides: Sequence[str]) -> Config:
+    config = decode(tree, Config)
+    _require_no_contradiction(config, overrides)
+    return apply_schedule(_with_program(_with_roles(with_settings(with_spec(config)))))
 
 
 def _require_no_contradiction(config: Config, overrides: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from omni_async.config.section import (
     Section,
     SizeText,
     Updates,
+    Url,
     Workers,
     bytes_of,
     most,
@@ -172,6 +173,9 @@ class Checkpoint(Section, kw_only=True, frozen=True):
     """Updates between checkpoints (one is always written at the end and on interruption)."""
     keep: Updates = 3
     """Newest checkpoints kept."""
+    keep_best: Annotated[int, most(1000, ge=0)] = 1
+    """Checkpoints of the highest validation reward kept besides; every validated version gets one then. 0: none, and
+    validation has no checkpoints of its own."""
     resume: Plain | None = None
     """`auto`: go on with the newest run of this name that is not done and has a checkpoint to go on from, or start one,
     and say what was passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run from
@@ -187,9 +191,50 @@ class Mlflow(Section, kw_only=True, frozen=True):
     """Experiment name."""
 
 
+class Wandb(Section, kw_only=True, frozen=True):
+    enabled: bool = False
+    """Log to Weights & Biases."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline`: into the run folder, for `wandb sync`; nothing is sent. `online`: to the server."""
+    project: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\x00-\x1f\x7f/\\#?%:]{1,128}\Z",
+            extra={"why": "1 to 128 characters, none of / \\ # ? % :"},
+        ),
+    ] = "omni_async"
+    """Project name."""
+    entity: Plain | None = None
+    """Team or user; null: the account's own."""
+    api_key: Plain | None = None
+    """`env:WANDB_API_KEY`, say; null: what `wandb login` stored."""
+    base_url: Url | None = None
+    """A server of your own; null: that of Weights & Biases."""
+
+
+class Tensorboard(Section, kw_only=True, frozen=True):
+    enabled: bool = False
+    """Write event files for TensorBoard into `tensorboard` in the run folder."""
+
+
+class Prometheus(Section, kw_only=True, frozen=True):
+    enabled: bool = False
+    """Serve the newest numbers at `http://host:port/metrics` while the run lasts."""
+    host: Plain = "127.0.0.1"
+    """Address to listen at; it is not protected, so another one than loopback only in a network you trust."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 9464
+    """Port; 0: any free one, which the console says."""
+
+
 class Tracking(Section, kw_only=True, frozen=True):
     mlflow: Mlflow = Mlflow()
     """MLflow."""
+    wandb: Wandb = Wandb()
+    """Weights & Biases."""
+    tensorboard: Tensorboard = Tensorboard()
+    """TensorBoard."""
+    prometheus: Prometheus = Prometheus()
+    """Prometheus."""
     images_every: Updates = 10
     """Updates between image grids."""
     images: Annotated[int, Meta(ge=1, le=256)] = 16
@@ -266,7 +311,7 @@ class Config(Section, kw_only=True, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints to continue from."""
     tracking: Tracking = Tracking()
-    """MLflow and image grids."""
+    """Where numbers and images go besides the run folder."""
     emulation: Emulation | None = None
     """Replace engines, scorers and trainer ranks by emulated devices that take a profile's time; everything between
     them stays real."""

@@ -352,6 +352,9 @@ class Trainer(Section, kw_only=True, frozen=True):
     exact."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward."""
+    peak_tflops: Annotated[float, most(1_000_000, gt=0)] | None = None
+    """TFLOP/s that a rank's device can do at most in `model.dtype`, of which `mfu` is a share. Null: the data sheet's,
+    where the device is a known one and computes in bfloat16."""
     ema: Ema | None = None
     """Keep an exponential moving average of the trained weights, saved with every checkpoint."""
     optimizer: Optimizer = Optimizer()

@@ -47,9 +47,13 @@ _MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines cou
 
 def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Read the recipe at `path` and set what the overrides `a.b.c=value` say. Raises ConfigError."""
-    tree = _read(path)
+    return overridden(_read(path), overrides, path)
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> dict[str, Any]:
+    """Set in `tree`, which is named `path` in errors, what the overrides say, and return it. Raises ConfigError."""
     for override in overrides:
-        key = _set_override(tree, override)
+        key = set_override(tree, override)
         for below in _PATHS:
             if below == key or below.startswith(f"{key}."):
                 _anchor(tree, below, Path.cwd())
@@ -107,7 +111,7 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _set_override(tree: dict[str, Any], override: str) -> str:
+def set_override(tree: dict[str, Any], override: str) -> str:
     """Apply `a.b.c=value` (value in YAML) to the tree; return the path."""
     path, separator, value = override.partition("=")
     path = path.strip()
@@ -168,6 +172,11 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
     section[key] = _resolved(path, given, folder, hub=path == "model.path")
 
 
+def path_params(scorer: str) -> tuple[str, ...]:
+    """Return the parameters of a scorer that are paths; those of a `module:Class` are its own business."""
+    return () if ":" in scorer else _OWN_PATHS.get(scorer, _SCORER_PATHS)
+
+
 def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
     """Make the paths of servers' models, and in the parameters of scorers, absolute."""
     section = tree.get("reward")
@@ -178,9 +187,9 @@ def _anchor_scorers(tree: dict[str, Any], folder: Path) -> None:
     scorers = section.get("scorers") if isinstance(section, dict) else None
     for number, scorer in enumerate(scorers if isinstance(scorers, list) else []):
         params = scorer.get("params") if isinstance(scorer, dict) else None
-        if not isinstance(params, dict) or ":" in str(scorer.get("name", "")):
+        if not isinstance(params, dict):
             continue
-        for key in _OWN_PATHS.get(str(scorer.get("name")), _SCORER_PATHS):
+        for key in path_params(str(scorer.get("name", ""))):
             given = params.get(key)
             if isinstance(given, str) and not given.startswith(REFERENCE):
                 params[key] = _resolved(f"reward.scorers.{number}.params.{key}", given, folder, hub=True)

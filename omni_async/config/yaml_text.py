@@ -97,6 +97,9 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: a value does not fit its type: {error!r}") from None
 
 
-def to_yaml(tree: Any) -> str:
-    """Dump plain data as YAML that `parse_yaml` reads back as the same data."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def to_yaml(tree: Any, compact: bool = False) -> str:
+    """Dump plain data as YAML that `parse_yaml` reads back as the same data.
+
+    `compact`: lists and mappings of plain values take a line each."""
+    style = None if compact else False
+    return yaml.dump(tree, Dumper=_Dumper, default_flow_style=style, sort_keys=False, allow_unicode=True)

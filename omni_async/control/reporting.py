@@ -57,10 +57,13 @@ def update_event(
 
 def round_event(finished: ValidationRound, num_shown: int) -> tuple[dict[str, Any], tuple[Shown, ...]]:
     """Return a round's event data, and up to `num_shown` of its scored samples."""
+    samples, error = finished.precision()
     data = {
         "version": finished.version,
         "versions": list(finished.versions),
         "parts": finished.means(),
+        "samples": samples,
+        "standard_error": error,
         "failed": len(finished.failed),
     }
     shown = [

@@ -5,8 +5,10 @@ Rounds take no slot and nothing waits for them, except the end of the run.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from statistics import stdev
 
 from omni_async.config import Config
 from omni_async.control.sample_table import SampleSet, SampleState
@@ -47,6 +49,18 @@ class ValidationRound(SampleSet):
         scores = [sample.score for sample in self.samples if sample.score is not None]
         reward = {"reward": sum(score.value for score in scores) / len(scores)} if scores else {}
         return reward | mean_parts(scores) | reward  # a part of that name does not take its place
+
+    def precision(self) -> tuple[int, float | None]:
+        """Return how many samples were scored, and the standard error of their mean reward; None of one prompt.
+
+        Prompts are what differs independently: it is that of the mean over the prompts' own means."""
+        rewards: dict[int, list[float]] = defaultdict(list)
+        for sample in self.samples:
+            if sample.score is not None:
+                rewards[sample.request.prompt.index].append(sample.score.value)
+        means = [sum(values) / len(values) for values in rewards.values()]
+        error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+        return sum(map(len, rewards.values())), error
 
     @property
     def versions(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,8 +26,9 @@ from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
 from omni_async.tracking.attempts import Fault
 from omni_async.tracking.console import Console, UpdateView
-from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory, SpanLog, append_jsonl
+from omni_async.tracking.sinks.feed import Sinks
+from omni_async.tracking.stages import StageSeconds
 from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, read_ending, summarise
 from omni_async.tracking.timeline import busy_fractions
 from omni_async.tracking.vanishing import GradientWatch
@@ -51,7 +52,7 @@ class Observer:
         config: Config,
         run: RunDirectory,
         console: Console,
-        mlflow: MlflowSink | None,
+        sinks: Sinks,
         clock: Clock,
         start: ControlState | None = None,
         owns: bool = True,
@@ -59,18 +60,19 @@ class Observer:
         self._config = config
         self._run = run
         self._console, self.tell = console, console.note
-        self._mlflow = mlflow
+        self._sinks = sinks
         self._clock = clock
         self._roles = (*WORKING, *(role.name for role in config.roles))
         self.owns = owns
         self.has_something = owns  # to record, even if recording it failed
         self.made = 0  # updates of this attempt, including those that were lost again
-        self._held_rounds: list[tuple[dict[str, float], int]] = []
+        self._held_rounds: list[tuple[dict[str, float], int, dict[str, float | None]]] = []
         self._untaken: deque[RunEvent] = deque()
-        self._samples = SampleFiles(run, mlflow, console.note)
+        self._samples = SampleFiles(run, sinks, console.note)
         if self.owns:
             self._samples.may_save.set()
         self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
+        self._stages = StageSeconds()
         start = start or ControlState()
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
         self._untimed_images = 0 if self._wall_before else start.images
@@ -79,12 +81,17 @@ class Observer:
         self.faults: list[Fault] = []
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
-        self.recall(start)
+        self._go_on_from(start)
 
     def recall(self, start: ControlState) -> None:
         """Reset to the state of the run in the checkpoint.
 
         Spans and faults of this process are all kept; validation rounds that were held are made again."""
+        self._go_on_from(start)
+        if self.owns:
+            self._sinks.begin(start.version)
+
+    def _go_on_from(self, start: ControlState) -> None:
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
         self._told: dict[str, Any] | None = None  # by a role, and when: that its scorer is down, say
@@ -113,7 +120,7 @@ class Observer:
             )
 
     def take_over(self) -> None:
-        """Make the folder and the MLflow run this attempt's, with what was held, because there is something to record.
+        """Make the folder and the trackers' run this attempt's, with what was held: there is something to record.
 
         Raises RunDirectoryError if that fails."""
         if self.owns:
@@ -122,13 +129,12 @@ class Observer:
         self._run.take_over(self._config, self._start.version, self._start.validated)
         self.owns = True
         self.spans.begin_file()
-        if self._mlflow:
-            self._mlflow.begin()
+        self._sinks.begin(self._start.version)
         for fault in self.faults:
             append_jsonl(self._run.faults, fault)
         held, self._held_rounds = self._held_rounds, []
-        for numbers, version in held:
-            self._log(numbers, version)
+        for numbers, version, precision in held:
+            self._log(numbers, version, precision)
         self._samples.may_save.set()
 
     def fault(self, fault: Fault) -> None:
@@ -175,6 +181,7 @@ class Observer:
                 self._console.phase(event.data["text"])
             case "spans":
                 self.spans.add(event.data["spans"])
+                self._stages.add(event.data["spans"])
             case "update":
                 self._update(event.data)
             case "validation":
@@ -222,14 +229,14 @@ class Observer:
             "update_s": data["finished"] - data["started"],
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],
+            **self._stages.take(),
             **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
             **{f"buffers/{name}": held["reserved"] for name, held in buffers.items() if "reserved" in held},
             "buffers/bytes_held/max": buffers["bytes"]["most"],
         }
         more = {name: data[name] for name in ("finished", "conservation")}
         self._run.append_metrics(version, {**numbers, **more})
-        if self._mlflow:
-            self._mlflow.log_metrics(numbers, version)
+        self._sinks.metrics(numbers, version)
         self._latest = numbers
         if (warning := self._gradients.take(version, data["metrics"])) is not None:
             self._console.note(warning)
@@ -310,15 +317,15 @@ class Observer:
         self._validation.append(ValidationPoint(data["version"], value, parts))
         self._console.validation(data["version"], value, parts)
         numbers = {f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}
+        precision = {name: data[name] for name in ("samples", "standard_error")}
         if self.owns:
-            self._log(numbers, data["version"])
+            self._log(numbers, data["version"], precision)
         else:
-            self._held_rounds.append((numbers, data["version"]))
+            self._held_rounds.append((numbers, data["version"], precision))
 
-    def _log(self, numbers: dict[str, float], version: int) -> None:
-        self._run.append_metrics(version, numbers)
-        if self._mlflow:
-            self._mlflow.log_metrics(numbers, version)
+    def _log(self, numbers: dict[str, float], version: int, more: Mapping[str, float | None]) -> None:
+        self._run.append_metrics(version, {**numbers, **more})
+        self._sinks.metrics(numbers, version)
 
     def summary(
         self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]

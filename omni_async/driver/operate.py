@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from omni_async.checkpoint.folders import newest_first
+from omni_async.command_line import add_command
 from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
 from omni_async.config.section import size_text
 from omni_async.driver.control_socket import MOST_WORKERS, ControlError, NotRunning, Request, ask
+from omni_async.driver.next_steps import next_steps
 from omni_async.role_table import scalable_roles
 from omni_async.tracking.console import columns, duration, validated, validation_curve
 from omni_async.tracking.rundir import RunDirectory
@@ -51,21 +53,6 @@ with it:
 """
 
 
-def add_command(commands: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
-    """Add a command, and return the parser of its arguments.
-
-    Args:
-        commands: what argparse's `add_subparsers` returned.
-        name: what is typed.
-        purpose: its line in the list of commands.
-        description: its own help, shown with the line breaks that it has."""
-    raw = argparse.RawDescriptionHelpFormatter
-    added: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose, description=description, formatter_class=raw
-    )
-    return added
-
-
 def add_operations(commands: Any) -> None:
     status = add_command(commands, "status", "say how a job is, or how it ended", _STATUS)
     scale = add_command(commands, "scale", "change a running job's engines or reward workers", _SCALE)
@@ -92,7 +79,8 @@ def operate(options: argparse.Namespace) -> int:
             raise ConfigError(str(error)) from None
         if options.json:
             return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
-        return _say(map(one_line, left_behind_lines(found)))
+        lines = map(one_line, left_behind_lines(found))
+        return _say([*lines, *(() if found.running else next_steps(RunDirectory(options.run)))])
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:

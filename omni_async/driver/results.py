@@ -22,15 +22,15 @@ from omni_async.performance.profile import encode_profile, is_empty
 from omni_async.runtime.inputs import RunInputs
 from omni_async.tracking.attempts import Attempt
 from omni_async.tracking.files import write_atomic
-from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
+from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.summary import Summary, write_summary
 from omni_async.tracking.timeline import write_trace
 from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
 
-# For MLflow, in a run that leaves at once and in one that ends in order.
+# For the trackers, in a run that leaves at once and in one that ends in order.
 _SOON_S = 3.0
 _IN_ORDER_S = 60.0
 
@@ -41,7 +41,7 @@ class Results:
 
     run: RunDirectory
     inputs: RunInputs
-    mlflow: MlflowSink | None
+    sinks: Sinks
     at_once: bool
     _unwritten: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -75,7 +75,7 @@ class Results:
             self._try_to_write(path, lambda: write_summary(path, summary))
         if observer.owns and path.name not in self._unwritten:
             self._remove(lambda: self.run.former_summary.unlink(missing_ok=True))
-        self._end_mlflow(observer, summary)
+        self._end_tracking(observer, summary)
         return replace(summary, unwritten=self._unwritten)
 
     def _write_from_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
@@ -117,15 +117,13 @@ class Results:
             self._unwritten[path.name] = why or f"{type(error).__name__}: {error}"
         return path.name not in self._unwritten
 
-    def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
-        """End the run in MLflow.
+    def _end_tracking(self, observer: Observer, summary: Summary) -> None:
+        """End the run in the trackers.
 
         If the attempt has nothing to record it never began there, and `finish` leaves it as it is."""
-        if self.mlflow is None:
-            return
         run = self.run
         if observer.owns and not self.at_once:
             for path in (run.config_yaml, run.summary, run.profile, run.trace):
                 if path.exists() and path.name not in self._unwritten:
-                    self.mlflow.log_artifact(path)
-        self.mlflow.finish(summary.status, _SOON_S if self.at_once else _IN_ORDER_S)
+                    self.sinks.artifact(path)
+        self.sinks.finish(summary.status, _SOON_S if self.at_once else _IN_ORDER_S)

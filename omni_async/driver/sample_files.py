@@ -10,18 +10,19 @@ this attempt's). What cannot be drawn or written is reported and ends nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_async.control.events import RunEvent
+from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
 from omni_async.store import ObjectStore
 from omni_async.tracking.images import caption, image_grid, tile, write_media
-from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.sinks.feed import Sinks
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ _PARTS = {".png": "image", ".mp4": "video", ".wav": "audio"}
 
 
 class SampleFiles:
-    def __init__(self, run: RunDirectory, mlflow: MlflowSink | None, note: Callable[[str], None]) -> None:
+    def __init__(self, run: RunDirectory, sinks: Sinks, note: Callable[[str], None]) -> None:
         self.may_save = asyncio.Event()
         self._run = run
-        self._mlflow = mlflow
+        self._sinks = sinks
         self._note = note
         self._drawing: set[asyncio.Task[None]] = set()
 
@@ -66,25 +67,32 @@ class SampleFiles:
         tiles = await asyncio.to_thread(lambda: [tile(one) for one in media])
         grid = await asyncio.to_thread(image_grid, list(zip(tiles, captions, strict=True)))
         await self.may_save.wait()
-        await asyncio.to_thread(self._save, grid, media, [one.prompt for one in event.shown], kind, version)
+        await asyncio.to_thread(self._save, grid, media, event.shown, kind, version)
 
-    def _save(self, grid: Image, media: list[Media], prompts: list[Prompt], kind: str, version: int) -> None:
+    def _save(self, grid: Image, media: list[Media], shown: Sequence[Shown], kind: str, version: int) -> None:
         name = f"{kind}-{version:06d}"
         grid.save(self._run.samples / f"{name}.png")
-        if self._mlflow:
-            self._mlflow.log_image(grid, kind, version)
+        self._sinks.image(grid, kind, version)
         rows = []
-        for number, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
+        for number, (one, sample) in enumerate(zip(media, shown, strict=True)):
             files = write_media(one, self._run.samples / f"{name}-{number:02d}")
-            rows.append(_row(prompt, files))
+            rows.append(_row(sample, files))
             for file in files:
-                if self._mlflow and file.suffix != ".png":  # the grid has images
-                    self._mlflow.log_artifact(file, self._run.samples.name)
+                if file.suffix != ".png":  # the grid has images
+                    self._sinks.media(file, kind, version)
         (self._run.samples / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
-def _row(prompt: Prompt, files: list[Path]) -> dict[str, Any]:
-    """Return a sample's row in the table: the fields of its prompt, and its files, which lie beside the table."""
+def _row(shown: Shown, files: list[Path]) -> dict[str, Any]:
+    """Return the row of a sample with its reward."""
+    row = sample_row(shown.prompt, files)
+    if math.isfinite(shown.score.value):
+        row["reward"] = shown.score.value
+    return row
+
+
+def sample_row(prompt: Prompt, files: list[Path]) -> dict[str, Any]:
+    """Return a sample's row in a table: the fields of its prompt, and its files, which lie beside the table."""
     row: dict[str, Any] = {"prompt": prompt.text}
     if prompt.target is not None:
         row["target"] = prompt.target

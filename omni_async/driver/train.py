@@ -4,7 +4,7 @@ Brings a cluster up, runs it to its end, records what happens.
 
 In one process a run has one attempt after another, each on a cluster of its own, until it ends or has lost a part too
 often: an attempt that loses its trainer or its coordinator is followed by one that goes on from the last checkpoint, in
-the same folder, ledger and MLflow run. All of them are one attempt of the command, a line of `attempts.jsonl`.
+the same folder, ledger and runs of trackers. All of them are one attempt of the command, a line of `attempts.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import sys
 from itertools import count
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -24,8 +23,11 @@ from omni_async.aio.clock import WallClock
 from omni_async.aio.waiting import Stopped, is_cancelled, unless
 from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import CheckpointError
-from omni_async.config import Config, ConfigError
+from omni_async.config import ConfigError
+from omni_async.config.changed import changed
+from omni_async.config.redact import redact
 from omni_async.driver.control_socket import ControlSocket
+from omni_async.driver.next_steps import next_steps
 from omni_async.driver.observer import Observer
 from omni_async.driver.results import Results
 from omni_async.driver.session import Ending, Interruption, Session, describe, interrupts, listen
@@ -38,8 +40,10 @@ from omni_async.tracking.attempts import Attempt, Fault
 from omni_async.tracking.console import Console, validation_curve
 from omni_async.tracking.live_console import for_stream
 from omni_async.tracking.memory import MemorySampler
-from omni_async.tracking.mlflow_sink import MlflowSink, MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.sinks.base import About, SinkUnusableError
+from omni_async.tracking.sinks.feed import Sinks
+from omni_async.tracking.sinks.registry import enabled, open_sinks
 from omni_async.tracking.summary import Summary
 
 logger = logging.getLogger(__name__)
@@ -71,7 +75,7 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     """Run to the end.
 
-    Raises RunDirectoryError, MlflowUnusableError, or ConfigError for what only the cluster could tell, before anything
+    Raises RunDirectoryError, SinkUnusableError, or ConfigError for what only the cluster could tell, before anything
     is generated; every other failure is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
@@ -99,17 +103,14 @@ class _Run:
         self._clock = WallClock()
         self._began = self._clock.now()
         self._restarts = Restarts(inputs.config.run.restarts, self._clock)
-        self._opening: asyncio.Task[MlflowSink] | None = None
-        self._mlflow: MlflowSink | None = None
+        self._opening: asyncio.Task[Sinks] | None = None
+        self._sinks: Sinks | None = None
         self._observer: Observer | None = None
 
     async def to_its_end(self) -> Summary:
-        config = self._config
         async with interrupts(self._console.note) as interrupted:
-            if config.tracking.mlflow.enabled:
-                self._opening = asyncio.create_task(
-                    asyncio.to_thread(_open_mlflow, config, self._run, self._inputs.run is not None)
-                )
+            if enabled(self._config.tracking):
+                self._opening = asyncio.create_task(asyncio.to_thread(_open_sinks, self._inputs, self._run))
             async with ControlSocket(self._run.control) as control:
                 control.stop = interrupted.set
                 try:
@@ -120,14 +121,14 @@ class _Run:
                         "at once, by a second Ctrl-C: no checkpoint was waited for, and there is no timeline",
                     )
             finished = self._clock.now()
-            if isinstance(ending.cause, MlflowUnusableError):
+            if isinstance(ending.cause, SinkUnusableError):
                 raise ending.cause
             at_once = interrupted.at_once.is_set()
             observer = self._observer or self._observe(self._inputs)
             # A run that failed to start is recorded too.
-            if observer.owns and self._mlflow is None and self._opening is not None:
-                with contextlib.suppress(MlflowUnusableError, TimeoutError):
-                    self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
+            if observer.owns and self._sinks is None and self._opening is not None:
+                with contextlib.suppress(SinkUnusableError, TimeoutError):
+                    self._sinks = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
             interrupted.release_ctrl_c()
             summary = self._write(ending, observer, finished, at_once)
             if isinstance(ending.cause, ConfigError):
@@ -136,7 +137,7 @@ class _Run:
 
     def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
         """Write what the run leaves, and print the last lines about it."""
-        results = Results(self._run, self._inputs, self._mlflow, at_once)
+        results = Results(self._run, self._inputs, self._sinks or Sinks(), at_once)
         spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
         wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
@@ -145,16 +146,15 @@ class _Run:
         )
         summary = results.write(observer, summary, spans, command_attempt)
         refused = isinstance(ending.cause, ConfigError)
-        self._console.close(() if refused else _farewell(self._run, observer, summary, self._mlflow))
+        self._console.close(() if refused else _farewell(self._run, observer, summary, self._sinks or Sinks()))
         return summary
 
     def _observe(self, inputs: RunInputs) -> Observer:
         """Make the observer.
 
         The folder is another process's until there is something to record, if the run is resumed."""
-        return Observer(
-            self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched
-        )
+        sinks, owns = self._sinks or Sinks(), not inputs.untouched
+        return Observer(self._config, self._run, self._console, sinks, self._clock, inputs.start, owns)
 
     async def _attempts(self, interrupted: Interruption, control: ControlSocket) -> Ending:
         inputs, fault = self._inputs, None
@@ -199,7 +199,9 @@ class _Run:
             await unless(interrupted.wait(), cluster.start())
             listen(interrupted)  # models load in this process, or libraries do, that may want signals too
             if self._opening is not None:
-                self._mlflow = await self._opening
+                self._sinks = await self._opening
+                for address in self._sinks.live:
+                    self._console.phase(address)
             self._console.phase("reading the first preference pairs" if offline else "generating the first samples")
             if self._observer is None:
                 self._observer = self._observe(inputs)
@@ -213,7 +215,7 @@ class _Run:
             ending.because("interrupted", when)
         except Exception as error:
             ending.because("failed", describe(error), error)
-            hopeless = attempt == 1 or isinstance(error, MlflowUnusableError | WrongScorer)
+            hopeless = attempt == 1 or isinstance(error, SinkUnusableError | WrongScorer)
             if isinstance(error, PeerLost) or not hopeless:
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
@@ -247,8 +249,11 @@ class _Run:
         return dataclasses.replace(self._inputs, config=config, start=start, run=self._run.path, untouched=untouched)
 
 
-def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink:
-    return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
+def _open_sinks(inputs: RunInputs, run: RunDirectory) -> Sinks:
+    config = inputs.config
+    params, others = redact(msgspec.to_builtins(config)), redact(changed(config))
+    about = About(run, params, others, inputs.family.name, goes_on=inputs.run is not None)
+    return open_sinks(inputs.config.tracking, about, inputs.start.version)
 
 
 async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
@@ -260,8 +265,8 @@ async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
         logger.warning("the cluster was not closed: %s", error or f"it takes longer than {seconds} s")
 
 
-def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
-    """Return the last lines for the console: how the run ended and where everything is."""
+def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Sinks) -> list[str]:
+    """Return the last lines for the console: how the run ended, where everything is and what can be done with it."""
     ended = summary.status + (f" {summary.reason}" if summary.reason else "")
     made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
@@ -283,8 +288,8 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: M
     if run.trace.exists():
         lines.append("            (open the timeline at https://ui.perfetto.dev)")
     lines += lost
-    if mlflow and mlflow.run_id:
-        lines.append(f"  MLflow    {mlflow.ui_command}")
+    lines += [f"  {label:<9} {where}" for label, where in sinks.where]
+    lines += next_steps(run)
     if summary.status != "done" and any(newest_first(run.checkpoints)):
         lines.append("the same command with checkpoint.resume=auto goes on with it")
     return lines

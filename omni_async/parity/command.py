@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
+from omni_async.command_line import add_command
 from omni_async.config import ConfigError, load
 from omni_async.entry_points import load_named
 from omni_async.families import PipelineFamily, find_family
@@ -47,11 +48,8 @@ Exit codes: 0 all is within bounds, 1 something is not, 2 wrong usage.
 
 def add_parity(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parity = commands.add_parser(
-        "parity",
-        help="compare a model family with its upstream pipeline, and engines with the trainer",
-        description=_PARITY,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parity = add_command(
+        commands, "parity", "compare a model family with its upstream pipeline, and engines with the trainer", _PARITY
     )
     add = parity.add_argument
     add("target", metavar="FAMILY|RECIPE", help="the name of a family (`omni-async list`), or a YAML file")

@@ -182,8 +182,10 @@ async def _adapters(subject: Subject, engine: RolloutEngine) -> Found:
 
 
 async def _refused(subject: Subject, engine: RolloutEngine) -> Found:
-    """Count the wrong versions that are taken; and samples must be as before."""
-    weights = {name: parameter.detach() for name, parameter in named_parameters(subject.model)}
+    """Count the wrong versions that are taken; and samples must be as before, to the bit.
+
+    Wrong versions carry other weights, so one that is applied in part shows in them."""
+    weights = _changed(subject)
     first, *others = weights
     manifest, buckets = publish(4, weights)
     damaged = [bucket.copy() for bucket in buckets]
@@ -206,8 +208,8 @@ async def _refused(subject: Subject, engine: RolloutEngine) -> Found:
         except EngineError:
             pass
     [after] = await _generate(engine, [request])
-    if not taken and max(_differences(before, after).values()) > 0:
-        taken.append("a refused version changed the samples")
+    if not taken and (off := max(_differences(before, after).values())) > 0:
+        taken.append(f"a refused version changed the samples by {off:.1e}")
     return Found(len(taken), 0, "; ".join(taken) or f"{len(wrong)} kinds")
 
 

@@ -6,13 +6,15 @@ Stages that a run has no spans of stay at zero, and `assumed` names them.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, median
 
 from omni_async.config import Config
-from omni_async.config.schema import Rollout
+from omni_async.config.schema import Reward, Rollout
 from omni_async.performance.profile import NOTHING, Payload, Profile, ScorerTime, ServiceTime, fit
+from omni_async.reward_formula import labels_of
 from omni_async.types import Span
 
 Job = tuple[float, float]  # units, seconds
@@ -63,7 +65,7 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
         ),
         assumed=f"zero because the run shows nothing of it: {', '.join(missing)}" if missing else "",
         payload=_payload(by_kind["generate"], by_kind["publish"]),
-        scorers=_scorers(steady["score"]),
+        scorers=_scorers(steady["score"], config.reward),
         **stages,
     )
 
@@ -72,14 +74,25 @@ def _of_scorer(calls: Iterable[Span]) -> ServiceTime:
     return fit([(float(span.args.get("samples", 1)), _seconds(span)) for span in calls])
 
 
-def _scorers(calls: Iterable[Span]) -> dict[str, ScorerTime]:
-    """Return the times of scorers by label, where there are several, and the most calls of each that ran at once."""
+def _scorers(calls: Iterable[Span], reward: Reward) -> dict[str, ScorerTime]:
+    """Return the times of scorers by label, and the most calls of each that ran at once in one worker.
+
+    A scorer of a pool runs in the pool's workers, and a reward worker asks its share of them. Empty where the only
+    scorer runs one call at a time: `score` says it all."""
     by_label: dict[str, list[Span]] = defaultdict(list)
     for span in calls:
         by_label[str(span.args.get("scorer", ""))].append(span)
-    if len(by_label) < 2:
-        return {}
-    return {label: ScorerTime(_of_scorer(own), most_at_once(own)) for label, own in sorted(by_label.items())}
+    pools = {pool.name: pool.workers for pool in reward.pools}
+    asks = {
+        label: pools[one.pool] / reward.workers
+        for label, one in zip(labels_of(reward.scorers), reward.scorers, strict=True)
+        if one.pool is not None
+    }
+    found = {
+        label: ScorerTime(_of_scorer(own), math.ceil(most_at_once(own) / asks.get(label, 1)))
+        for label, own in sorted(by_label.items())
+    }
+    return found if len(found) > 1 or any(one.concurrency != 1 for one in found.values()) else {}
 
 
 def most_at_once(calls: Iterable[Span]) -> int:

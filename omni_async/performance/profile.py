@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from omni_async.config import Config, ConfigError
@@ -31,6 +32,8 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 # Enough to keep a tail that one job in fifty belongs to.
 _NUM_QUANTILES = 50
+# Before a fixed part of the time is believed in.
+_STANDARD_ERRORS = 2.0
 # Tolerance of the mean of quantiles that were rounded.
 _FAR_FROM_1 = 0.01
 
@@ -85,19 +88,18 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
     """Fit the service time behind observed jobs (units, seconds).
 
     By least squares fixed_s and unit_s, both >= 0, and the quantiles of each job's seconds relative to that, scaled to
-    mean 1. Jobs of one size give unit_s alone."""
+    mean 1. Jobs that hardly vary in size, or all but a few, say nothing of smaller ones: unless they contradict a time
+    in proportion to units (its slope is more than two jackknife standard errors from theirs), unit_s alone is given."""
     jobs = [(units, seconds) for units, seconds in jobs if units > 0 and seconds >= 0]
     if not jobs:
         return NOTHING
-    count, sum_n, sum_s = len(jobs), sum(n for n, _ in jobs), sum(s for _, s in jobs)
-    mean_n, mean_s = sum_n / count, sum_s / count
-    spread = sum((n - mean_n) ** 2 for n, _ in jobs)
-    slope = sum((n - mean_n) * (s - mean_s) for n, s in jobs) / spread if spread > 0 else sum_s / sum_n
-    fixed, unit = mean_s - slope * mean_n, slope
-    if spread == 0 or fixed < 0:
-        fixed, unit = 0.0, sum_s / sum_n
-    elif unit < 0:
-        fixed, unit = mean_s, 0.0
+    units, seconds = np.array(jobs, dtype=np.float64).T
+    fixed, unit = 0.0, float(seconds.sum() / units.sum())
+    slope, error = slope_of(units, seconds)
+    if unit - slope > _STANDARD_ERRORS * error:
+        fixed, unit = float(seconds.mean() - slope * units.mean()), slope
+        if slope < 0:
+            fixed, unit = float(seconds.mean()), 0.0
     expected = [fixed + n * unit for n, _ in jobs]
     factors = sorted(s / e for (_, s), e in zip(jobs, expected, strict=True) if e > 0)
     if len(factors) < 2 or factors[0] == factors[-1]:
@@ -107,6 +109,24 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
     if mean == 0:  # all but a few took no time at all
         return ServiceTime(fixed, unit)
     return ServiceTime(fixed, unit, quantiles=tuple(round(f / mean, 4) for f in chosen))
+
+
+def slope_of(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Return the slope of the line of least squares, and its jackknife standard error.
+
+    Each (n,). The error is infinite where one point alone, or none, makes the slope. (Efron and Stein, 1981: the
+    jackknife, unlike the textbook's formula, sees that a single far point is all that holds the line.)"""
+    n = len(x)
+    dx, dy = x - x.mean(), y - y.mean()
+    sxx, sxy = float(dx @ dx), float(dx @ dy)
+    if n < 3 or sxx <= 0:
+        return 0.0, math.inf
+    # Sums of squares without one point, about the mean of the others.
+    without_xx, without_xy = sxx - dx * dx * n / (n - 1), sxy - dx * dy * n / (n - 1)
+    if float(without_xx.min()) <= 1e-9 * sxx:
+        return 0.0, math.inf
+    slopes = without_xy / without_xx
+    return sxy / sxx, math.sqrt((n - 1) / n * float(((slopes - slopes.mean()) ** 2).sum()))
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

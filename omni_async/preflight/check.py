@@ -21,6 +21,7 @@ from omni_async.actors.plan import Plan, require_trainable
 from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.backends import find_backend
 from omni_async.config import Config, ConfigError
+from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of
 from omni_async.config.redact import with_secrets
 from omni_async.config.schema import Emulation
@@ -38,6 +39,7 @@ from omni_async.rewards.addresses import urls_of
 from omni_async.role_table import roles_of
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.placement import plan_placements
+from omni_async.tracking.sinks.registry import require_usable
 from omni_async.types import Prompt
 
 # Enough that an epoch is never over within an update.
@@ -48,10 +50,13 @@ _NEVER_S = 1e6
 _WEIGHT_COPIES = 4
 
 
-def preflight(config: Config) -> RunInputs:
-    """Check a configuration. Raises ConfigError, one line, naming the key."""
+def preflight(config: Config, elsewhere: bool = False) -> RunInputs:
+    """Check a configuration. Raises ConfigError, one line, naming the key.
+
+    `elsewhere`: it is for another machine, so this one need not have the accelerators."""
     _check_run_dir(config.run.dir)
     _check_services(config)
+    require_usable(config)
     plan = require_trainable(config)
     if config.emulation is not None:
         return _from_checkpoint(_emulated(config, config.emulation, plan))
@@ -69,7 +74,7 @@ def preflight(config: Config) -> RunInputs:
             )
     _check_backend(config)
     _check_objective(config)
-    checks = [*_check_scorers(config), *_check_program(config, family), _images_check(family)]
+    checks = [*_check_scorers(config), *_check_program(config, family), images_check(family)]
     if config.reward.hedge_s is not None and all(scorers.concurrency_of(one) == 1 for one in config.reward.scorers):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(
@@ -85,7 +90,8 @@ def preflight(config: Config) -> RunInputs:
     validation = (
         load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
     )
-    _require_accelerators(config)  # last: what is wrong with the recipe also shows on a machine that is too small
+    if not elsewhere:
+        _require_accelerators(config)  # last: what is wrong with the recipe also shows on a machine that is too small
     return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
 
 
@@ -102,7 +108,7 @@ def _check_services(config: Config) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if server.replicas and not Path(server.model).exists():
-            raise ConfigError(f"reward.servers.{number}.model: no such checkpoint: {server.model}")
+            raise ConfigError(f"reward.servers.{number}.model: {how_to_get(Path(server.model))}")
 
 
 def _check_run_dir(folder: str) -> None:
@@ -151,7 +157,7 @@ def _check_program(config: Config, family: PipelineFamily) -> list[PromptCheck]:
     return [] if check is None else [check]
 
 
-def _images_check(family: PipelineFamily) -> PromptCheck:
+def images_check(family: PipelineFamily) -> PromptCheck:
     """Return a check that refuses prompts with more images than the family takes, or with none where it needs one."""
 
     def check(prompt: Prompt) -> str | None:

@@ -26,15 +26,23 @@ _BROKEN = "(cannot be used)"
 _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
 
-def listing() -> Iterator[str]:
-    """Yield the lines of the list."""
+def listing(what: str | None = None) -> Iterator[str]:
+    """Yield the lines of the list, or those of one of its parts alone."""
+    for kind, lines in _LINES.items():
+        if what in (None, kind):
+            yield from lines()
+
+
+def _families() -> Iterator[str]:
     yield from columns([_HEADINGS, *(_family(name) for name in family_names())])
-    yield f"{'engines':<16}{_choices(Rollout, 'engine')}"
-    yield f"{'backends':<16}{', '.join(_marked(backend_names(), load_backend))}"
-    yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
-    yield f"{'scorers':<16}{', '.join(names())}"
-    yield f"{'roles':<16}{', '.join(_marked(service_names(), find_service)) or 'none is installed'}"
-    yield f"{'programs':<16}{', '.join(_marked(program_names(), find_program)) or 'none is installed'}"
+
+
+def _named(kind: str, found: Callable[[], str]) -> Callable[[], Iterator[str]]:
+    """Return what yields a kind's one line, with the names that `found` returns."""
+    return lambda: iter([f"{kind:<16}{found()}"])
+
+
+def _algorithms() -> Iterator[str]:
     yield "algorithms"
     width = max(map(len, objective_names())) + 1
     for name in objective_names():
@@ -81,3 +89,16 @@ def _family(name: str) -> tuple[str, ...]:
 
 def _choices(section: type[Section], field: str) -> str:
     return describe(fields_of(section)[field]).removeprefix("one of ").replace("'", "")
+
+
+_NONE = "none is installed"
+_LINES: dict[str, Callable[[], Iterator[str]]] = {
+    "families": _families,
+    "engines": _named("engines", lambda: _choices(Rollout, "engine")),
+    "backends": _named("backends", lambda: ", ".join(_marked(backend_names(), load_backend))),
+    "transitions": _named("transitions", lambda: _choices(Sde, "kind")),
+    "scorers": _named("scorers", lambda: ", ".join(names())),
+    "roles": _named("roles", lambda: ", ".join(_marked(service_names(), find_service)) or _NONE),
+    "programs": _named("programs", lambda: ", ".join(_marked(program_names(), find_program)) or _NONE),
+    "algorithms": _algorithms,
+}

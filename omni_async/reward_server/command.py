@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from omni_async.command_line import add_command
 from omni_async.config.redact import one_line, redact_text
-from omni_async.driver.operate import add_command
 
 _SERVE = """\
 Serve scorers over HTTP, for the scorer `http` of runs on other machines or in other environments. The file has the

@@ -22,10 +22,18 @@ class RateLimit:
         Args:
             address: the client's.
             now: seconds of a clock that never goes back."""
-        left, at = self._buckets.pop(address, (float(self._burst), now))
-        left = min(float(self._burst), left + (now - at) * self._per_s)
+        left = self._left(address, now)
         waits = left < 1
         self._buckets[address] = (left if waits else left - 1, now)
+        self._buckets.move_to_end(address)
         if len(self._buckets) > _MOST_ADDRESSES:
             self._buckets.popitem(last=False)
         return (1 - left) / self._per_s if waits else 0.0
+
+    def is_spent(self, address: str, now: float) -> bool:
+        """Return whether there is no token; takes none."""
+        return self._left(address, now) < 1
+
+    def _left(self, address: str, now: float) -> float:
+        left, at = self._buckets.get(address, (float(self._burst), now))
+        return min(float(self._burst), left + (now - at) * self._per_s)

@@ -70,7 +70,7 @@ class Scoring:
                 reward,
                 clock,
                 report,
-                observe=lambda _, samples, start, end: metrics.scored(samples, end - start),
+                observe=lambda _, prompts, start, end: metrics.scored(len(prompts), end - start),
             )
             for i, one in enumerate(scorers)
         ]

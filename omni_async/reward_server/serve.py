@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -17,6 +15,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from omni_async.config import ConfigError
+from omni_async.reward_server.listener import address_of, end_signal, listening
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import Scoring
 from omni_async.reward_server.server import RewardApp
@@ -71,29 +70,13 @@ async def answering(server: Server, routes: Mapping[str, RewardApp]) -> AsyncIte
     )
     await runner.setup()
     try:
-        listening = await asyncio.to_thread(_listening, server.host, server.port)
-        await web.SockSite(runner, listening).start()
-        yield _address(listening)
+        bound = await asyncio.to_thread(listening, server.host, server.port, "server.port")
+        await web.SockSite(runner, bound).start()
+        yield address_of(bound)
     finally:
         for one in routes.values():
             one.ending = True
         await runner.cleanup()
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, number)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except OSError as error:
-        raise ConfigError(f"server.port: cannot listen at {host}:{port}: {error.strerror or error}") from None
-    return listening
-
-
-def _address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def serve(config: ServerConfig, say: Tell, tell: Tell) -> int:
@@ -103,25 +86,12 @@ async def serve(config: ServerConfig, say: Tell, tell: Tell) -> int:
         config: of `load_server`.
         say: gets the address, once the server answers there.
         tell: gets messages about scorers."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    code = 0
-
-    def end(number: int) -> None:
-        nonlocal code
-        code = 130 if number == signal.SIGINT else 0
-        ended.set()
-        for one in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(one)  # a second one does not wait
-
     async with serving(config, tell) as (address, scoring):
-        for one in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(one, end, one)
+        stopping = end_signal()
         say(f"serving {', '.join(scorer.name for scorer in config.reward.scorers)} at {address}")
-        stopping = asyncio.create_task(ended.wait())
         ends: set[asyncio.Future[Any]] = {stopping, scoring.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if scoring.failed.done():
-            tell(f"the server ends: {scoring.failed.exception()}")
-            code = 1
-    return code
+        if not scoring.failed.done():
+            return stopping.result()
+        tell(f"the server ends: {scoring.failed.exception()}")
+        return 1

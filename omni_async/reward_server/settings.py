@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from omni_async.config import ConfigError, schema
 from omni_async.config.load import decode
-from omni_async.config.redact import REFERENCE, resolve_references
 from omni_async.config.section import InMemory, Plain, Seconds, Section, SizeText, most
 from omni_async.config.tree import errors_of, read_tree
 from omni_async.families import MediaShape
+from omni_async.reward_server.listener import read_token, require_token
 from omni_async.rewards import registry
 
-_SHORTEST_TOKEN = 16
 # One of each part: a server does not know what its clients draw.
 _ANY_MEDIA = (MediaShape("image", (3, 1, 1)), MediaShape("video", (1, 3, 1, 1), 1.0), MediaShape("audio", (1, 1), 1.0))
 
@@ -65,33 +63,10 @@ def load_server(path: Path, overrides: Sequence[str] = ()) -> ServerConfig:
                 registry.check(scorer, _ANY_MEDIA)
             except registry.ScorerConfigError as error:
                 raise ConfigError(f"reward.scorers: {error}") from None
-        if token_of(config.server) is None and not _is_loopback(config.server.host):
-            raise ConfigError(
-                f"server.token: required where server.host = {config.server.host} is reached from other machines;"
-                " give env:NAME"
-            )
+        require_token(config.server.host, token_of(config.server), "server.host", "server.token")
     return config
 
 
 def token_of(server: Server) -> str | None:
     """Return the secret itself; ConfigError if its variable is not set, or it is too short."""
-    if server.token is None:
-        return None
-    if not server.token.startswith(REFERENCE):
-        raise ConfigError("server.token: expected env:NAME, the environment variable that holds it")
-    try:
-        token = str(resolve_references(server.token, "server.token"))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
-        raise ConfigError(
-            f"server.token: expected {_SHORTEST_TOKEN} or more printable ASCII characters in {server.token}"
-        )
-    return token
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return read_token(server.token, "server.token")

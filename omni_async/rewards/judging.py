@@ -69,16 +69,20 @@ class _Usage(msgspec.Struct):
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
+    model: str | None = None
 
 
 class Reply(NamedTuple):
-    """A judge's answer: its text, the candidates for its first token (None: the server sends none), its cost."""
+    """A judge's answer: its text, the candidates for its first token, its cost, and the name of the model that gave it.
+
+    The candidates and the name are None where the server sends none."""
 
     text: str
     first: list[TopToken] | None
     cut_off: bool
     prompt_tokens: int
     completion_tokens: int
+    model: str | None
 
 
 _COMPLETION = msgspec.json.Decoder(_Completion)
@@ -106,6 +110,7 @@ def read_reply(content: bytes) -> Reply:
         choice.finish_reason == "length",
         usage.prompt_tokens,
         usage.completion_tokens,
+        found.model or None,
     )
 
 

@@ -240,21 +240,7 @@ class ModelServers:
     async def _post(
         self, server: _Server, question: Question, read: Callable[[bytes], T], refusal: Callable[[bytes], str]
     ) -> T:
-        headers = {"Accept-Encoding": "identity"} | question.headers
-        if server.token is not None:
-            headers["Authorization"] = f"Bearer {server.token}"
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                asked = self._opened().post(
-                    server.url + question.path, data=question.body, headers=headers, allow_redirects=False
-                )
-                async with asked as response:
-                    content = await _read(response)
-        except TimeoutError:
-            raise _Failed(f"{server.url} did not answer within {self._timeout_s:g} s", down=True) from None
-        except (aiohttp.ClientError, OSError) as error:
-            why = one_line(str(error) or type(error).__name__, 300)
-            raise _Failed(f"{server.url} cannot be asked: {why}", down=True) from None
+        response, content = await self._exchange(server, "POST", question)
         if response.status == 200:
             try:
                 return read(content)
@@ -267,6 +253,37 @@ class ModelServers:
         if response.status in _BUSY:
             raise _Failed(why, down=True, pause_s=_seconds(response.headers.get("Retry-After", "")))
         raise ScoreError(why)
+
+    async def fetch(self, path: str) -> list[bytes]:
+        """Return what the servers have at `path`, of each that has anything there and can be asked now."""
+
+        async def of(server: _Server) -> bytes | None:
+            try:
+                response, content = await self._exchange(server, "GET", Question(path, b""))
+            except (_Failed, ScoreError):
+                return None
+            return content if response.status == 200 else None
+
+        return [content for content in await asyncio.gather(*map(of, self.servers)) if content is not None]
+
+    async def _exchange(self, server: _Server, method: str, question: Question) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Send a request, and return the answer with its body. Raises _Failed, or ScoreError for an endless one."""
+        headers = {"Accept-Encoding": "identity"} | question.headers
+        if server.token is not None:
+            headers["Authorization"] = f"Bearer {server.token}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                url = server.url + question.path
+                asked = self._opened().request(
+                    method, url, data=question.body or None, headers=headers, allow_redirects=False
+                )
+                async with asked as response:
+                    return response, await _read(response)
+        except TimeoutError:
+            raise _Failed(f"{server.url} did not answer within {self._timeout_s:g} s", down=True) from None
+        except (aiohttp.ClientError, OSError) as error:
+            why = one_line(str(error) or type(error).__name__, 300)
+            raise _Failed(f"{server.url} cannot be asked: {why}", down=True) from None
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -141,7 +141,7 @@ class AskedScorer:
         left = [i for i in range(len(batch)) if i not in answers]
         if left:
             # A scorer that is down is not called.
-            with self.statistics.call(len(left)) if not self.guard.down else nullcontext():
+            with self.statistics.call([batch[i][1].index for i in left]) if not self.guard.down else nullcontext():
                 outcomes = await self.guard.score([media[i] for i in left], [prompts[i] for i in left])
             answers |= {i: Answer(outcome) for i, outcome in zip(left, outcomes, strict=True)}
             fresh = {keys[i]: outcome for i, outcome in zip(left, outcomes, strict=True) if isinstance(outcome, Score)}
@@ -160,7 +160,7 @@ class Panel:
     """The scorers of a reward.
 
     `report` gets messages about them for the user. `probe`: the sample that they are tried with before any sample is
-    drawn. `observe` is called after every call of a scorer: its label, the number of samples, start and end."""
+    drawn. `observe` is called after every call of a scorer: its label, the prompt of each sample, start and end."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Panel:
         report: Callable[[str], Awaitable[None]],
         threads: Callable[[str], Threads] = Threads,
         probe: Probe | None = None,
-        observe: Callable[[str, int, float, float], None] = lambda *_: None,
+        observe: Callable[[str, Sequence[int], float, float], None] = lambda *_: None,
     ) -> None:
         self._formula = reward.formula
         self._probe = probe

@@ -133,11 +133,19 @@ def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, An
         raise _refused(name, f"the annotations of its constructor cannot be evaluated: {why}") from None
 
 
+def _named(signature: inspect.Signature) -> list[inspect.Parameter]:
+    return [p for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _required(signature: inspect.Signature) -> tuple[str, ...]:
+    """Return the parameters that a recipe must give; `device` is the run's to give."""
+    return tuple(p.name for p in _named(signature) if p.default is p.empty and p.name != _DEVICE)
+
+
 def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any]:
     """Convert `params` to the types of the constructor's keyword arguments. A required `device` is left to `build`."""
     signature, hints = _signature(name, scorer)
-    named = (p for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
-    allowed = {p.name: hints.get(p.name, Any) for p in named}
+    allowed = {p.name: hints.get(p.name, Any) for p in _named(signature)}
     converted: dict[str, Any] = {}
     for key, value in params.items():
         if key not in allowed:
@@ -155,8 +163,7 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
             raise ScorerConfigError(f"{where}: {why}, got {redact({key: value})[key]!r}") from None
         except (TypeError, ValueError) as error:
             raise ScorerConfigError(f"{where}: a recipe cannot give a {allowed[key]}: {error}") from None
-    needed = {key for key in allowed if signature.parameters[key].default is inspect.Parameter.empty} - {_DEVICE}
-    if missing := sorted(needed - converted.keys(), key=[*allowed].index):
+    if missing := [key for key in _required(signature) if key not in converted]:
         raise ScorerConfigError(f"scorer {name!r} needs the parameter {', '.join(map(repr, missing))}")
     return converted
 
@@ -277,6 +284,21 @@ def check_files(config: schema.Scorer) -> None:
     ask = getattr(scorer, "check_params", None)
     if config.name in _BUILT_IN and ask is not None and (missing := ask(_all_arguments(config, scorer))) is not None:
         raise _refused(config.name, redact_text(missing, secrets_of(config)))
+
+
+def media_of(name: str) -> frozenset[str]:
+    """Return the parts of media that the scorer accepts. ScorerConfigError if there is none of that name."""
+    return frozenset(getattr(_load(name), "accepts", ("image",)))
+
+
+def required_params(name: str) -> tuple[str, ...]:
+    """Return the parameters that a recipe must give the scorer. ScorerConfigError if there is none of that name."""
+    return _required(_signature(name, _load(name))[0])
+
+
+def takes_param(name: str, param: str) -> bool:
+    """Tell whether the scorer has such a parameter. ScorerConfigError if there is none of that name."""
+    return param in _signature(name, _load(name))[0].parameters
 
 
 def concurrency_of(config: schema.Scorer) -> int | None:

@@ -7,7 +7,7 @@ merged by addition; quantiles are made of all their times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -26,10 +26,10 @@ TOKENS = ("prompt_tokens", "completion_tokens")
 class ScorerStatistics:
     """The counts of one scorer in one worker, since they were taken last.
 
-    `observe` is called after every call of the scorer with the numbers of samples, its start and its end, in the
-    clock's seconds."""
+    `observe` is called after every call of the scorer with the label, the prompt of each sample, its start and its end,
+    in the clock's seconds."""
 
-    def __init__(self, label: str, clock: Clock, observe: Callable[[str, int, float, float], None]) -> None:
+    def __init__(self, label: str, clock: Clock, observe: Callable[[str, Sequence[int], float, float], None]) -> None:
         self._label = label
         self._clock = clock
         self._observe = observe
@@ -44,17 +44,17 @@ class ScorerStatistics:
         self._answer_s: deque[float] = deque(maxlen=_MOST_KEPT)
 
     @contextmanager
-    def call(self, samples: int) -> Iterator[None]:
-        """Count a call of the scorer for so many samples."""
+    def call(self, prompts: Sequence[int]) -> Iterator[None]:
+        """Count a call of the scorer for samples of these prompts."""
         began = self._clock.now()
         try:
             yield
         finally:
             ended = self._clock.now()
             self._calls += 1
-            self._samples += samples
+            self._samples += len(prompts)
             self._call_s.append(ended - began)
-            self._observe(self._label, samples, began, ended)
+            self._observe(self._label, prompts, began, ended)
 
     async def timed(self, answer: Awaitable[T]) -> T:
         """Await a sample's answer; how long that takes counts from when it was asked for."""

@@ -33,16 +33,23 @@ from omni_async.rewards.judging import (
     read_reply,
     reading,
 )
+from omni_async.rewards.model_names import is_version_of, listed_names
 from omni_async.rewards.model_servers import Connections, ModelServers, Question, Retries, Seconds
 from omni_async.rewards.ocr import missing_text
 from omni_async.types import Prompt, Score
 
 _PATH = "/v1/chat/completions"
+_MODELS = "/v1/models"
+
+
+class _OtherModelError(ScoreError):
+    """Another model than the judge answered."""
 
 
 class VlmJudgeScorer:
     """The judge. `model`: the name that its servers serve it by.
 
+    `answers_as`: the name that they answer by, if it is neither this, nor a version of it, nor listed as the same.
     `urls`: servers, without `/v1`, each given `token`; `server`: an entry of `reward.servers`, or another role of the
     run. `mode`, and the `prompt` and `system` texts it is asked with: see `omni_async.rewards.judging`. `lowest` and
     `highest`: of a rating. `frames`: of a video. `side`: pixels of an image's longer side, beyond which it is made
@@ -59,6 +66,7 @@ class VlmJudgeScorer:
         self,
         *,
         model: str,
+        answers_as: str | None = None,
         urls: Urls = (),
         server: str | None = None,
         token: str | None = None,
@@ -84,6 +92,8 @@ class VlmJudgeScorer:
     ) -> None:
         self._question = _template(mode, prompt, lowest, highest)
         self._system = system
+        self._model = model
+        self._names = {model} if answers_as is None else {model, answers_as}
         self._mode = mode
         self._range = lowest, highest
         self._from_text, self._least_mass = from_text, least_mass
@@ -155,8 +165,25 @@ class VlmJudgeScorer:
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
         body = msgspec.json.encode({**self._settings, "messages": messages})
-        return await self._servers.ask(
-            Question(_PATH, body, {"Content-Type": "application/json"}), read_reply, read_refusal
+        question = Question(_PATH, body, {"Content-Type": "application/json"})
+        known = self._names
+        try:
+            return await self._servers.ask(question, self._read, read_refusal)
+        except _OtherModelError:
+            listed = await self._servers.fetch(_MODELS)
+            self._names = self._names.union(*(listed_names(each, self._model) for each in listed))
+            if self._names == known:
+                raise
+        return await self._servers.ask(question, self._read, read_refusal)
+
+    def _read(self, content: bytes) -> Reply:
+        """Read an answer. Raises as `read_reply` does, and ScoreError for that of another model."""
+        reply = read_reply(content)
+        if reply.model is None or reply.model in self._names or is_version_of(reply.model, self._model):
+            return reply
+        raise _OtherModelError(
+            f"answered as {reply.model[:200]!r}, asked for {self._model!r};"
+            " if that is the same model, say so in params.answers_as"
         )
 
     def _encoded(self, media: Media) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive, write_results
 from omni_async.config import Config, ConfigError, load
-from omni_async.simulation.command import live_bar, positive, write_json
 
 if TYPE_CHECKING:
     from omni_async.scoring.scoring import Scored
@@ -37,32 +36,15 @@ scorers are kept where reward.cache.path=FILE says, and not asked for again (but
 Exit codes: 0 done, 1 nothing could be scored or a result not be written, 2 wrong arguments, 130 Ctrl-C (what was scored
 is printed and written).
 """
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
-
-
-class _PathsAndOverrides(argparse.Action):
-    """Tells paths from `key.path=value`, which may be mixed; a word that is both is a path if there is such a file."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        overrides = [word for word in values if _OVERRIDE.match(word) and not Path(word).exists()]
-        namespace.overrides = [*namespace.overrides, *overrides]
-        namespace.paths = [Path(word) for word in values if word not in overrides]
-        if not namespace.paths:
-            parser.error("the following arguments are required: PATH")
 
 
 def add_score(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parser = commands.add_parser(
-        "score",
-        help="score files with a recipe's reward, and show what it does",
-        description=_SCORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "score", "score files with a recipe's reward, and show what it does", _SCORE)
     add = parser.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file; its reward section counts")
     more = "what to score; and values of the recipe to override, as key.path=value (YAML)"
-    add("paths", nargs="+", action=_PathsAndOverrides, metavar="PATH", help=more)
+    add("paths", nargs="+", action=PathsAndOverrides, metavar="PATH", help=more)
     parser.set_defaults(overrides=[])
     add("--repeat", type=positive, default=1, metavar="N", help="score every sample so often (default: 1)")
     add("--out", type=Path, metavar="FILE", help="write a row per sample, as .csv or .parquet")
@@ -128,26 +110,37 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _conclude(options: argparse.Namespace, rows: list[Scored], code: int) -> int:
-    """Print and write what was scored, and return the exit code."""
+    """Write and print what was scored, and return the exit code: files first, since nobody may read the output on."""
     from rich.console import Console
 
-    from omni_async.scoring.report import as_json, show, write_grid, write_rows
+    from omni_async.scoring.report import show
 
     done = [row for row in rows if row.scores or row.error is not None]
+    unwritten = _write(options, done)
     show(Console(width=max(120, Console().width), highlight=False), done, options.repeat)
     if len(done) < len(rows):
         _note(f"{len(rows) - len(done)} of {len(rows)} samples were not reached")
-    if options.json is not None:
-        write_json(options.json, as_json(options.recipe, done, options.repeat))
-    for path, write in ((options.out, write_rows), (options.grid, write_grid)):
-        try:
-            if path is not None and (not done or write(path, done) is False):
+    return code or unwritten or int(not any(row.scores for row in rows))
+
+
+def _write(options: argparse.Namespace, done: list[Scored]) -> int:
+    """Write the files that were asked for. Return the exit code, as `write_results`."""
+    from omni_async.scoring.report import as_json, write_grid, write_rows
+
+    def if_any(write: Callable[[Path, list[Scored]], bool | None]) -> Callable[[Path], None]:
+        def written(path: Path) -> None:
+            if not done or write(path, done) is False:
                 path.unlink(missing_ok=True)
                 _note(f"{path}: not written, because no sample has a score")
-        except OSError as error:
-            _note(f"{path} could not be written: {error.strerror or error}")
-            code = code or 1
-    return code or int(not any(row.scores for row in rows))
+
+        return written
+
+    files: tuple[tuple[Path | None, Callable[[Path], object]], ...] = (
+        (options.json, lambda path: path.write_bytes(as_json(options.recipe, done, options.repeat))),
+        (options.out, if_any(write_rows)),
+        (options.grid, if_any(write_grid)),
+    )
+    return write_results({path: write for path, write in files if path is not None})[1]
 
 
 def _note(text: str) -> None:

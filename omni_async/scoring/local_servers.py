@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from omni_async.accelerator import require_accelerator
 from omni_async.aio.waiting import cancel
 from omni_async.config import ConfigError
+from omni_async.config.hub import how_to_get
 from omni_async.config.redact import one_line
 from omni_async.reward_server.vllm_server import VllmServer
 from omni_async.rewards.base import Addresses, ScoreError
@@ -69,7 +70,7 @@ class LocalServers:
         taken = 0
         for server in wanted:
             if not Path(server.model).exists():
-                raise ConfigError(f"reward.servers: no such checkpoint: {server.model}")
+                raise ConfigError(f"reward.servers: {how_to_get(Path(server.model))}")
             gpus = math.ceil(server.resources.gpus)
             try:
                 if gpus:

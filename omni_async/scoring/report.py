@@ -72,7 +72,8 @@ def statistics(rows: Sequence[Scored]) -> dict[str, Statistics]:
 def _statistics(samples: list[list[float]]) -> Statistics:
     means = np.array([np.mean(values) for values in samples])
     free = sum(len(values) - 1 for values in samples)
-    own = math.sqrt(sum(np.var(values) * len(values) for values in samples) / free) if free else None
+    spread = (np.var(np.subtract(values, values[0])) * len(values) for values in samples)  # 0 of equal ones, exactly
+    own = math.sqrt(sum(spread) / free) if free else None
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     quantiles = tuple(float(q) for q in np.quantile(means, _QUANTILES))
     return Statistics(float(means.mean()), std, own, float(means.min()), float(means.max()), quantiles)

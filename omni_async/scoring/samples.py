@@ -78,7 +78,7 @@ def _samples_of(path: Path, max_chars: int) -> list[Sample]:
 def _of_folder(folder: Path, max_chars: int) -> list[Sample]:
     if (folder / "samples").is_dir() and (folder / "config.yaml").is_file():  # of a run
         folder = folder / "samples"
-    tables = [file for file in _sorted(folder) if file.suffix == ".jsonl" and _GRID.fullmatch(file.stem)]
+    tables = [file for file in _sorted(folder) if _is_of_run(file)]
     if tables:
         return [sample for table in tables for sample in _of_table(table)]
     files = [file for file in _sorted(folder) if part_of(file) is not None]
@@ -117,8 +117,17 @@ def _sidecar(file: Path) -> Prompt | None:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
+def _is_of_run(file: Path) -> bool:
+    """Return whether the file is a table that a run wrote beside its samples."""
+    return file.suffix == ".jsonl" and _GRID.fullmatch(file.stem) is not None
+
+
 def _of_table(table: Path) -> list[Sample]:
-    samples = [_of_row(table, where, row) for where, row in _rows(table)]
+    rows = list(_rows(table))
+    if _is_of_run(table):
+        for _, row in rows:
+            row.pop("reward", None)  # what the run made of the sample; its prompt's metadata are in a key of their own
+    samples = [_of_row(table, where, row) for where, row in rows]
     if not samples:
         raise ConfigError(f"{table}: holds no rows")
     return samples

@@ -2,5 +2,6 @@
 
 `simulate.simulate` predicts a job and returns a `Simulated`; `times_of` has the stage times that the law gives it.
 `command` is `omni-async simulate`, and `sweep` derives what it compares. `virtual_time.run` is an event loop that
-jumps, for real roles with emulated devices too; `simulated_roles` are the fast path that `simulate` takes instead.
+jumps, for real roles with emulated devices too; `simulated_engine` and `simulated_roles` are the fast path that
+`simulate` takes instead.
 """

@@ -7,12 +7,12 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_async.command_line import add_command, live_bar, positive, require_json_writable, write_json
 from omni_async.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -26,6 +26,12 @@ time, with devices that take a profile's time. Neither the model nor prompt file
   omni-async simulate recipes/emulated/qwen_image_lora_h800.yaml
   omni-async simulate recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --sweep
   omni-async simulate recipe.yaml --profile qwen_image_lora_h800 staleness.max_updates=4 rollout.workers=8
+  omni-async simulate runs/quickstart-20260101-120000
+
+Of a run's folder, or with --what-if: what one change would buy, a row for each: another staleness budget, larger and
+smaller buffers, one rollout engine, one reward worker or one trainer rank more. Gains are in images/s; +- is what other
+seeds of the service times change, and, of a run, how far the simulation of it is from what it took. What a change does
+to learning is not simulated.
 
 A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with
 `emulation` names its own. Seconds are the profile's; emulation.time_scale plays no role. Validation rounds and
@@ -48,13 +54,8 @@ _NARROWEST = 120  # columns; narrower terminals wrap lines, which is better than
 
 def add_simulate(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict a job's throughput and staleness in virtual time",
-        description=_SIMULATE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_job(parser, "override a value of the recipe (values are YAML)")
+    parser = add_command(commands, "simulate", "predict a job's throughput and staleness in virtual time", _SIMULATE)
+    add_job(parser, "override a value of the recipe (values are YAML)", "a YAML file, or a past run's folder")
     add = parser.add_argument
     add("--updates", type=positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
     add("--seed", type=int, default=0, help="of the service times (default: 0)")
@@ -64,14 +65,17 @@ def add_simulate(commands: Any) -> None:
         metavar="N",
         help="samples of a group simulated as one (default: as few as finish in about a minute)",
     )
-    add("--sweep", action="store_true", help="compare all schedules, and staleness budgets 0, 1, 2, 4 and 8")
+    either = parser.add_mutually_exclusive_group()
+    sweep = "compare all schedules, and staleness budgets 0, 1, 2, 4 and 8"
+    either.add_argument("--sweep", action="store_true", help=sweep)
+    either.add_argument("--what-if", action="store_true", help="what one change would buy (default of a run's folder)")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
 
 
-def add_job(parser: argparse.ArgumentParser, overrides: str) -> None:
-    """Add what names a job to predict: its recipe, changes of it (`overrides`: the help), its profile."""
+def add_job(parser: argparse.ArgumentParser, overrides: str, recipe: str = "a YAML file") -> None:
+    """Add what names a job to predict: its recipe, changes of it, its profile. The texts are the help."""
     add = parser.add_argument
-    add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
+    add("recipe", type=Path, metavar="RECIPE", help=recipe)
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=overrides)
     add(
         "--profile",
@@ -80,20 +84,14 @@ def add_job(parser: argparse.ArgumentParser, overrides: str) -> None:
     )
 
 
-def positive(text: str) -> int:
-    """Convert an argument that is a number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
-
-
 def simulate_recipe(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     from omni_async.actors.plan import require_trainable
     from omni_async.performance.profile import require_room
 
-    named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
-    config = load(options.recipe, [*options.overrides, *named])
+    if options.recipe.is_dir() or options.what_if:
+        return _what_if(options)
+    config = load(options.recipe, _with_profile(options))
     profile = profile_of(config, options.profile)
     require_trainable(config)
     require_room(config, profile.payload)
@@ -114,8 +112,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     if config.rollout.buckets:
         console.print("buckets are not told apart: every sample takes the profile's times and bytes")
     jobs, problems = _jobs(config, options)
-    if options.json is not None:
-        write_json(options.json, b"")  # better refused now than after minutes
+    require_json_writable(options.json)
     for line in (*problems, *_notes(jobs, profile)):
         console.print(line)
     results: list[tuple[str, Config, Simulated]] = []
@@ -131,9 +128,42 @@ def simulate_recipe(options: argparse.Namespace) -> int:
         show(console, config, found, in_step)
     if bundles := {found.bundle for _, _, found in results} - {1}:
         console.print(f"simulated in bundles of {max(bundles)} samples; --bundle 1 simulates every sample alone")
-    if options.json is not None:
-        write_json(options.json, _as_json(options.recipe, profile, results))
-    return 0
+    return write_json(options.json, _as_json(options.recipe, profile, results))
+
+
+def _what_if(options: argparse.Namespace) -> int:
+    """Say what one change would buy a run that is over, or a job that a recipe and a profile describe."""
+    import msgspec
+    from rich.console import Console
+
+    from omni_async.simulation.report import show_what_if
+    from omni_async.simulation.run_folder import MeasuredRun, read_measured
+    from omni_async.simulation.what_if import what_if
+
+    for name in ("sweep", "updates", "bundle"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name}: not for what one change would buy; leave it out")
+    if options.recipe.is_dir():
+        if options.overrides or options.profile is not None:
+            given = options.overrides[0] if options.overrides else "--profile"
+            raise ConfigError(
+                f"{given}: the folder of a run has its recipe and its profile; give a recipe to change them"
+            )
+        run = read_measured(options.recipe)
+    else:
+        config = load(options.recipe, _with_profile(options))
+        run = MeasuredRun(config, profile_of(config, options.profile), [], None)
+    require_json_writable(options.json)
+    with live_bar("{task.description}", "bar", total=100) as bar:
+        progress = None if bar is None else lambda made, jobs, name: bar(name, 100 * made // jobs)
+        found = what_if(*run[:3], devices=run.devices, seed=options.seed, progress=progress)
+    show_what_if(Console(width=max(_NARROWEST, Console().width), highlight=False), found)
+    return write_json(options.json, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+
+
+def _with_profile(options: argparse.Namespace) -> list[str]:
+    named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
+    return [*options.overrides, *named]
 
 
 def profile_of(config: Config, name: str | None) -> Profile:
@@ -186,30 +216,6 @@ def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
     return [note if len(names) == len(jobs) else f"{', '.join(names)}: {note}" for note, names in needed_by.items()]
 
 
-@contextmanager
-def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] | None]:
-    """Show a bar on stderr, so that stdout is the result alone; yields None where stderr is no terminal.
-
-    `columns`: `bar`, `done`, `left` and `elapsed` are progress; anything else is text. What is yielded takes a
-    description, and how many of `total` are made."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    kinds = {
-        "bar": progress.BarColumn,
-        "done": progress.MofNCompleteColumn,
-        "left": progress.TimeRemainingColumn,
-        "elapsed": progress.TimeElapsedColumn,
-    }
-    shown = [kinds[column]() if column in kinds else progress.TextColumn(column) for column in columns]
-    with progress.Progress(*shown, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what, made: bar.update(task, completed=made, description=what)
-
-
 def _lines(name: str, updates: int) -> Callable[[int], None]:
     """Return what writes a line now and then."""
     last_report = time.monotonic()
@@ -237,12 +243,3 @@ def _as_json(recipe: Path, profile: Profile, results: list[tuple[str, Config, Si
     ]
     content = msgspec.json.encode({"recipe": str(recipe), "profile": profile.name, "results": rows})
     return msgspec.json.format(content, indent=2) + b"\n"
-
-
-def write_json(path: Path, content: bytes) -> None:
-    """Write the file that `--json` names. ConfigError, one line, if that cannot be done."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror or error}") from None

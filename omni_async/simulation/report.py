@@ -12,6 +12,7 @@ from omni_async.config import Config
 from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget
 from omni_async.role_table import WORKING
 from omni_async.simulation.result import Simulated
+from omni_async.simulation.what_if import WhatIf
 
 _BAR = 40
 
@@ -70,6 +71,36 @@ def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) 
             str(found.staleness_max),
         )
     console.print(table)
+
+
+def show_what_if(console: Console, found: WhatIf) -> None:
+    """Print what one change would buy: the present, a row per change, and what is not known of either."""
+    now, measured = found.present, "nothing measured to compare it with"
+    if found.measured_s is not None and found.model_error is not None:
+        updates, off = found.measured_updates, found.model_error
+        measured = f"{_number(found.measured_s)} s measured over {updates} updates, off by {off:+.1%}"
+    console.print(f"profile {found.profile}: {_number(now.step_s)} s per update simulated, {measured}")
+    columns = ("s/update", "images/s", "gain", "+-", "devices", "each", "stale")
+    table = _table("what one change would buy", "change", *columns)
+    table.add_column("held up by", no_wrap=True)
+    for one in (now, *found.changes):
+        table.add_row(
+            one.name,
+            _number(one.step_s),
+            _number(one.images_per_s),
+            *(("", "") if one is now else (f"{one.gain:+.1%}", f"{one.uncertainty:.1%}")),
+            f"{one.devices:+g}" if one.devices else "",
+            "" if one.gain_per_device is None else f"{one.gain_per_device:+.1%}",
+            f"{one.staleness_mean:.2f}",
+            one.bottleneck,
+            style=None if one is now or one.is_clear else "dim",
+        )
+    console.print(table)
+    for left in found.left_out:
+        console.print(f"left out: {left.name}: {left.reason}")
+    for caveat in found.caveats:
+        console.print(f"not simulated: {caveat}")
+    console.print(found.learning)
 
 
 def _steps(config: Config, found: Simulated, sync: Simulated) -> Table:

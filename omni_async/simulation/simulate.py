@@ -26,8 +26,8 @@ from omni_async.performance.law import async_step, with_estimates
 from omni_async.performance.profile import Profile
 from omni_async.role_table import BUILT_IN, WORKING, roles_of
 from omni_async.simulation.result import Simulated, times_of
+from omni_async.simulation.simulated_engine import SimulatedEngine
 from omni_async.simulation.simulated_roles import (
-    SimulatedEngine,
     SimulatedPublisher,
     SimulatedTrainer,
     reward_worker,

@@ -17,9 +17,12 @@ T = TypeVar("T")
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write next to `path`, then rename over it.
+    """Write next to `path`, then rename over it; a device or a pipe is written to as it is.
 
     Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:

@@ -73,17 +73,39 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
     write_atomic(path, msgspec.json.encode(trace_events(spans), enc_hook=str))
 
 
+class _Event(msgspec.Struct, frozen=True, gc=False):
+    ph: str
+    name: str
+    pid: int
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = {}
+
+
+class _Origin(msgspec.Struct, frozen=True):
+    origin_s: float
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    traceEvents: list[_Event]
+    otherData: _Origin
+
+
 def read_trace(path: Path) -> list[Span]:
-    """Read every span of a run from the file that `write_trace` wrote, to the microsecond."""
-    trace = msgspec.json.decode(read_file(path))
-    origin = trace["otherData"]["origin_s"]
-    actors = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    begun = [origin + event["ts"] / 1e6 for event in spans]
-    return [
-        Span(actors[event["pid"]], event["name"], start, start + event["dur"] / 1e6, event["args"])
-        for event, start in zip(spans, begun, strict=True)
-    ]
+    """Read every span of a run from the file that `write_trace` wrote, to the microsecond.
+
+    Raises OSError, or ValueError if it is no such file."""
+    trace = msgspec.json.decode(read_file(path), type=_Trace)
+    origin = trace.otherData.origin_s
+    actors = {event.pid: str(event.args.get("name")) for event in trace.traceEvents if event.name == "process_name"}
+    kinds: dict[str, str] = {}  # a million spans share their kinds' few texts
+    spans = []
+    for event in trace.traceEvents:
+        if event.ph == "X" and event.pid in actors:
+            start = origin + event.ts / 1e6
+            kind = kinds.setdefault(event.name, event.name)
+            spans.append(Span(actors[event.pid], kind, start, start + event.dur / 1e6, event.args))
+    return spans
 
 
 def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:

@@ -27,9 +27,9 @@ from omni_async.training import TrainingError
 # One process without a process group may save, too; the writing thread's warning has no other switch.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
-_FOLDER = "tensors"
-_MODEL = "model."
-_AUXILIARY = "auxiliary."
+FOLDER = "tensors"
+MODEL = "model."
+AUXILIARY = "auxiliary."
 _OPTIMIZER = "optimizer."
 
 
@@ -51,7 +51,7 @@ def begin_save(
     tensors = _weights(parameters, auxiliary) | {
         key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
     }
-    writer = HuggingFaceStorageWriter(str(folder / _FOLDER), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder / FOLDER), save_distributed=True)
     saving = async_save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     assert isinstance(saving, Future), "the writer stages by itself"
     return saving
@@ -70,15 +70,15 @@ def load(
 
     Raises:
         TrainingError: the checkpoint belongs to another model, does not exist or cannot be read."""
-    tensors = folder / _FOLDER
+    tensors = folder / FOLDER
     if not any(tensors.glob("*.safetensors")):
-        raise TrainingError(f"{folder} is not a checkpoint: it has no {_FOLDER}/*.safetensors")
+        raise TrainingError(f"{folder} is not a checkpoint: it has no {FOLDER}/*.safetensors")
     try:
         stored = set(HuggingFaceStorageReader(str(tensors)).read_metadata().state_dict_metadata)
     except Exception as error:
         raise TrainingError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
     weights = _weights(parameters, auxiliary)
-    found = {key for key in stored if key.startswith((_MODEL, _AUXILIARY))}
+    found = {key for key in stored if key.startswith((MODEL, AUXILIARY))}
     if weights.keys() != found:
         example = min(weights.keys() ^ found)
         raise TrainingError(
@@ -95,8 +95,8 @@ def load(
 
 
 def _weights(parameters: Mapping[str, nn.Parameter], auxiliary: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {_MODEL + name: p.detach() for name, p in parameters.items()} | {
-        _AUXILIARY + name: tensor for name, tensor in auxiliary.items()
+    return {MODEL + name: p.detach() for name, p in parameters.items()} | {
+        AUXILIARY + name: tensor for name, tensor in auxiliary.items()
     }
 
 

@@ -66,6 +66,15 @@ def largest_over_ranks(values: list[int]) -> list[int]:
     return found
 
 
+def sum_over_ranks(value: float) -> float:
+    """Return the sum of every rank's value. Collective where there are several ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
 def sum_of_rows(layout: ParallelLayout, sums: Tensor) -> Tensor:
     """Return `sums` (on the CPU), which every rank has over its rows, over the rows of all ranks.
 

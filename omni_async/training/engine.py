@@ -32,9 +32,11 @@ from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
 from omni_async.training import TrainingError
 from omni_async.training.backends.base import build_backend
-from omni_async.training.device import rank_device, sum_of_rows
+from omni_async.training.device import rank_device, sum_of_rows, sum_over_ranks
+from omni_async.training.flops import FlopMeter, peak_tflops
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
+from omni_async.training.model import ModuleBackend
 from omni_async.training.optimizer import clip_factor, ema_decay, learning_rate
 from omni_async.training.row_loss import RowLoss
 from omni_async.types import SampleDrift
@@ -73,17 +75,31 @@ class TrainEngine:
         self._model = build_backend(self.config, self._objective, self.policy, self.device, layout)
         self.digest0 = self._model.digest
         self._base, self._adapters = self._model.base(), self._model.adapters()
+        self._flops, self._peak = self._meter(), self.config.trainer.peak_tflops
+        if self._peak is None:
+            self._peak = peak_tflops(self.device, self._model.dtype)
         # Every kind has rows of its own, which no other code reads.
         self._loss: RowLoss[Any] = find_kind(self._objective.kind).load_loss()(
             self.config, self._objective, self.policy, self._model, self._metrics, layout
         )
+
+    def _meter(self) -> FlopMeter | None:
+        """Return what counts the operations of a model that is made of modules, as another backend's may not be."""
+        model: object = self._model
+        if not isinstance(model, ModuleBackend):
+            return None
+        backward = 1 if self.config.model.lora is not None else 2
+        return FlopMeter(dict(model.components.items()), backward, self.config.trainer.compile)
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         """Add `row_weight` times the gradient of the summed row losses of `group`, over all ranks.
 
         ValueError for an unusable group, before any gradient is touched."""
         for rows, counts in self._loss.batches(group):
+            done = self._flops.flops if self._flops is not None else 0
             self._model.backward(self._loss.losses(group, rows, counts), row_weight if counts else 0.0)
+            if self._flops is not None and not counts:
+                self._flops.flops = done  # of a sample that this rank does not have
         self._has_rows = True
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
@@ -120,6 +136,15 @@ class TrainEngine:
         metrics["advantage_abs"] *= grad_scale
         return {**metrics, "grad_norm": norm, "lr": rate}
 
+    def operations(self) -> dict[str, float]:
+        """Return the operations of all ranks since the last call, as `flops/sum`, and what one can do at most.
+
+        In FLOPs, as `training.flops` counts them, and `peak_tflops`; what is not known is left out. Collective."""
+        if self._flops is None:
+            return {}
+        found = {"flops/sum": sum_over_ranks(float(self._flops.take()))}
+        return found if self._peak is None else {**found, "peak_tflops": self._peak}
+
     def _normalise(self) -> float:
         """Return the factor that weights and mask made row by row still need.
 
@@ -150,6 +175,8 @@ class TrainEngine:
         """Forget everything accumulated since the last step, gradients and metrics."""
         self._model.discard()
         self._metrics.clear()
+        if self._flops is not None:
+            self._flops.take()
         self._loss.gradient_normaliser()
         self._has_rows = False
 

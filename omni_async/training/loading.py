@@ -21,7 +21,7 @@ from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
 from omni_async.weights.shards import own_slices
 
-_STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers call weights
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers call weights
 
 
 class Loading(Protocol):
@@ -63,7 +63,7 @@ class ShardedModel:
         self._stored: dict[str, dict[str, Any]] = {}
         for name, component in self.components.items():
             folder = Path(policy.path) / name
-            self._stored[name] = stored = _open(folder)
+            self._stored[name] = stored = open_tensors(folder)
             _refuse_without_value(name, component)
             _refuse_others(folder, component, stored)
 
@@ -86,9 +86,9 @@ class ShardedModel:
         self._stored.clear()
 
 
-def _open(folder: Path) -> dict[str, Any]:
+def open_tensors(folder: Path) -> dict[str, Any]:
     """Return every tensor of a component's safetensors files, unread, by name."""
-    for stem in _STEMS:
+    for stem in WEIGHT_STEMS:
         index, alone = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         if index.is_file():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -104,7 +104,7 @@ def _open(folder: Path) -> dict[str, Any]:
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"model.path: {folder / file} cannot be read: {error}") from None
         return found
-    raise ValueError(f"model.path: {folder} has no {_STEMS[0]}.safetensors, nor an index of several")
+    raise ValueError(f"model.path: {folder} has no {WEIGHT_STEMS[0]}.safetensors, nor an index of several")
 
 
 def _refuse_without_value(component: str, module: nn.Module) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_async.command_line import add_command, live_bar, require_json_writable, write_results
 from omni_async.config import ConfigError, load
-from omni_async.simulation.command import add_job, live_bar, profile_of, write_json
+from omni_async.simulation.command import add_job, profile_of
 from omni_async.tune.keys import TUNED, with_keys
 
 if TYPE_CHECKING:
@@ -40,11 +42,11 @@ recipe or as trainer.workers=4). Keys that can be kept: {keys}.
 
 def add_tune(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    tune = commands.add_parser(
+    tune = add_command(
+        commands,
         "tune",
-        help="choose staleness, buffers and the split of N devices by simulation",
-        description=_TUNE.format(keys=", ".join(TUNED)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "choose staleness, buffers and the split of N devices by simulation",
+        _TUNE.format(keys=", ".join(TUNED)),
     )
     add_job(tune, "change the recipe first; goes into the written file too")
     add = tune.add_argument
@@ -77,8 +79,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
     require_writable(out, options.recipe)
-    if options.json is not None:
-        write_json(options.json, b"")
+    require_json_writable(options.json)
 
     from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate
@@ -101,21 +102,21 @@ def tune_recipe(options: argparse.Namespace) -> int:
     tuned_config = with_keys(config, tuned.chosen.keys)
     notes = dict.fromkeys([*not_measured(config, profile), *not_measured(tuned_config, profile)])
     sys.stdout.writelines(f"{line}\n" for line in (*notes, text(tuned)))
-    written = []
+    writers: dict[Path, Callable[[Path], object]] = {}
     if tuned.is_no_slower:
-        write_tuned(out, options.recipe, config, options.overrides, tuned)
-        written.append(out)
+        writers[out] = lambda path: write_tuned(path, options.recipe, config, options.overrides, tuned)
     if options.plot:
         from omni_async.tune.plot import picture
 
-        picture(tuned).savefig(out.with_suffix(".png"), dpi=130)
-        written.append(out.with_suffix(".png"))
+        writers[out.with_suffix(".png")] = lambda path: picture(tuned).savefig(path, dpi=130)
     if options.json is not None:
-        write_json(options.json, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
-        written.append(options.json)
+        writers[options.json] = lambda path: path.write_bytes(
+            msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n"
+        )
+    written, code = write_results(writers)
     if written:
         sys.stdout.write(f"wrote {', '.join(str(path) for path in written)}\n")
-    return 0
+    return code
 
 
 def _require_usable(options: argparse.Namespace) -> None:

@@ -187,11 +187,11 @@ def require_writable(out: Path, recipe: Path) -> None:
     """Raise ConfigError, before anything is searched, if the file cannot be written or would replace the recipe."""
     if out.exists() and out.samefile(recipe):
         raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
+    there = out.exists()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8"):
-            pass
-        if out.stat().st_size == 0:
+        out.open("ab").close()
+        if not there:
             out.unlink()
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error.strerror or error}") from None
@@ -208,14 +208,11 @@ def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str
         tuned: What was found.
 
     Raises:
-        ConfigError: It cannot be written.
+        OSError: It cannot be written.
     """
     base = os.path.relpath(recipe.resolve(), out.parent.resolve())
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(_tuned_yaml(base, config, overrides, tuned), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {out}: {error.strerror or error}") from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(_tuned_yaml(base, config, overrides, tuned), encoding="utf-8")
     written = load(out)
     if written != with_keys(written, tuned.chosen.keys):
         raise AssertionError(f"{out} does not read back as what was simulated")

@@ -11,5 +11,6 @@ FAMILY = PipelineFamily(
     sampling=FluxSampling,
     model_index_class="FluxPipeline",
     vllm_pipeline="pipelines.flux.rollout.FluxRolloutPipeline",
+    comfyui_layers=((r"(.+)", r"transformer.\1"),),
     parity="pipelines.flux.parity:CASES",
 )

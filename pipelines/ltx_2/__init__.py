@@ -11,5 +11,6 @@ FAMILY = PipelineFamily(
     sampling=LTX2Sampling,
     model_index_class="LTX2Pipeline",
     vllm_pipeline="pipelines.ltx_2.rollout.LTX2RolloutPipeline",
+    comfyui_layers=((r"(transformer_blocks\..+)", r"diffusion_model.\1"),),
     parity="pipelines.ltx_2.parity:CASES",
 )

@@ -12,5 +12,6 @@ FAMILY = PipelineFamily(
     model_index_class="QwenImagePipeline",
     vllm_pipeline="pipelines.qwen_image.rollout.QwenImageRolloutPipeline",
     attention_heads="num_attention_heads",
+    comfyui_layers=((r"(.+)", r"diffusion_model.\1"),),
     parity="pipelines.qwen_image.parity:CASES",
 )

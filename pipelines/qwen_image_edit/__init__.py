@@ -13,5 +13,6 @@ FAMILY = PipelineFamily(
     vllm_pipeline="pipelines.qwen_image_edit.rollout.QwenImageEditRolloutPipeline",
     prompt_images=1,
     attention_heads="num_attention_heads",
+    comfyui_layers=((r"(.+)", r"diffusion_model.\1"),),
     parity="pipelines.qwen_image_edit.parity:CASES",
 )

@@ -12,5 +12,6 @@ FAMILY = PipelineFamily(
     model_index_class="StableDiffusion3Pipeline",
     vllm_pipeline="pipelines.stable_diffusion_3.rollout.StableDiffusion3RolloutPipeline",
     attention_heads="num_attention_heads",
+    comfyui_layers=((r"(.+)", r"transformer.\1"),),
     parity="pipelines.stable_diffusion_3.parity:CASES",
 )

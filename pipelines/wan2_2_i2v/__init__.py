@@ -3,6 +3,7 @@
 Importing this package imports no torch."""
 
 from omni_async.families import PipelineFamily
+from pipelines.wan2_2 import COMFYUI_LAYERS
 from pipelines.wan2_2_i2v.sampling import Wan22I2VSampling
 
 FAMILY = PipelineFamily(
@@ -15,5 +16,6 @@ FAMILY = PipelineFamily(
     prompt_images=1,
     needs_images=True,
     attention_heads="num_attention_heads",
+    comfyui_layers=COMFYUI_LAYERS,
     parity="pipelines.wan2_2_i2v.parity:CASES",
 )

@@ -11,5 +11,6 @@ FAMILY = PipelineFamily(
     sampling=ZImageSampling,
     model_index_class="ZImagePipeline",
     vllm_pipeline="pipelines.z_image.rollout.ZImageRolloutPipeline",
+    comfyui_layers=((r"(.+)", r"diffusion_model.\1"),),
     parity="pipelines.z_image.parity:CASES",
 )

@@ -52,6 +52,9 @@ class Engine:
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         self._called(f"accumulate {row_weight}", group)
 
+    def operations(self) -> dict[str, float]:
+        return {"flops/sum": 2.0}
+
     def step(self, grad_scale: float) -> dict[str, float]:
         self._called(f"step {grad_scale}")
         return {"loss": 1.0}

@@ -19,6 +19,7 @@ from actor_world import (
     make_config,
     make_group,
 )
+from msgspec.structs import replace
 from tensordict import TensorDict
 
 from omni_async.actors.plan import plan_updates
@@ -27,7 +28,7 @@ from omni_async.actors.update import PolicyGradient
 from omni_async.aio.clock import ManualClock
 from omni_async.checkpoint import State, read_state, require_whole
 from omni_async.checkpoint.state import write_state
-from omni_async.control.control_state import ControlState, Unfinished
+from omni_async.control.control_state import ControlState, Round, Unfinished
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import ReadyGroup
 from omni_async.weights.snapshot import Snapshot
@@ -165,6 +166,25 @@ def test_it_saves_every_k_updates_and_the_last_once_and_keeps_the_newest(tmp_pat
     assert stage.kept == [f"update-{version:06d}" for version in saves[-2:]]
     state = stage.state(stage.kept[-1])
     assert (state.version, state.control.next_group, state.engine) == (updates, 77, {"theta": stage.ranks[0].theta})
+
+
+def test_the_best_by_validation_stays_besides_the_newest(tmp_path):
+    rewards = {2: 0.5, 4: 0.9, 6: 0.4, 8: 0.7}
+    changes = {"trainer.updates": 9, "checkpoint.every": 3, "checkpoint.keep": 2, "staleness.max_updates": 0}
+    stage = Stage(tmp_path, 18, validation={"every": 2, "prompts": "v.txt"}, **changes)
+    continuation = stage.desk.continuation
+
+    async def with_rounds() -> ControlState:
+        """Returns the state as it is when the round before has just ended."""
+        state = await continuation()
+        rounds = tuple(Round(version, reward) for version, reward in rewards.items() if version < state.version)
+        return replace(state, rounds=rounds, validated=rounds[-1].version if rounds else 0)
+
+    stage.desk.continuation = with_rounds
+    stage.play()
+    saved = [line for line in stage.desk.log if line.startswith("save")]
+    assert saved == [f"save update-{version:06d}" for version in (2, 3, 4, 6, 8, 9)]
+    assert stage.kept == [f"update-{version:06d}" for version in (4, 8, 9)]
 
 
 def test_a_resumed_trainer_continues_with_the_checkpoints_version(tmp_path):
@@ -374,3 +394,46 @@ def test_a_preempted_trainer_gives_its_update_up_between_groups_or_at_its_end_an
     stage.ranks[0].fetch = fetch_and_preempt
     stage.play()
     assert len(fetched) == group and stage.desk.updates == [] and stage.kept == ["update-000000"]
+
+
+def test_operations_are_reported_as_what_a_rank_computes_per_second_and_as_a_share_of_the_most(tmp_path):
+    """Two ranks together make 8 TFLOP an update, each in two groups of a second; another second passes per version."""
+    metrics = [{"flops/sum": 8e12, "peak_tflops": 10.0}] * 2
+    stage = Stage(tmp_path, 4, ranks=2, metrics=metrics, **{"trainer.updates": 2})
+    clock, rank = stage.trainer.clock, stage.ranks[0]
+    accumulate, export = rank.accumulate, rank.export
+
+    async def accumulate_for_a_second(*args: Any) -> None:
+        await accumulate(*args)
+        clock.advance(1.0)
+
+    async def export_for_a_second(version: int) -> Any:
+        clock.advance(1.0)
+        return await export(version)
+
+    rank.accumulate, rank.export = accumulate_for_a_second, export_for_a_second
+    first, second = (report.metrics for report in stage.play().desk.updates)
+    assert first == {"loss": 1.0, "tflops/trainer": 2.0, "mfu/trainer": 0.2}
+    assert second == {"loss": 2.0, "tflops/trainer": 2.0, "mfu/trainer": 0.2, "mfu/overall": pytest.approx(4 / 3 / 10)}
+
+
+@pytest.mark.parametrize(
+    ("counted", "reported"),
+    [
+        ({}, set()),  # by a backend that does not count
+        ({"flops/sum": 8e12}, {"tflops/trainer"}),  # on a device that nothing is known of
+        ({"flops/sum": 0.0, "peak_tflops": 10.0}, set()),
+    ],
+)
+def test_what_is_not_known_of_the_operations_is_not_reported(tmp_path, counted, reported):
+    stage = Stage(tmp_path, 2, metrics=[counted], **ONE)
+    clock, rank = stage.trainer.clock, stage.ranks[0]
+    accumulate = rank.accumulate
+
+    async def accumulate_for_a_second(*args: Any) -> None:
+        await accumulate(*args)
+        clock.advance(1.0)
+
+    rank.accumulate = accumulate_for_a_second
+    (report,) = stage.play().desk.updates
+    assert report.metrics.keys() == {"loss", *reported}

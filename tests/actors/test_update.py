@@ -131,14 +131,18 @@ def test_rows_that_are_not_trained_take_no_part_in_the_mean(changes, rows):
     assert rank.step_weights == pytest.approx([1.0])
 
 
-def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_means_or_maxima():
+def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_means_maxima_or_sums():
     """Checks a metric that some steps do not have, too: it is averaged over those that have it."""
-    found = {"ess/step_01": 0.5, "both": 1.0, "weight/max": 2.0}, {"ess/step_03": 0.25, "both": 2.0, "weight/max": 1.0}
+    found = (
+        {"ess/step_01": 0.5, "both": 1.0, "weight/max": 2.0, "flops/sum": 3.0},
+        {"ess/step_03": 0.25, "both": 2.0, "weight/max": 1.0, "flops/sum": 4.0},
+    )
     rank = AccountingRank(metrics=found)
     config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, **GROUP_STD})
     metrics = run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)])
     assert rank.log == ["accumulate", "accumulate", "step"] * 2
-    assert metrics == {"loss": 1.5, "both": 1.5, "ess/step_01": 0.5, "ess/step_03": 0.25, "weight/max": 2.0}
+    means = {"loss": 1.5, "both": 1.5, "ess/step_01": 0.5, "ess/step_03": 0.25}
+    assert metrics == {**means, "weight/max": 2.0, "flops/sum": 7.0}
 
 
 # ---- what a rank is given --------------------------------------------------------------------------------------------

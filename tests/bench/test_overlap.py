@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from omni_async.bench.comparison import compare
+from omni_async.bench.measure import attribute
 from omni_async.bench.overlap import run_overlap
 from omni_async.bench.result import Overlap, read_overlap, spread
 from omni_async.config import load
@@ -17,6 +18,7 @@ from omni_async.performance.law import async_step
 from omni_async.performance.profile import Payload, Profile, ServiceTime, load_profile, write_profile
 from omni_async.simulation.result import times_of
 from omni_async.tracking.summary import read_summary
+from omni_async.tracking.timeline import read_trace
 from tests.bench import overlap_world as world
 from tests.runtime.runtime_world import write_world
 
@@ -181,7 +183,7 @@ def test_everything_is_written_and_read_back(done):
 # ---- real runs on emulated devices -----------------------------------------------------------------------------------
 
 
-# Nothing varies, so that no device can be faster than the law says.
+# Nothing varies, so that no run can be faster than the law says.
 STEADY = Profile(
     name="steady",
     source="made up",
@@ -203,6 +205,16 @@ def run_really(folder: Path, *overrides: str, **options) -> Overlap:
     return run_overlap(recipe, overrides, out=folder / "out", terminal=Console(file=io.StringIO()), **options)
 
 
+def whole_run(folder: Path) -> dict[str, float]:
+    """Returns the seconds of each category from a run's first job until its last update is finished.
+
+    Emulated devices make up for an event loop that woke up late, so a few updates may take less than the law, a whole
+    run never."""
+    spans = read_trace(folder / "trace.json")
+    finished = [json.loads(line).get("finished", 0.0) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return attribute(spans, min(span.start for span in spans if span.kind == "generate"), max(finished), 2)
+
+
 @pytest.mark.slow
 def test_schedules_on_emulated_devices_of_one_process(tmp_path):
     arms = ["sync", "sync_colocated", "async_reward", "one_step_off", "async:1"]
@@ -210,21 +222,23 @@ def test_schedules_on_emulated_devices_of_one_process(tmp_path):
     assert [run.reason for arm in overlap.arms for run in arm.runs] == [None] * len(arms)
     found = compare(overlap)
     assert list(found) == arms
+    whole = {arm.name: whole_run(tmp_path / "out" / arm.runs[0].folder) for arm in overlap.arms}
     for arm in found.values():
         assert sum(arm.attribution.values()) == pytest.approx(arm.step_s.median)
-        assert arm.step_s.median > 0.99 * arm.law_s
+        # The last update publishes to nobody.
+        assert sum(whole[arm.name].values()) > 0.99 * arm.law_s * 8
         assert arm.simulated_s > 0.99 * arm.law_s
         training = 0.02 * world.GROUPS * (world.SIZE * 0.25) / (4 if arm.name == "sync_colocated" else 1)
-        assert arm.attribution["training"] > 0.99 * training
+        assert whole[arm.name]["training"] > 0.99 * training * 9
         assert set(arm.busy) >= {"rollout", "reward", "trainer"}
         assert sum(arm.staleness.values()) == 9 * world.GROUPS
     assert [arm.staleness_max for arm in found.values()] == [0, 0, 0, 1, 1]
     # In step, reward workers wait for the last sample and the trainer for the last score.
-    sync = found["sync"].attribution
+    sync = whole["sync"]
     per_engine, samples = world.GROUPS * world.SIZE / 2, world.GROUPS * world.SIZE
-    assert sync["generation"] + sync["tail"] > 0.99 * 0.02 * per_engine * 0.5
-    assert sync["reward"] > 0.99 * 0.02 * samples * 0.25
-    assert sync["switch"] == 0 < found["sync_colocated"].attribution["switch"]
+    assert sync["generation"] + sync["tail"] > 0.99 * 0.02 * per_engine * 0.5 * 9
+    assert sync["reward"] > 0.99 * 0.02 * samples * 0.25 * 9
+    assert sync["switch"] == 0 < whole["sync_colocated"]["switch"]
 
 
 @pytest.mark.thorough

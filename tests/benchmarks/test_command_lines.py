@@ -36,6 +36,7 @@ import pytest
         ("weights --transports pigeon", "--transports"),
         ("weights --every x", "--every"),
         ("weights --recipe nowhere/none.yaml", "none.yaml"),
+        ("what_if nowhere", "no emulated recipe is called 'nowhere'"),
     ],
 )
 def test_wrong_usage_starts_nothing(

@@ -170,6 +170,7 @@ def test_held_stays_within_the_bound_and_not_without_it(tmp_path: Path, capsys: 
     assert (tmp_path / "buffer_bytes.png").stat().st_size > 0
 
 
+@pytest.mark.thorough
 def test_ranks_that_read_their_shards_take_less(capsys: pytest.CaptureFixture[str]) -> None:
     load_peak.main(["--layers", "2"])  # the ratio of so little is not that of a model
     out = capsys.readouterr().out

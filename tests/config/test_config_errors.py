@@ -113,7 +113,7 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         ("rollout.sde.window.steps=3", "~: unknown key; allowed: at_end, decay_from, decay_rate, range, schedule, siz"),
         ("model.lora={rnak: 4}", "~.rnak: unknown key; did you mean 'rank'? allowed: alpha, rank, target_modules"),
         ("algorithm.nft={betta: 1}", "~.betta: unknown key; did you mean 'beta'? allowed: adv_mode, beta, decay"),
-        ("checkpoint..every=3", "checkpoint.: unknown key; allowed: every, keep, resume"),
+        ("checkpoint..every=3", "checkpoint.: unknown key; allowed: every, keep, keep_best, resume"),
         ("rollout.sampling.heigth=64", "~: unknown key; did you mean 'height'? allowed: height, "),
         ("rollout.buckets=[{sampling: {heigth: 64}}]", "~.0.sampling.heigth: unknown key; did you mean 'height'?"),
         ("rollout.buckets=[{height: 64}]", "~.0.height: unknown key; did you mean 'weight'? allowed: sampling, weight"),

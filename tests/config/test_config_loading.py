@@ -18,6 +18,7 @@ from recipe import MINIMAL, complaint_about, load_text
 from omni_async.algorithms.validation import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
 from omni_async.config.algorithm import Correction
+from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of
 from omni_async.config.redact import is_secret_key
 from omni_async.families import PipelineFamily, SamplingSpec, family_names, find_family
@@ -260,8 +261,24 @@ def test_a_hubs_name_is_found_in_its_cache_and_what_is_not_there_is_said_how_to_
     assert Path(config.model.path).resolve() == snapshot.resolve() and config.model.pipeline == "stable_diffusion_3"
     assert load(recipe, ["model.path=/owner/some.model"]).model.path == "/owner/some.model"
     other = load(recipe, ["model.path=owner/other"]).model.path
-    with pytest.raises(ValueError, match=r"there is no folder .*/owner/other; .*`hf download owner/other`"):
+    with pytest.raises(ValueError, match=r"there is no folder .*/owner/other; .*`hf download OWNER/NAME`"):
         family_of(Path(other))
+
+
+def test_how_to_get_a_checkpoint_names_the_folder_that_the_recipe_means_and_no_owner_that_nobody_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my recipes").mkdir()
+    recipe = tmp_path / "my recipes" / "recipe.yaml"
+    recipe.write_text("model: {path: ../my models/Net}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\n")
+    folder = tmp_path / "my models" / "Net"
+    said = how_to_get(Path(load(recipe).model.path))
+    assert said.startswith(f"there is no folder {folder}; ") and f"OWNER/NAME --local-dir '{folder}'`" in said
+    assert "download my models" not in said
+    monkeypatch.chdir(tmp_path)
+    assert "where `hf download owner/Net` puts one" in how_to_get(Path("owner/Net"))
+    (tmp_path / "models").mkdir()
+    assert "OWNER/NAME --local-dir models/Net`" in how_to_get(Path("models/Net"))
 
 
 @pytest.mark.parametrize(

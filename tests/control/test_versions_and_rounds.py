@@ -141,4 +141,8 @@ def test_means_are_over_scored_samples_only() -> None:
         sample.result = make_result(sample.request, "rollout-0", (), version=version)
         sample.score = score
     assert round_.means() == {"reward": 2.0, "ocr": 0.5, "jpeg": 2.0}
+    assert round_.precision() == (2, None)  # both are of one prompt
     assert round_.versions == (4, 5)
+    round_.samples[2].score = round_.samples[3].score = Score(8.0)
+    count, error = round_.precision()
+    assert count == 4 and error == pytest.approx(3.0)  # prompts of 2 and 8: standard deviation 3 sqrt(2), over sqrt(2)

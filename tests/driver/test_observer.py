@@ -24,6 +24,7 @@ from omni_async.media import Media
 from omni_async.scoring.samples import find_samples
 from omni_async.tracking.attempts import Fault, read_faults
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.sinks.feed import Sinks
 from omni_async.types import Prompt, Score, Span
 from tests.control import control_world
 from tests.loops import play
@@ -46,7 +47,7 @@ class Watched(control_world.Run):
         self.clock = ManualClock(1000.0)
         self.console = RememberingConsole()
         self.run = RunDirectory.create(write_world(folder), self.clock)
-        self.observer = Observer(config, self.run, self.console, None, self.clock)
+        self.observer = Observer(config, self.run, self.console, Sinks(), self.clock)
 
     async def driver(self) -> None:
         store = ImageStore()
@@ -69,17 +70,19 @@ def watch(folder: Path, **kwargs: Any) -> Watched:
 
 
 def observer(
-    folder: Path, sink: Any = None, **sections: Any
+    folder: Path, sinks: Sinks | None = None, **sections: Any
 ) -> tuple[Observer, RunDirectory, RememberingConsole, ManualClock]:
     config, clock, console = write_world(folder, **sections), ManualClock(1000.0), RememberingConsole()
     run = RunDirectory.create(config, clock)
-    return Observer(config, run, console, sink, clock), run, console, clock
+    return Observer(config, run, console, sinks or Sinks(), clock), run, console, clock
 
 
 def validated(version: int, *references: Any) -> RunEvent:
     """Makes a round of reward 0.5 that shows samples of these references."""
     shown = tuple(Shown(reference, Prompt(0, "a prompt"), Score(1.0)) for reference in references)
-    return RunEvent("validation", {"version": version, "parts": {"reward": 0.5}}, shown)
+    return RunEvent(
+        "validation", {"version": version, "parts": {"reward": 0.5}, "samples": 4, "standard_error": 0.1}, shown
+    )
 
 
 def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
@@ -197,7 +200,7 @@ def test_what_is_reported_of_earlier_attempts_does_not_come_from_the_metrics_fil
         watched.run.metrics.write_bytes(b"".join(damage(lines)))
     watched.run.void_metrics(kept.version, kept.validated)
     console = RememberingConsole()
-    resumed = Observer(watched.observer._config, watched.run, console, None, watched.clock)
+    resumed = Observer(watched.observer._config, watched.run, console, Sinks(), watched.clock)
     resumed.recall(kept)
     after = resumed.summary("interrupted", None, None, 1008.0, [])
     for field in ("updates", "images", "first_reward", "last_reward", "staleness", "validation", "counters"):
@@ -212,12 +215,14 @@ FILM = Media(video=np.zeros((4, 3, 32, 32), np.uint8), fps=8, audio=np.zeros((1,
 
 def test_a_round_has_a_grid_and_a_sample_its_video_and_sound_and_a_full_disk_ends_nothing(tmp_path, monkeypatch):
     calls: list[str] = []
-    watcher, run, console, _ = observer(tmp_path, RecordingSink(calls))
+    sinks = Sinks([RecordingSink(calls)])
+    watcher, run, console, _ = observer(tmp_path, sinks)
     show(watcher, validated(1, "gone"), validated(2, "there", FILM))
+    sinks.finish("done")
     names = ["validation-000002-01.mp4", "validation-000002-01.wav"]
     there = {path.name for path in run.samples.iterdir()}
     assert there == {*(f"validation-000002{end}" for end in (".png", ".jsonl", "-00.png")), *names}
-    assert [call for call in calls if call != "metrics"] == ["validation 2", *(f"samples/{name}" for name in names)]
+    assert [call for call in calls if call != "metrics"] == ["validation 2", *(f"media {name}" for name in names)]
     assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
 
     def full(media: Media, path: Path) -> list[Path]:
@@ -262,7 +267,7 @@ def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_it
     """Makes the validation round again from the same checkpoint; the fault stays."""
     config, clock, console = write_world(tmp_path), ManualClock(1000.0), RememberingConsole()
     run, start = RunDirectory.create(config, clock), ControlState(version=60, validated=59)
-    watcher = Observer(config, run, console, None, clock, start, owns=False)
+    watcher = Observer(config, run, console, Sinks(), clock, start, owns=False)
     show(watcher, validated(60), status="failed")
     watcher.recall(start)
     watcher.fault(Fault(1001.0, "trainer", "trainer is gone", "attempt 2", 3.0))

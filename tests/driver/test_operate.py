@@ -38,6 +38,10 @@ STATUS: dict[str, Any] = {
     },
     "conservation": {"admitted": 9, "trained": 6, "rejected": 1, "dropped": 0, "live": 2},
     "engines": {"rollout-0.2": 7, "rollout-1": -1},
+    "scorers": {
+        "ocr": {"in_flight": 8, "queued": 2, "answer_s/p50": 0.25, "answer_s/p95": 1.5},
+        "judge": {"in_flight": 40, "queued": 0},
+    },
     "addresses": {},
 }
 
@@ -90,6 +94,7 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     cells = [line.split() for line in lines]
     assert ["rollout-0.2", "12", "version", "7"] in cells and ["rollout-1", "13", "none", "yet"] in cells
     assert ["slots", "3", "6"] in cells and ["replay", "4", "16", "1"] in cells
+    assert ["ocr", "8", "2", "0.25", "s", "1.5", "s"] in cells and ["judge", "40", "0"] in cells
     assert lines[-1] == "faults mended: 3"
 
 
@@ -150,6 +155,8 @@ def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys
         "staleness 1.3 updates on average, 2 at most; images/s 20.0",
         "groups: 3 admitted, 3 trained, 0 rejected, 0 dropped, 0 live",
         f"{checkpoint}; {goes_on}",
+        "next:",
+        f"  omni-async report {folder}  # a page about it",
     ]
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -21,7 +21,8 @@ from omni_async.driver import train as runtime
 from omni_async.driver.session import Ending, interrupts, listen
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
-from omni_async.tracking.mlflow_sink import MlflowUnusableError
+from omni_async.tracking.sinks.base import SinkUnusableError
+from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import Span
 from tests.runtime.runtime_world import (
@@ -133,7 +134,7 @@ def test_a_run_that_ends_well_leaves_its_files_and_says_where_and_the_numbers_of
     async def validates(control: Control) -> None:
         for version, exact in ((0, 0.125), (4, 0.875)):
             parts = {"reward": exact / 2, "ocr_exact": exact, "sharp": 1.0}
-            control.log.add("validation", {"version": version, "parts": parts})
+            control.log.add("validation", {"version": version, "parts": parts, "samples": 4, "standard_error": None})
         control.end("done")
 
     roles = {"trainer": validates, "rollout-0": until_the_end}
@@ -288,21 +289,23 @@ def test_ctrl_c_while_models_load_ends_the_run_and_a_second_does_not_wait_for_a_
     assert (summary.status, summary.reason) == ("interrupted", "before the first update")
 
 
-def test_an_unusable_mlflow_is_a_wrong_configuration_and_a_run_that_did_not_start_is_still_recorded(
+def test_an_unusable_tracker_is_a_wrong_configuration_and_a_run_that_did_not_start_is_still_recorded(
     tmp_path, monkeypatch
 ):
     def refuse(*_: Any) -> None:
-        raise MlflowUnusableError("tracking.mlflow: cannot use http://nowhere")
+        raise SinkUnusableError("tracking.mlflow: cannot use http://nowhere")
 
     cluster, calls = HandCluster({"trainer": ends_well}), list[str]()
     inputs = preflight(write_world(tmp_path, tracking={"mlflow": {"enabled": True}}))
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
-    monkeypatch.setattr(runtime, "_open_mlflow", refuse)
-    with pytest.raises(MlflowUnusableError, match="cannot use http://nowhere"):
+    monkeypatch.setattr(runtime, "_open_sinks", refuse)
+    with pytest.raises(SinkUnusableError, match="cannot use http://nowhere"):
         train(inputs, RememberingConsole())
     assert cluster.closed
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({}, starting=fails(RuntimeError("no"))))
-    monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: RecordingSink(calls))
+    recording = Sinks([RecordingSink(calls)])
+    recording.begin(0)
+    monkeypatch.setattr(runtime, "_open_sinks", lambda *_: recording)
     train(inputs, RememberingConsole())
     assert calls[-1] == "failed"
 

@@ -77,7 +77,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=2)
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_published_recipe_trains_at_test_size(
     path: Path, checkpoint_of: Callable[[str], Path], tmp_path: Path
@@ -121,7 +121,7 @@ _PROGRAMS = {"python": [sys.executable], "omni-async": [sys.executable, "-m", "o
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=2)
+@pytest.mark.sliced(floor=1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", sorted((RECIPES / "tiny").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_commands_in_the_header_train_every_group_once_within_the_budget(

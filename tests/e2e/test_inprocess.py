@@ -85,6 +85,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sliced(floor=5)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop_settings(recipe: Path, name: str) -> None:
     _done(run(recipe, *LOOPS[name]), load(recipe, LOOPS[name]).trainer.updates)
@@ -170,6 +171,7 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains(recipe: Path, name: str) -> None:
     finished = _done(run(recipe, f"algorithm.name={name}", *_KEPT, *OBJECTIVES[name]))
@@ -196,6 +198,7 @@ CORRECTIONS = {
 DRIFT = {"log_ratio_nats/variance", "ess", "engine_mismatch_nats", "fresh_fraction", "row_staleness/mean"}
 
 
+@pytest.mark.sliced(floor=4)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_trains_and_logs_the_drift(recipe: Path, correction: str, steps: int) -> None:

@@ -36,6 +36,7 @@ def judged(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(420)
 def test_a_run_judged_by_a_vllm_server_that_is_killed_goes_on_with_another(recipe: Path, tmp_path: Path) -> None:
     job = Disturbed(

@@ -10,6 +10,7 @@ from mlflow.tracking import MlflowClient
 from PIL import Image
 
 from omni_async.checkpoint import read_state, require_whole
+from omni_async.tracking.catalogue import find
 from tests.job_world import Run, command_line, left_behind, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -49,6 +50,13 @@ def test_metrics_validation_and_images(asynchronous: Run) -> None:
     assert [line["update"] for line in asynchronous.metrics] == list(range(1, 7))
     for line in asynchronous.metrics:
         assert line["conservation"]["admitted"] >= line["conservation"]["trained"] == 2 * line["update"]
+    names = {name for line in [*asynchronous.metrics, *asynchronous.validation] for name in line}
+    assert {name for name in names if find(name)[0] is None} == {
+        "finished",
+        "conservation",
+        "samples",
+        "standard_error",
+    }, "others are documented"
     versions = [point.version for point in asynchronous.summary.validation]
     assert versions[0] == 0 and versions[-1] == 6
     images = {path.stem: Image.open(path) for path in (asynchronous.path / "samples").glob("*.png")}
@@ -57,13 +65,13 @@ def test_metrics_validation_and_images(asynchronous: Run) -> None:
         image.load()
 
 
-def test_mlflow_has_parameters_metrics_and_images(asynchronous: Run) -> None:
+def test_mlflow_has_settings_metrics_and_images(asynchronous: Run) -> None:
     client = MlflowClient(tracking_uri=f"sqlite:///{asynchronous.path.parent / 'mlflow.db'}")
     (experiment,) = client.search_experiments(filter_string="name = 'omni_async'")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    assert run.data.params["rollout.workers"] == "2" and run.data.params["staleness.max_updates"] == "2"
-    rewards = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "reward")]
+    assert run.data.params["staleness.max_updates"] == "2" and run.data.tags["rollout.workers"] == "2"
+    rewards = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "goal/reward")]
     assert sorted(rewards) == [(line["update"], line["reward"]) for line in asynchronous.metrics]
     folders = [None, *(file.path for file in client.list_artifacts(run.info.run_id) if file.is_dir)]
     files = {Path(file.path).name for folder in folders for file in client.list_artifacts(run.info.run_id, folder)}

@@ -69,12 +69,13 @@ def test_staleness_zero_with_ray_and_vllm_omni_is_the_synchronous_loop(recipe: P
     check_equal(made, recipe, overrides, within=1e-5, learnt=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("size", "correction"),
     [
-        pytest.param(4, "{mode: bypass}", id="2 + 1 + 1 samples", marks=pytest.mark.thorough),
+        pytest.param(4, "{mode: bypass}", id="2 + 1 + 1 samples"),
         pytest.param(2, "{mode: decoupled, weights: tempered}", id="fewer samples than ranks, and a proximal pass"),
     ],
 )
@@ -83,7 +84,7 @@ def test_three_ranks_on_ray_that_do_not_divide_a_group_train_what_one_trains(
 ) -> None:
     quarters = (f"placement.{role}.cpus=0.25" for role in ("trainer", "rollout", "reward"))
     group = (f"rollout.group_size={size}", f"algorithm.correction={correction}")
-    # Three ranks round otherwise than one, and a size in bytes would make much of a pixel's last bit.
+    # Three ranks round otherwise than one, and most rewards would make something of a pixel's last bit.
     smooth = "reward.scorers=[{name: 'tests.e2e.scorers:Brightness'}]"
     overrides = ("run.runtime=ray", "trainer.workers=3", smooth, *group, *quarters)
     made = trained(recipe, *overrides)

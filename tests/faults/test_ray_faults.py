@@ -20,7 +20,7 @@ from omni_async.runtime.on_ray.connection import connect
 from omni_async.tracking.summary import Summary
 from tests.job_world import Disturbed, slow_at
 
-pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=3)]
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 Blows = Iterable[tuple[str, int]]
 

@@ -42,6 +42,7 @@ def server(name: str) -> psutil.Process:
     return found
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_more(tmp_path):
     """Kills the first Ray's global store and the second one's node daemon."""
 

@@ -48,6 +48,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, 
         assert any(said in problem for problem in problems(job))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint, tmp_path):
     """Compares to the bit, with AdamW and an average."""
@@ -71,6 +72,7 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 
 
 @pytest.mark.slow
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("runtime", ["ray", "inprocess"])
 def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path, runtime):
     """Stops the run in the middle of an update of 8 groups that takes 80 s to compute."""

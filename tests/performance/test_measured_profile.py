@@ -7,7 +7,10 @@ import asyncio
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omni_async.config.algorithm import Correction
@@ -15,7 +18,8 @@ from omni_async.config.schema import Config, Lora, Model, Placement
 from omni_async.performance.emulation import Device
 from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.measure import measure
-from omni_async.performance.profile import NOTHING, Payload, Profile, ServiceTime
+from omni_async.performance.profile import NOTHING, Payload, Profile, ScorerTime, ServiceTime, fit, slope_of
+from omni_async.performance.scorer_lanes import scorer_lanes
 from omni_async.simulation.result import not_measured, times_of
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.virtual_time import VirtualTimeLoop
@@ -128,6 +132,30 @@ def test_variation_is_kept() -> None:
     assert found.variation == pytest.approx(0.3, rel=0.15)
 
 
+def calls(scorer: str, at_once: int, actor: str = "reward-0") -> list[Span]:
+    """Returns three rounds of so many calls of one second side by side."""
+    return [
+        Span(actor, "score", float(i), i + 1.0, {"samples": 1, "scorer": scorer})
+        for i in range(3)
+        for _ in range(at_once)
+    ]
+
+
+def test_a_scorer_that_is_alone_keeps_the_calls_that_it_makes_at_once() -> None:
+    assert measured(calls("ocr", 1)).scorers == {}, "its time is that of `score`"
+    assert measured(calls("ocr", 6)).scorers == {"ocr": ScorerTime(ServiceTime(unit_s=1.0), concurrency=6)}
+
+
+def test_calls_of_a_pool_are_counted_for_each_of_its_workers() -> None:
+    """A reward worker has 12 calls out at three workers of a pool: four at each, which then make twelve again."""
+    scorers = [{"name": "ocr"}, {"name": "pick_score", "pool": "judges"}]
+    config = build({"reward": {"scorers": scorers, "pools": [{"name": "judges", "workers": 3}]}})
+    spans = calls("ocr", 1) + calls("pick_score", 12)
+    found = measure(spans, config, samples_per_rank=1.0, name="run-1", source="a test")
+    assert {label: one.concurrency for label, one in found.scorers.items()} == {"ocr": 1, "pick_score": 4}
+    assert [lane.concurrency for lane in scorer_lanes(config, found)] == [1, 12]
+
+
 @pytest.mark.virtual_time
 async def test_jobs_follow_one_another_and_wait_for_what_they_need() -> None:
     loop, device = asyncio.get_running_loop(), Device()
@@ -223,3 +251,36 @@ def test_that_a_profiles_sample_is_taken_for_one_of_several_calls_is_said():
     assert not_measured(several, MEASURED) == [
         "rollout.calls: profile run's times for a sample are taken for its 2 calls together"
     ]
+
+
+# ---- what jobs say of other sizes ------------------------------------------------------------------------------------
+
+
+def test_jobs_of_several_sizes_give_the_fixed_part_and_that_of_a_unit() -> None:
+    noise = random.Random(0)
+    found = fit([(n, (2.0 + 0.5 * n) * noise.uniform(0.95, 1.05)) for n in range(1, 9) for _ in range(20)])
+    assert found.fixed_s == pytest.approx(2.0, rel=0.05) and found.unit_s == pytest.approx(0.5, rel=0.05)
+    level = fit([(n, 3.0 * noise.uniform(0.95, 1.05)) for n in range(1, 9) for _ in range(20)])
+    assert level.mean(4) == pytest.approx(3.0, rel=0.02) and level.mean(1) == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_few_jobs_of_another_size_do_not_say_that_half_a_batch_takes_as_long() -> None:
+    noise = random.Random(1)
+    full = [(48.0, 1.13 * noise.uniform(0.8, 1.2)) for _ in range(85)]
+    for few in ([], [(35.0, 1.7)], [(35.0, 1.7), (42.0, 1.09), (42.0, 0.81)]):  # the first of them found 0 s for a unit
+        found = fit([*full, *few])
+        assert found.fixed_s == 0 and found.unit_s == pytest.approx(1.13 / 48, rel=0.05)
+
+
+@given(x=st.lists(st.floats(1, 50), min_size=3, max_size=30), seed=st.integers(0, 1000))
+def test_the_jackknife_is_that_of_leaving_each_point_out(x: list[float], seed: int) -> None:
+    noise = random.Random(seed)
+    y = [2 + 0.3 * one + noise.gauss(0, 1) for one in x]
+    rest = [np.array([one for j, one in enumerate(values) if j != i]) for values in (x, y) for i in range(len(x))]
+    x_rest, y_rest = rest[: len(x)], rest[len(x) :]
+    assume(min(np.ptp(one) for one in x_rest) > 0.1)
+    slopes = np.array([np.polyfit(a, b, 1)[0] for a, b in zip(x_rest, y_rest, strict=True)])
+    expected = np.sqrt((len(x) - 1) / len(x) * np.sum((slopes - slopes.mean()) ** 2))
+    slope, error = slope_of(np.array(x), np.array(y))
+    assert slope == pytest.approx(np.polyfit(x, y, 1)[0], rel=1e-6, abs=1e-8)
+    assert error == pytest.approx(expected, rel=1e-5, abs=1e-8)

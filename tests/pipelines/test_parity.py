@@ -43,6 +43,7 @@ def engine_rows(subject: Subject, engine: DiffusersEngine | None = None) -> list
     return asyncio.run(collect())
 
 
+@pytest.mark.sliced(floor=4)
 @ALL
 def test_a_family_computes_what_its_pipeline_does_and_the_reference_engine_what_the_trainer_does(family, tmp_path):
     subject = family.subject(tmp_path)
@@ -54,7 +55,7 @@ def test_a_family_computes_what_its_pipeline_does_and_the_reference_engine_what_
 
 
 @pytest.mark.slow
-@pytest.mark.sliced(floor=2)
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_vllm_omni_computes_what_the_trainer_does(name, tmp_path):
     """Runs the command itself: an engine claims its process."""

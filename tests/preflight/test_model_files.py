@@ -3,6 +3,7 @@ than a second of work, before anything is loaded."""
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -83,9 +84,12 @@ def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def answer(recipe: Path, *overrides: str) -> str:
         said = set()
         for command in ("train", "check"):
-            started = time.process_time()
-            assert main([command, str(recipe), *overrides]) == 2
-            assert time.process_time() - started < 1
+            gc.disable()  # what other tests left to collect is not of it
+            started = time.thread_time()
+            code = main([command, str(recipe), *overrides])
+            took = time.thread_time() - started
+            gc.enable()
+            assert code == 2 and took < 1
             out, err = capfd.readouterr()
             assert out == "" and err.endswith("\n")
             said.add(err.removesuffix("\n"))

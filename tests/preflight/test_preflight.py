@@ -314,10 +314,13 @@ def test_a_prompt_without_an_image_is_refused_where_the_family_needs_one(tmp_pat
     assert said.endswith("p.jsonl:2: images: the prompt has none, but model.pipeline 'qwen_image' needs one")
 
 
-def test_a_scorers_checkpoint_that_is_not_there_is_refused(tmp_path):
+def test_a_scorers_checkpoint_or_a_servers_that_is_not_there_is_refused(tmp_path):
     scorers = [{"name": "jpeg_size"}, {"name": "pick_score", "params": {"path": "/nowhere/PickScore_v1"}}]
     said = refusal(write_world(tmp_path, reward={"scorers": scorers}))
     assert said.startswith("reward.scorers.1: scorer 'pick_score': path: there is no folder /nowhere/PickScore_v1; a")
+    judge = {"name": "vlm_judge", "params": {"server": "judge", "model": "judge"}}
+    said = refusal(write_world(tmp_path, reward={"servers": [{"name": "judge", "model": "m"}], "scorers": [judge]}))
+    assert said.startswith(f"reward.servers.0.model: there is no folder {tmp_path / 'm'}; a checkpoint of a hub gets")
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -25,10 +25,11 @@ def completion(text: str = "7", *tops: tuple[str, float], finish: str = "stop") 
 
 class JudgeServer:
     """Answers question n, from 1, with `answer(its body, n)`: a body, (status, body), (status, body, headers), bytes,
-    or an awaitable of one of them."""
+    or an awaitable of one of them. `models` is what `/v1/models` has, None: there is no such thing."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self.models: dict[str, Any] | None = None
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.running = self.most = 0
@@ -49,12 +50,16 @@ class JudgeServer:
         head = {"Content-Type": "application/json", "Set-Cookie": "session=1"} | (more[0] if more else {})
         return web.Response(status=status, body=content, headers=head)
 
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404) if self.models is None else web.json_response(self.models)
+
 
 @contextlib.asynccontextmanager
 async def judging(answer: Answer) -> AsyncIterator[JudgeServer]:
     server = JudgeServer(answer)
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.handle)
+    app.router.add_get("/v1/models", server.list_models)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

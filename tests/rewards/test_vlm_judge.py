@@ -196,6 +196,73 @@ async def test_a_pair_is_asked_in_both_orders():
     assert score.value == pytest.approx((0.8 + 0.4) / 2) and score.parts["prompt_tokens"] == 200.0
 
 
+# ---- who answers -----------------------------------------------------------------------------------------------------
+
+# As vLLM lists two names of one model, a LoRA for it, and another model that a router adds.
+LISTED = {
+    "object": "list",
+    "data": [
+        {"id": "first", "root": "/models/vl", "parent": None},
+        {"id": "m", "root": "/models/vl", "parent": None},
+        {"id": "style", "root": "/loras/style", "parent": "first"},
+        {"id": "other", "root": "/models/other"},
+    ],
+}
+
+
+async def answered_by(name: str | None, asked: str = "m", listed: Any = None, **params: Any) -> Score:
+    async with (
+        judging(lambda body, n: {**YES, "model": name}) as server,
+        judge(server, model=asked, retries=0, **params) as scorer,
+    ):
+        server.models = listed
+        at_once = (scorer.score([IMAGE], [CAT]) for _ in range(3))
+        first = await asyncio.gather(*at_once, return_exceptions=True)
+        (score,) = await scorer.score([IMAGE], [CAT])
+    assert first == [[score]] * 3 and len(server.asked) <= 7, "names are learned once"
+    return score
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "listed"),
+    [
+        ("m", "m", None),
+        (None, "m", None),
+        ("", "m", None),
+        ("gpt-4o-2024-08-06", "gpt-4o", None),
+        ("gpt-4-0613", "gpt-4", None),
+        ("claude-sonnet-4-20250514", "claude-sonnet-4-latest", None),
+        ("first", "m", LISTED),
+        ("/models/vl", "m", LISTED),
+        ("first", "style", LISTED),
+    ],
+)
+async def test_the_judge_may_answer_by_another_of_its_names(name, asked, listed):
+    assert (await answered_by(name, asked, listed)).value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "listed"),
+    [
+        ("other", "m", None),
+        ("other", "m", LISTED),
+        ("style", "m", LISTED),
+        ("gpt-4o-mini", "gpt-4o", None),
+        ("gpt-4o-mini-2024-07-18", "gpt-4o", None),
+        ("qwen-vl-72", "qwen-vl", None),
+        ("other", "m", {"data": "none"}),
+        ("other", "m", {"data": [{"id": "m", "root": None}, {"id": "other", "root": None}]}),
+    ],
+)
+async def test_the_answer_of_another_model_is_an_error(name, asked, listed):
+    with pytest.raises(ScoreError, match=rf"http://\S+ answered as '{name}', asked for '{asked}'; .*params.answers_as"):
+        await answered_by(name, asked, listed)
+
+
+async def test_a_name_that_no_server_lists_can_be_given():
+    assert (await answered_by("Vendor/VL-8B", answers_as="Vendor/VL-8B")).value == 0.5
+
+
 # ---- whom it asks, and faults ----------------------------------------------------------------------------------------
 
 
@@ -281,6 +348,16 @@ async def test_a_fault_that_passes_is_asked_again_without_the_servers_cookies():
         (score,) = await scorer.score([IMAGE], [CAT])
     assert score.value == 0.5 and len(server.asked) == 4
     assert not any("Cookie" in headers for headers in server.headers)
+
+
+async def test_a_slow_answer_is_waited_for_and_asked_for_once():
+    async def slow(body: Any, n: int) -> Any:
+        await asyncio.sleep(0.3)
+        return YES
+
+    async with judging(slow) as server, judge(server) as scorer:
+        (score,) = await scorer.score([IMAGE], [CAT])
+    assert score.value == 0.5 and len(server.asked) == 1
 
 
 async def test_a_megabyte_of_talk_is_read_and_a_hang_is_left():

@@ -18,6 +18,7 @@ from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.store import LocalStore, ObjectStore
+from omni_async.tracking.sinks.base import Ended, Sink
 from omni_async.types import LedgerEntry
 from tests.configs import write_recipe_file
 from tests.images import as_media
@@ -96,29 +97,34 @@ class RememberingConsole:
         self.closed = True
 
 
-class RecordingSink:
-    """An MLflow sink that remembers its calls, an artifact by its name."""
+class RecordingSink(Sink):
+    """A sink that remembers its calls, a file by its name."""
 
-    run_id, ui_command = "1", "mlflow ui"
+    label, where = "Recorded", "a list"
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
-    def begin(self) -> None:
-        self._calls.append("begin")
+    def begin(self, version: int) -> None:
+        self._calls.append(f"begin {version}")
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
         self._calls.append("metrics")
 
-    def log_image(self, image: Any, name: str, step: int) -> None:
-        self._calls.append(f"{name} {step}")
+    def image(self, image: Any, kind: str, step: int) -> None:
+        self._calls.append(f"{kind} {step}")
 
-    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+    def media(self, path: Path, kind: str, step: int) -> None:
         assert path.is_file()
-        self._calls.append(path.name if folder is None else f"{folder}/{path.name}")
+        self._calls.append(f"media {path.name}")
 
-    def finish(self, status: str, timeout_s: float) -> None:
-        self._calls.append(status)
+    def artifact(self, path: Path) -> None:
+        assert path.is_file()
+        self._calls.append(path.name)
+
+    def finish(self, status: Ended | None) -> None:
+        if status is not None:
+            self._calls.append(status)
 
 
 def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 from omni_async.media import Media
@@ -58,6 +59,7 @@ class Impatient(Red):
 
     def _score(self, one: Media, prompt: Prompt) -> Score:
         if self.red(one) == 60:
+            time.sleep(0.5)  # until those before it are on record
             os.kill(os.getpid(), signal.SIGINT)
         return super()._score(one, prompt)
 

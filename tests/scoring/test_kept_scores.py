@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from omni_async import cli
+from omni_async.control.events import Shown
 from omni_async.driver.sample_files import _row
 from omni_async.media import Media
 from omni_async.tracking.images import write_media
-from omni_async.types import Prompt
+from omni_async.types import Prompt, Score
 from tests.runtime.runtime_world import write_world
 from tests.scoring import judges
 from tests.scoring.test_score import draw, reward
@@ -101,7 +102,7 @@ def test_samples_that_a_run_kept_are_known_by_their_pixels_and_prompt(folder):
     with Image.open("images/010.png") as image:
         media = Media(image=np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
     prompt = Prompt(9, "a cat", metadata={"style": "ink"})
-    row = _row(prompt, write_media(media, run / "samples" / "train-000001-00"))
+    row = _row(Shown(None, prompt, Score(0.5)), write_media(media, run / "samples" / "train-000001-00"))
     (run / "samples" / "train-000001.jsonl").write_text(json.dumps(row))
     judges.calls.clear()
     assert cli.main(["score", "recipe.yaml", "run", *KEPT, "reward.probe=false"]) == 0 and not judges.calls

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from PIL import Image
 
 from omni_async import cli
 from omni_async.config import ConfigError
+from omni_async.control.events import Shown
 from omni_async.data.media_files import read_media
 from omni_async.driver.sample_files import _row
 from omni_async.media import Media
 from omni_async.scoring.report import histogram
 from omni_async.scoring.samples import find_samples
 from omni_async.tracking.images import write_media
-from omni_async.types import Prompt, PromptImage
+from omni_async.types import Prompt, PromptImage, Score
 from tests.runtime.runtime_world import write_world
 from tests.scoring import judges
 
@@ -106,6 +109,12 @@ def test_repetitions_tell_the_judges_own_noise_from_what_differs_between_samples
     assert "std between samples 14.14, the judge's own 1.155, 0.082 of it" in capsys.readouterr().out
 
 
+def test_a_judge_that_says_the_same_again_has_no_noise_of_its_own():
+    draw("images", 1, 30)
+    found = scored("images", "--repeat", "3", "reward.scorers.0.params.scale=0.1")
+    assert found["statistics"]["reward"]["own"] == 0.0
+
+
 def test_rows_are_written_as_csv_and_parquet_and_extremes_as_a_grid():
     draw("images", 10, 20, 30)
     scored("images", "--out", "new/rows.csv", "--grid", "grid.png")
@@ -118,6 +127,34 @@ def test_rows_are_written_as_csv_and_parquet_and_extremes_as_a_grid():
         reds = np.asarray(grid.convert("RGB"))[60, :, :]
         assert (reds == (10, 0, 0)).all(axis=1).any(), "the worst is in the first row of tiles"
         assert not (reds == (30, 0, 0)).all(axis=1).any()
+
+
+def test_what_was_scored_is_written_even_if_nobody_reads_the_output_on(monkeypatch):
+    draw("images", 10, 20, 30)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as nobody, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", nobody)
+        with contextlib.suppress(SystemExit):  # of rich
+            cli.main(["score", "recipe.yaml", "images", "--out", "rows.csv", "--grid", "grid.png"])
+        with contextlib.suppress(BrokenPipeError):
+            nobody.close()
+    with Path("rows.csv").open(newline="") as file:
+        assert [row["reward"] for row in csv.DictReader(file)] == ["10.0", "20.0", "30.0"]
+    assert Path("grid.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("full", ["--json", "--out", "--grid"])
+def test_a_file_that_finds_no_space_is_one_line_and_costs_nothing_else(full, capsys):
+    draw("images", 10, 20)
+    files = {"--json": "found.json", "--out": "rows.csv", "--grid": "grid.png"}
+    Path(files[full]).symlink_to("/dev/full")  # a device that can be opened, and takes no byte
+    assert cli.main(["score", "recipe.yaml", "images", *[word for pair in files.items() for word in pair]]) == 1
+    printed = capsys.readouterr()
+    _, line = printed.err.splitlines()  # the first is about prompts
+    assert line == f"omni-async: {files[full]} could not be written: No space left on device"
+    assert "2 samples" in printed.out
+    assert all(Path(name).stat().st_size > 0 for option, name in files.items() if option != full)
 
 
 # ---- what it finds ---------------------------------------------------------------------------------------------------
@@ -162,7 +199,7 @@ def test_the_table_that_a_run_writes_beside_its_media_gives_back_its_prompts(tmp
     samples.mkdir(parents=True)
     (run / "config.yaml").touch()
     carried = find_samples(draw("images", 7), 100)[0].files["image"].resolve()
-    prompts = [Prompt(0, "a cat", "MEOW", {"metadata": 1, "video": 2}), Prompt(1, "a dog", images=())]
+    prompts = [Prompt(0, "a cat", "MEOW", {"metadata": 1, "video": 2, "reward": 3}), Prompt(1, "a dog", images=())]
     with_image = replace(prompts[1], images=(PromptImage(str(carried), "digest"),))
     film = Media(
         video=np.full((3, 3, 32, 32), 9, np.uint8), fps=8, audio=np.zeros((2, 8000), np.float32), sample_rate=8000
@@ -170,7 +207,7 @@ def test_the_table_that_a_run_writes_beside_its_media_gives_back_its_prompts(tmp
     media = [Media(image=np.full((3, 4, 4), 5, np.uint8)), film]
     draw("run/samples", 1)[0].rename(samples / "train-000001.png")  # the grid, which is no sample
     rows = [
-        _row(prompt, write_media(one, samples / f"train-000001-{i:02d}"))
+        _row(Shown(None, prompt, Score(0.5)), write_media(one, samples / f"train-000001-{i:02d}"))
         for i, (one, prompt) in enumerate(zip(media, [prompts[0], with_image], strict=True))
     ]
     (samples / "train-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

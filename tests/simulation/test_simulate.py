@@ -247,6 +247,14 @@ def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(capsys: pytest.Ca
         assert row["staleness_max"] <= row["staleness_budget"]
 
 
+@pytest.mark.usefixtures("recipe")
+def test_a_disk_that_fills_up_costs_the_file_and_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--profile profile.json --updates 20 --json /dev/full") == 1
+    printed = capsys.readouterr()
+    assert printed.err == "omni-async: /dev/full could not be written: No space left on device\n"
+    assert "bottleneck: trainer" in printed.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

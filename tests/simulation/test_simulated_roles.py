@@ -19,7 +19,8 @@ from omni_async.control.versions import Versions
 from omni_async.performance.emulation import Draws
 from omni_async.performance.profile import Profile
 from omni_async.simulation.simulate import _world
-from omni_async.simulation.simulated_roles import Batch, SimulatedEngine, SimulatedPublisher
+from omni_async.simulation.simulated_engine import Batch, SimulatedEngine
+from omni_async.simulation.simulated_roles import SimulatedPublisher
 from omni_async.simulation.world import SharedDevices, World, at_once
 from omni_async.types import Prompt, SampleRequest, SampleResult, SdeWindow, WeightReport
 from pipelines.qwen_image.sampling import QwenImageSampling

@@ -4,10 +4,8 @@ every update are those of the definitions; and the alarm for engines that comput
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from omni_async.layout import ParallelLayout
+from omni_async.tracking.catalogue import METRICS
 from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows
 from omni_async.training.engine import TrainEngine
@@ -72,15 +71,13 @@ def test_the_ess_of_log_ratios_of_any_size_is_that_of_their_differences(values, 
 
 
 def test_a_metric_of_an_objective_that_would_hide_one_of_the_runs_is_refused():
-    """Holds what is refused to the page that lists the run's metrics."""
-    page = (Path(__file__).parents[2] / "docs" / "run-directory.md").read_text(encoding="utf-8")
-    table = page.partition("| `update` |")[2].partition("\n\n")[0]
-    names = {name for row in table.splitlines() for name in re.findall(r"`([a-z_]+)[`/]", row.split("|")[1])}
-    objectives = {"ratio_deviation", "clipped_low", "clipped_high", "clip_fraction", "approx_kl", "kl_ref"}
-    assert {"reward", "loss", "ess", "busy"} <= names
+    """Holds what is refused to the catalogue of metrics."""
+    names = {metric.name.partition("/")[0] for metric in METRICS if metric.source == "run"}
+    objectives = {metric.name for metric in METRICS if metric.source == "objective"}
+    assert {"reward", "loss", "ess", "busy"} <= names and {"ratio_deviation", "kl_ref"} <= objectives
     one = torch.ones(2)
     Metrics(ParallelLayout()).record_loss(one, one, dict.fromkeys(objectives, one))
-    for name in names - objectives:
+    for name in names:
         for own in (name, f"{name}/mine"):
             with pytest.raises(TrainingError, match=rf"metrics \['{own}'\] have names of the run's own"):
                 Metrics(ParallelLayout()).record_loss(one, one, {own: one})
@@ -116,6 +113,7 @@ def work(rank: int) -> tuple[dict[tuple[int, int], dict[str, float]], dict[int, 
     return found, sums
 
 
+@pytest.mark.thorough
 def test_rows_count_once_however_they_are_dealt(tmp_path):
     for found, sums in on_ranks(WORLD, tmp_path, work):
         for (sequence, rows), metrics in found.items():

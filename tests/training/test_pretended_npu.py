@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.ranks import on_ranks
 from omni_async.accelerator import require_accelerator
 from omni_async.bench.result import describe_machine
 from omni_async.training.device import collective_backend, init_process_group, rank_device
@@ -21,7 +21,7 @@ RANKS = 2
 TIMEOUT_S = 60.0
 
 
-def work(rank: int, folder: Path, port: int) -> None:
+def work(rank: int, ranks: int, init_method: str, folder: Path, port: int) -> None:
     collectives = pretend(RANKS)
     device = rank_device(rank)
     found: dict[str, Any] = {
@@ -31,7 +31,7 @@ def work(rank: int, folder: Path, port: int) -> None:
         "backend": collective_backend(device),
         "names": describe_machine(with_gpus=True).gpus,
     }
-    init_process_group(rank, RANKS, f"file://{folder}/rendezvous", TIMEOUT_S, device)
+    init_process_group(rank, ranks, init_method, TIMEOUT_S, device)
     mesh = init_device_mesh(device.type, (RANKS,))
     found["mesh"] = [mesh.device_type, mesh.size(), mesh.get_local_rank()]
     total = torch.ones(1)
@@ -52,7 +52,7 @@ def test_ranks_on_npus_find_their_device_their_group_and_their_carrier(tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(work, (tmp_path, port), nprocs=RANKS, join=True)
+    on_ranks(RANKS, work, tmp_path, port)
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found.pop("groups") >= 1

@@ -25,8 +25,10 @@ from tests.training.training_world import (
     make_config,
     move,
     on_ranks,
+    read_trained,
     save,
     started,
+    trainable,
 )
 
 EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach
@@ -126,8 +128,9 @@ def test_two_ranks_train_what_one_trains(tmp_path):
             assert_close(rank["auxiliary"], alone["auxiliary"], atol=1e-6)
         assert ranks[0]["digest0"] == alone["digest0"]
 
-        # A checkpoint of two ranks continues on one.
+        # A checkpoint of two ranks continues on one, and is read by whoever does not train.
         load(engine, tmp_path / name / "checkpoint")
+        assert_close(read_trained(tmp_path / name / "checkpoint", "trained"), trainable(engine))
         update(engine, 1)
         assert_close(dict(unpack(*export(engine, 2))), weights, atol=1e-6)
 
@@ -163,7 +166,8 @@ def deal_all(rank: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[st
     return {key: two_groups(start(key[0], config, rank)) for key, config in configs.items()}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2, 3])
 def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
     dealt = {key: make_config(**{**change, "workers": world}) for key, change in jobs.items()}

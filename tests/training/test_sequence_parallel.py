@@ -185,5 +185,6 @@ def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints, tmp_path
         assert ignored.startswith(said)
 
 
+@pytest.mark.thorough
 def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
     assert_ranks_train_what_one_trains(checkpoints, tmp_path, 4)

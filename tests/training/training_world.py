@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from benchmarks import ranks
 from omni_async.config import with_spec
 from omni_async.config.schema import Config
 from omni_async.families import find_family
@@ -29,6 +29,7 @@ from omni_async.store import LocalStore
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
+from omni_async.training.trained import TrainedWeights, Which
 from omni_async.types import WeightManifest
 from omni_async.weights.digest import Bucket
 from omni_async.weights.shards import whole
@@ -222,16 +223,24 @@ def load(engine: TrainEngine, folder: Path) -> None:
     engine.load(folder, json.loads((folder / "engine.json").read_text()))
 
 
-def _run(rank: int, world: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def read_trained(folder: Path, policy: Which = "drawing") -> dict[str, Tensor]:
+    """Returns what whoever does not train reads in a checkpoint, by the names of the parameters."""
+    weights = TrainedWeights(folder, policy)
+    return {f"{one}.{name}": value for one in weights.components for name, value in weights.read(one).items()}
+
+
+def _run(
+    rank: int, world: int, init_method: str, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=120.0, device=torch.device("cpu"))
+    init_process_group(rank, world, init_method, timeout=120.0, device=torch.device("cpu"))
     (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(work(rank, *args)))
     dist.destroy_process_group()
 
 
 def on_ranks(world: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Returns what `work(rank, *args)`, a function of a module, returns on each of `world` ranks."""
-    mp.spawn(_run, (world, folder, work, args), nprocs=world, join=True)
+    ranks.on_ranks(world, _run, folder, work, args)
     return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
 
 

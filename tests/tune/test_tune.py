@@ -230,7 +230,10 @@ def test_the_recipe_itself_is_never_overwritten(recipe):
     assert recipe.read_text() == RECIPE
 
 
-def test_a_file_that_cannot_be_written_is_one_line(recipe, tmp_path):
+def test_a_file_that_cannot_be_written_is_one_line_and_one_that_is_there_stays(recipe, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match=r"--out: cannot write .*taken"):
-        write_tuned(tmp_path / "taken" / "tuned.yaml", recipe, load(recipe), [], by_law(load(recipe)))
+        require_writable(tmp_path / "taken" / "tuned.yaml", recipe)
+    require_writable(tmp_path / "taken", recipe)
+    require_writable(tmp_path / "new", recipe)
+    assert (tmp_path / "taken").exists() and not (tmp_path / "new").exists()

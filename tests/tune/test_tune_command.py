@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.tuning_plots import staleness
 from omni_async import cli
-from omni_async.config import load
+from omni_async.config import load, resolved_yaml
 from omni_async.config.describe import annotation_at
 from omni_async.config.schedule import SCHEDULES
 from omni_async.config.schema import Config
@@ -123,6 +123,13 @@ def test_what_is_wrong_is_one_line_and_exit_code_2_before_the_search(folder, by_
     assert not list(folder.glob("*.tuned.yaml")) and (folder / "recipe.yaml").read_text() == RECIPE
 
 
+def test_a_disk_that_fills_up_costs_the_one_file_and_is_exit_code_1(folder, by_law, capsys):
+    assert tune(f"{COMMAND} --json /dev/full --budget 16") == 1
+    printed = capsys.readouterr()
+    assert "/dev/full could not be written: No space left on device" in printed.err
+    assert printed.out.endswith("wrote recipe.tuned.yaml\n") and load("recipe.tuned.yaml")
+
+
 def test_neither_torch_nor_ray_is_imported(folder):
     program = (
         "import sys\n"
@@ -190,8 +197,10 @@ assert len(SHOWN) > 10
 @pytest.mark.parametrize("command", sorted({shlex.join(words) for words in SHOWN}))
 def test_a_printed_example_works_as_it_stands(command, folder, by_law, capsys):
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    (folder / "runs" / "my-run").mkdir(parents=True)
-    write_profile(folder / "runs" / "my-run" / "profile.json", PROFILE)
+    for name in ("my-run", "quickstart-20260101-120000"):
+        (run := folder / "runs" / name).mkdir(parents=True)
+        write_profile(run / "profile.json", PROFILE)
+        (run / "config.yaml").write_text(resolved_yaml(load(ROOT / "recipes" / "quickstart" / "quickstart.yaml")))
     assert cli.main(shlex.split(command)) == 0, capsys.readouterr().err
     assert command.startswith("simulate") or "\nwrote " in capsys.readouterr().out
 

@@ -149,6 +149,7 @@ def work(rank: int) -> dict[str, SharedRows]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path):
     ranks = on_ranks(WORLD, tmp_path, work)
     base, adapters = parts(Adapted())

@@ -86,6 +86,7 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
+@pytest.mark.thorough
 @pytest.mark.parametrize("transport", ["object_store", "disk", "collective"])
 def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trained(tmp_path, checkpoint, transport):
     pytest.importorskip("ray")

@@ -23,6 +23,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import first_of
 from omni_async.config import ConfigError
 from omni_async.entry_points import load_named
@@ -30,7 +31,7 @@ from omni_async.role_table import RoleSpec
 from omni_async.runtime.builders import WorkerContext
 from omni_async.runtime.cluster import Cluster, PeerLost, StartError
 from omni_async.runtime.inputs import RunInputs
-from omni_async.runtime.on_ray.connection import Connection, connect, in_thread
+from omni_async.runtime.on_ray.connection import Connection, connect
 from omni_async.runtime.on_ray.shell import Proxy, Whereabouts, actor_class, end_process
 from omni_async.runtime.on_ray.store import RayStore
 from omni_async.runtime.placement import ActorPlacement, PlacementPlan, plan_placements
@@ -75,7 +76,7 @@ class RayCluster(Cluster):
     async def connect(self) -> None:
         run, stop = self._config.run, threading.Event()
         join = partial(connect, run.ray_address, self._placements.cpus, run.startup_timeout_s, stop)
-        starting = asyncio.ensure_future(in_thread(join))
+        starting = asyncio.ensure_future(in_daemon_thread(join))
         try:
             self._connection = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -91,7 +92,7 @@ class RayCluster(Cluster):
 
     async def _start(self) -> None:
         await self._reserve()
-        await in_thread(lambda: [self._spawn(worker) for worker in self._all_workers()])
+        await in_daemon_thread(lambda: [self._spawn(worker) for worker in self._all_workers()])
         loading = {name for name, _ in self._at_work()}
 
         async def start(name: str) -> None:
@@ -111,24 +112,24 @@ class RayCluster(Cluster):
             StartError: all machines together are too small, and Ray does not grow; or other room was missing for a
                 minute: the machines are too small, or other jobs have them."""
         plan = self._placements
-        kind = self._kind = await in_thread(partial(_accelerator_kind, self._config.placement.accelerator))
+        kind = self._kind = await in_daemon_thread(partial(_accelerator_kind, self._config.placement.accelerator))
         if not plan.bundles:
             return
         wanted = [{"CPU": one.cpus, **({kind: one.gpus} if one.gpus else {})} for one in plan.bundles]
         if self._has_own_ray:  # it does not grow
-            await in_thread(partial(_require_room, wanted, kind))
+            await in_daemon_thread(partial(_require_room, wanted, kind))
         elif plan.gpus:
-            await in_thread(partial(_require_kind, plan.gpus, kind))
-        group: PlacementGroup = await in_thread(partial(placement_group, wanted, strategy=plan.strategy))
+            await in_daemon_thread(partial(_require_kind, plan.gpus, kind))
+        group: PlacementGroup = await in_daemon_thread(partial(placement_group, wanted, strategy=plan.strategy))
         self._group = group
         try:
             async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
                 await group.ready()
         except TimeoutError:
-            await in_thread(partial(_require_room, wanted, kind))
+            await in_daemon_thread(partial(_require_room, wanted, kind))
             raise StartError(
                 f"placement: there is no room for the run{' on one machine' * (plan.strategy == 'STRICT_PACK')}:"
-                f" {await in_thread(_what_is_free)}; wait for other jobs, or lower placement.*"
+                f" {await in_daemon_thread(_what_is_free)}; wait for other jobs, or lower placement.*"
             ) from None
 
     def _spawn(self, worker: Worker) -> Proxy:
@@ -229,7 +230,7 @@ class RayCluster(Cluster):
     async def _start_late(self, name: str) -> Proxy:
         """Start a worker. Raises StartError if it is not ready in time: there may be no room for it."""
         timeout = self._config.run.startup_timeout_s
-        worker = await in_thread(partial(self._spawn, Worker.parse(name)))
+        worker = await in_daemon_thread(partial(self._spawn, Worker.parse(name)))
         try:
             async with asyncio.timeout(timeout) as deadline:
                 await worker.start()
@@ -238,7 +239,7 @@ class RayCluster(Cluster):
             if not deadline.expired():
                 raise
             late = f"{name} was not ready within run.startup_timeout_s = {timeout:g}"
-            raise StartError(f"{late}: {await in_thread(_what_is_free)}") from None
+            raise StartError(f"{late}: {await in_daemon_thread(_what_is_free)}") from None
         return worker
 
     async def _end(self, name: str) -> None:
@@ -256,9 +257,9 @@ class RayCluster(Cluster):
         if connection is None or not (connection.is_lost or (connection.started and connection.local)):
             with contextlib.suppress(TimeoutError):  # no answer: the cluster's owner will find that out
                 async with asyncio.timeout(_CLOSING_S):
-                    await in_thread(self._free)
+                    await in_daemon_thread(self._free)
         if connection is not None:
-            await in_thread(connection.close)
+            await in_daemon_thread(connection.close)
 
     def _free(self) -> None:
         # Each step is taken, whatever becomes of those before it: Ray itself may be broken.

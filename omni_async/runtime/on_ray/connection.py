@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import ray
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.runtime.cluster import StartError
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
 
@@ -49,7 +48,7 @@ class Connection:
 
         A cluster of another owner is gone once its head has not answered for `health_timeout_s`."""
         if self._lost is None:
-            waiting = in_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
+            waiting = in_daemon_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
             self._lost = asyncio.ensure_future(waiting)
         return await asyncio.shield(self._lost)
 
@@ -213,38 +212,10 @@ async def _until_silent(health_timeout_s: float) -> str:
         await asyncio.sleep(min(_CHECK_S, health_timeout_s / 4))
         try:
             async with asyncio.timeout(health_timeout_s):
-                nodes = await in_thread(ray.nodes)
+                nodes = await in_daemon_thread(ray.nodes)
         except TimeoutError:
             return f"its head has not answered for {health_timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 (a client's connection may break in many ways)
             return f"its head does not answer: {_one_line(error)}"
         if not any(node["NodeID"] == here and node["Alive"] for node in nodes):
             return "the node of this process has left it"
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Return the result of a call to Ray that blocks, and never returns if Ray is lost meanwhile.
-
-    Its thread is then left behind, which holds up neither a cancellation nor the end of the process."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except BaseException as raised:  # noqa: BLE001 (it is raised where it is waited for)
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no waiter any more
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=work, name="ray-call", daemon=True).start()
-    return await result

@@ -1,0 +1,108 @@
+"""Shares among commands how they take arguments, show progress and write results. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omni_async.config import ConfigError
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def add_command(commands: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
+    """Add a command, and return the parser of its arguments.
+
+    Args:
+        commands: what argparse's `add_subparsers` returned.
+        name: what is typed.
+        purpose: its line in the list of commands.
+        description: its own help, shown with the line breaks that it has."""
+    raw = argparse.RawDescriptionHelpFormatter
+    added: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=description, formatter_class=raw
+    )
+    return added
+
+
+def positive(text: str) -> int:
+    """Convert an argument that is a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+class PathsAndOverrides(argparse.Action):
+    """Tells paths from `key.path=value`, which may be mixed; a word that is both is a path if there is such a file."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        overrides = [word for word in values if _OVERRIDE.match(word) and not Path(word).exists()]
+        namespace.overrides = [*namespace.overrides, *overrides]
+        namespace.paths = [Path(word) for word in values if word not in overrides]
+        if not namespace.paths:
+            parser.error("the following arguments are required: PATH")
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] | None]:
+    """Show a bar on stderr, so that stdout is the result alone; yields None where stderr is no terminal.
+
+    `columns`: `bar`, `done`, `left` and `elapsed` are progress; anything else is text. What is yielded takes a
+    description, and how many of `total` are made."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    kinds = {
+        "bar": progress.BarColumn,
+        "done": progress.MofNCompleteColumn,
+        "left": progress.TimeRemainingColumn,
+        "elapsed": progress.TimeElapsedColumn,
+    }
+    shown = [kinds[column]() if column in kinds else progress.TextColumn(column) for column in columns]
+    with progress.Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda what, made: bar.update(task, completed=made, description=what)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def require_json_writable(path: Path | None) -> None:
+    """Raise ConfigError, one line, before anything is simulated if the file that `--json` names cannot be written."""
+    try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror or error}") from None
+
+
+def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[list[Path], int]:
+    """Write results, each by itself. Return those that are written, and the exit code: 1 if one is not, and a line."""
+    written = []
+    for path, write in writers.items():
+        try:
+            write(path)
+        except OSError as error:
+            sys.stderr.write(f"omni-async: {path} could not be written: {error.strerror or error}\n")
+        else:
+            written.append(path)
+    return written, int(len(written) < len(writers))
+
+
+def write_json(path: Path | None, content: bytes) -> int:
+    """Write the file that `--json` names, if it was given. Return the exit code, as `write_results`."""
+    return 0 if path is None else write_results({path: lambda path: path.write_bytes(content)})[1]

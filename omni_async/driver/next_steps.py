@@ -1,0 +1,42 @@
+"""Says what to do with a run that is over: commands with its own paths, to be typed as they are printed."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from omni_async.checkpoint.folders import newest_first
+from omni_async.tracking.rundir import RunDirectory
+
+_PROGRAM = "omni-async"
+
+
+def next_steps(run: RunDirectory) -> list[str]:
+    """Return the lines: what looks at the run if it made an update, and what uses the weights if it kept some.
+
+    Checkpoints of emulated devices and of a run that ended before its first one hold none."""
+    if not run.metrics.exists() or run.metrics.stat().st_size == 0:
+        return []
+    here = Path.cwd()
+    folder = shlex.quote(str(run.path.relative_to(here) if run.path.is_relative_to(here) else run.path))
+    steps = {f"report {folder}": "a page about it"}
+    newest = next(iter(newest_first(run.checkpoints)), None)
+    if newest is not None and (newest / "tensors").is_dir():
+        drawn, exported = (shlex.quote(str(Path(kind) / run.run_id)) for kind in ("drawn", "exported"))
+        steps |= {
+            f"sample {folder} --out {drawn}": "what its model draws now",
+            f"export {folder} --out {exported}": "a model that diffusers loads",
+        }
+    program = shlex.quote(program_as_typed())
+    width = max(map(len, steps)) + 2
+    return ["next:", *(f"  {program} {step:<{width}}# {gives}" for step, gives in steps.items())]
+
+
+def program_as_typed() -> str:
+    """Return how this process's own `omni-async` is started from here: by its path where the shell finds another."""
+    started, found = Path(sys.argv[0]), shutil.which(_PROGRAM)
+    if started.name != _PROGRAM or (found is not None and Path(found).samefile(started)):
+        return _PROGRAM
+    return str(started)

@@ -1,0 +1,210 @@
+"""Finds the models that a user names: a diffusers folder, an export, the folder of a run, or a checkpoint in it.
+
+Imports no torch and reads no weights, but for comparing a checkpoint with its manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, folder_name
+from omni_async.config import ConfigError, load
+from omni_async.config.hub import downloaded, how_to_get
+from omni_async.config.load import INDEX
+from omni_async.runs.chosen import Chosen, base_model, choose
+
+Policy = Literal["drawing", "trained", "old", "ema"]
+DRAWING: Policy = "drawing"
+BASE = "base"
+ADAPTERS = "pytorch_lora_weights.safetensors"
+EXPORTED_RECIPE = "recipe.yaml"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to draw with.
+
+    label: how results and folders call it. base: the diffusers folder. trained: the checkpoint with weights that take
+    the place of the base's; None: none do. adapter: the export with adapters that are added to the base's; None: none
+    are. run: the run's folder, None for a folder that is no run's. notes: one line each, for the console. policy: which
+    of the checkpoint's, as `TrainedWeights` takes it."""
+
+    label: str
+    base: Path
+    trained: Chosen | None = None
+    adapter: Path | None = None
+    run: Path | None = None
+    notes: tuple[str, ...] = ()
+    policy: Policy = DRAWING
+
+    @property
+    def version(self) -> int | None:
+        """Number of updates that made the weights; 0 for a run's base, None where no run is known."""
+        if self.trained is not None:
+            return self.trained.version
+        return None if self.run is None else 0
+
+    @property
+    def weights(self) -> Path:
+        """The folder with what distinguishes the model: the checkpoint's, the export's or the base's."""
+        return self.adapter or (self.base if self.trained is None else self.trained.folder)
+
+    @property
+    def recipe(self) -> Path | None:
+        """The recipe that the model was trained by, where it is known."""
+        found = self.weights / EXPORTED_RECIPE if self.run is None else self.run / "config.yaml"
+        return found if found.is_file() else None
+
+    def identity(self) -> str:
+        """Return what changes whenever the weights do: of files their sizes and dates, of a checkpoint all.
+
+        Raises OSError."""
+        found = xxhash.xxh3_128(str(self.base).encode())
+        files = sorted(self.base.glob("*/*.safetensors"))
+        for file in [*files, *(() if self.adapter is None else adapter_files(self.adapter).values())]:
+            found.update(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns};".encode())
+        if self.trained is not None:
+            found.update((self.trained.folder / MANIFEST_FILE).read_bytes() + self.policy.encode())
+        return found.hexdigest()
+
+
+def find_models(given: Sequence[str], which: Sequence[str]) -> list[Model]:
+    """Return the models to compare, each once: of a run its base and all its checkpoints, the oldest first.
+
+    Args:
+        given: folders, or a hub's `owner/name`.
+        which: of a run, these alone: `base`, `best`, `last` or numbers of updates; empty: all.
+
+    Raises:
+        ConfigError: there is no such model; one line."""
+    found: list[Model] = []
+    for text in given:
+        folder = _folder(text)
+        if not is_run(folder):
+            found.append(find_model(text))
+            continue
+        wanted = [*which] or [BASE, *(str(version) for version in _versions(folder))]
+        found += [_of_run(folder, None if one == BASE else one) for one in wanted]
+    return named_apart(found)
+
+
+def find_model(given: str, which: str | None = None) -> Model:
+    """Return one model; of a run the checkpoint `which`, None: the last. Raises ConfigError, one line."""
+    folder = _folder(given)
+    if (folder / INDEX).is_file():
+        if which is not None:
+            raise ConfigError(f"--which {which}: {given} is no run, but one model; leave --which out")
+        return Model(_label(folder), folder)
+    if adapter_files(folder):
+        return Model(_label(folder), _base_of_adapter(folder), adapter=folder)
+    if is_run(folder):
+        return _of_run(folder, which or "last")
+    if not (folder / MANIFEST_FILE).is_file():
+        raise ConfigError(
+            f"{given}: neither a model in diffusers layout (no {INDEX}), nor adapters (no {ADAPTERS}), nor a run (no"
+            f" config.yaml), nor a checkpoint (no {MANIFEST_FILE})"
+        )
+    return _trained(choose(folder, which))
+
+
+def base_of(model: Model) -> Model:
+    """Return the model that `model` was trained from. ConfigError if it was not trained here."""
+    if model.trained is not None:
+        return _base(model.trained)
+    if model.adapter is None:
+        raise ConfigError(f"--against base: {model.base} is a whole model; name the one that it was trained from")
+    return Model(BASE, model.base)
+
+
+def with_policy(models: Sequence[Model], policy: Policy) -> list[Model]:
+    """Return the models with this policy of their checkpoints, which their labels then name."""
+    return [
+        each
+        if each.trained is None or policy == DRAWING
+        else replace(each, label=f"{each.label}-{policy}", policy=policy)
+        for each in models
+    ]
+
+
+def named_apart(models: Sequence[Model]) -> list[Model]:
+    """Return the models without those that are named twice; labels that two of them have get their run's name."""
+    once: dict[tuple[Path, Path], Model] = {}
+    for each in models:
+        once.setdefault((each.base.resolve(), each.weights.resolve()), each)
+    found = [*once.values()]
+    taken: dict[str, int] = {}
+    several = len({each.run for each in found if each.run is not None}) > 1
+    apart = []
+    for each in found:
+        label = f"{each.run.name}-{each.label}" if several and each.run is not None else each.label
+        taken[label] = taken.get(label, 0) + 1
+        apart.append(replace(each, label=label if taken[label] == 1 else f"{label}-{taken[label]}"))
+    return apart
+
+
+def adapter_files(folder: Path) -> dict[str, Path]:
+    """Return the files of an export of adapters by component; none if the folder is no such export."""
+    first = folder / ADAPTERS
+    if not first.is_file():
+        return {}
+    return {"": first, **{file.parent.name: file for file in sorted(folder.glob(f"*/{ADAPTERS}"))}}
+
+
+def _base_of_adapter(folder: Path) -> Path:
+    """Return the model that exported adapters were trained for, as their recipe says."""
+    recipe = folder / EXPORTED_RECIPE
+    if not recipe.is_file():
+        raise ConfigError(f"{folder}: adapters without {EXPORTED_RECIPE}, which says what model they are for")
+    return Path(load(recipe).model.path)
+
+
+def _label(folder: Path) -> str:
+    return _UNSAFE.sub("-", folder.name).strip("-.") or "model"
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's."""
+    return (folder / "config.yaml").is_file() and not (folder / INDEX).is_file()
+
+
+def _folder(given: str) -> Path:
+    try:
+        folder = Path(given).expanduser()
+        if folder.is_dir():
+            return folder.absolute()
+        exists = folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{given[:200]!r}: expected a folder: {getattr(error, 'strerror', None) or error}") from None
+    if exists:
+        raise ConfigError(f"{given}: expected a folder, got a file")
+    if (hub := downloaded(given)) is not None:
+        return hub
+    raise ConfigError(how_to_get(folder))
+
+
+def _versions(run: Path) -> list[int]:
+    found = sorted(by_version(run / "checkpoints"))
+    if not found:
+        raise ConfigError(f"{run}: it has no checkpoint yet")
+    return found
+
+
+def _of_run(run: Path, which: str | None) -> Model:
+    """Return a run's checkpoint, or its base, for which no checkpoint is read, where `which` is None."""
+    return Model(BASE, base_model(run), run=run.absolute()) if which is None else _trained(choose(run, which))
+
+
+def _base(chosen: Chosen) -> Model:
+    return Model(BASE, chosen.base, run=chosen.run.path.absolute())
+
+
+def _trained(chosen: Chosen) -> Model:
+    label, run = folder_name(chosen.version), chosen.run.path.absolute()
+    return Model(label, chosen.base, chosen, run=run, notes=chosen.notes)

@@ -1,0 +1,66 @@
+"""Reads a base model's folder: which files an export takes over, and the tensors of trained components."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni_async.config import ConfigError
+from omni_async.config.load import read_model_index
+from omni_async.training.loading import WEIGHT_STEMS, open_tensors
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf", ".index.json")
+_ROOT = (".json", ".txt", ".py", ".md")
+_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A model in diffusers layout. `trained`: the components whose weights an export replaces."""
+
+    folder: Path
+    trained: tuple[str, ...]
+
+    def files(self) -> list[Path]:
+        """Return the files to take over, by their paths from the folder.
+
+        Those are the parts that model_index.json lists, without the weights of trained ones, and the small files beside
+        it. Single-file checkpoints beside it hold the weights before training, so they stay behind, as does the card.
+        """
+        parts = [name for name, entry in read_model_index(self.folder).items() if isinstance(entry, list)]
+        found = [path for path in self.folder.iterdir() if path.is_file() and _is_small(path)]
+        for part in parts:
+            for path in sorted((self.folder / part).rglob("*")):
+                of_trained = part in self.trained and path.name.lower().endswith(_WEIGHTS)
+                if path.is_file() and not of_trained and not _is_hidden(path.relative_to(self.folder)):
+                    found.append(path)
+        return sorted(path.relative_to(self.folder) for path in found)
+
+    def tensors(self, component: str) -> dict[str, Any]:
+        """Open the weights of a component: each is read by `[...]`. Raises ConfigError, one line."""
+        try:
+            return open_tensors(self.folder / component)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def stem(self, component: str) -> str:
+        """Return what the component's weight files are called, without their endings."""
+        names = [path.name for path in (self.folder / component).iterdir()]
+        return next(stem for stem in WEIGHT_STEMS if any(name.startswith(f"{stem}.safetensors") for name in names))
+
+
+def _is_small(path: Path) -> bool:
+    if path.name == CARD or path.name.startswith(".") or path.name.lower().endswith(_WEIGHTS):
+        return False
+    return path.name.endswith(_ROOT) or path.name.upper().startswith(_LEGAL)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def total_size(folder: Path, files: Iterable[Path]) -> int:
+    return sum((folder / path).stat().st_size for path in files)

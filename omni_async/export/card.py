@@ -1,0 +1,130 @@
+"""Writes the model card of an export: README.md as model hubs read it, a plot of the run, and images of its samples."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omni_async import __version__
+from omni_async.config.yaml_text import to_yaml
+from omni_async.export.base import CARD
+from omni_async.export.curves import plot_curves
+from omni_async.export.how_to_load import Loading, base_name
+from omni_async.runs.chosen import Chosen
+from omni_async.runs.record import Run, read_run
+
+_LICENCE = ("license", "license_name", "license_link")
+_UNKNOWN = (
+    "**The licence is not known**: the base model's folder has no card that names one. It is that of the base model;"
+    " fill in `license` above before you share this."
+)
+_CURVES, _RECIPE, _SAMPLES = "curves.png", "recipe.yaml", "samples"
+
+
+def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> None:
+    """Write README.md and what it shows into an export.
+
+    Args:
+        folder: the export, under way.
+        chosen: the checkpoint.
+        policy: which of the policies in it was exported.
+        loading: how to load it."""
+    run = read_run(chosen.run.path)
+    (folder / _RECIPE).write_text(to_yaml(run.config))
+    has_curves = plot_curves(folder / _CURVES, run.updates, run.rounds, chosen.version)
+    pictures = [*_copy_samples(folder / _SAMPLES, run)]
+    base, front = base_name(chosen.base), _front_matter(chosen, loading.relation)
+    made_by = f"{chosen.version} updates with omni_async {__version__}, run `{chosen.run.run_id}`"
+    sections = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {chosen.config.run.name}: {chosen.family.model_index_class} trained with {chosen.config.algorithm.name}",
+        f"{loading.what.capitalize()} of the model `{base}` after {made_by}.",
+        *([] if front["license"] != "unknown" else [_UNKNOWN]),
+        "## Load it",
+        f"```python\n{loading.code}\n```",
+        *loading.notes,
+        "## How it was trained",
+        _table(_facts(chosen, policy, base)),
+        f"`{_RECIPE}` is the whole recipe.",
+        *([f"![Mean reward by update]({_CURVES})"] if has_curves else []),
+        *(["## Samples"] if pictures else []),
+        *(f"{title}:\n\n![{title}]({_SAMPLES}/{name})" for title, name in pictures),
+    ]
+    (folder / CARD).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
+    config = chosen.config
+    lora = config.model.lora
+    trained = "all weights" if lora is None else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}"
+    sampling = {name: getattr(config.rollout.sampling, name) for name in config.rollout.sampling.__struct_fields__}
+    return {
+        "base model": base,
+        "trained": f"{', '.join(chosen.components)}: {trained}",
+        "algorithm": config.algorithm.name,
+        "reward": ", ".join(f"{scorer.weight:g} x {scorer.name}" for scorer in config.reward.scorers) or "preferences",
+        "validation reward of this checkpoint": "not measured" if chosen.reward is None else f"{chosen.reward:.4g}",
+        "policy": {"old": "the old policy, which drew the samples", "ema": "moving average of the weights"}.get(policy),
+        "updates": chosen.version,
+        "prompts per update x samples": f"{config.trainer.groups_per_update} x {config.rollout.group_size}",
+        "staleness budget": config.staleness.max_updates,
+        "denoising steps in training": config.rollout.num_inference_steps,
+        "denoising steps in validation": config.validation and config.validation.num_inference_steps,
+        **{f"sampling: {name}": value for name, value in sampling.items()},
+        "seed": config.run.seed,
+    }
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    rows = [f"| {name} | {_cell(value)} |" for name, value in facts.items() if value is not None]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _copy_samples(folder: Path, run: Run) -> Iterable[tuple[str, str]]:
+    """Copy the grids of the first and the last validation round, or of updates, and yield their titles and names."""
+    grids = [grid for grid in run.grids if grid.kind == "validation"] or run.grids
+    for grid in dict.fromkeys((grids[0].image, grids[-1].image)) if grids else ():
+        if grid.is_file():
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(grid, folder / grid.name)
+            what, _, version = grid.stem.partition("-")
+            samples = "Validation samples" if what == "validation" else "Training samples"
+            yield f"{samples}, update {int(version)}", grid.name
+
+
+def _front_matter(chosen: Chosen, relation: str) -> dict[str, Any]:
+    licence = {key: value for key, value in card_of(chosen.base).items() if key in _LICENCE and value is not None}
+    name = base_name(chosen.base)
+    return {
+        "license": "unknown",
+        **licence,
+        **({"base_model": name, "base_model_relation": relation} if "/" in name else {}),
+        "library_name": "diffusers",
+        "pipeline_tag": _task(chosen),
+        "tags": ["omni_async", "reinforcement-learning", chosen.config.algorithm.name]
+        + (["lora"] if relation == "adapter" else []),
+    }
+
+
+def _task(chosen: Chosen) -> str:
+    media = chosen.config.rollout.sampling.media()
+    made = "video" if any(one.part == "video" for one in media) else "image"
+    return f"{'image' if chosen.family.needs_images else 'text'}-to-{made}"
+
+
+def card_of(folder: Path) -> dict[str, Any]:
+    """Return the front matter of a model's card; nothing if it has none."""
+    try:
+        before, fence, rest = (folder / CARD).read_text(encoding="utf-8-sig").partition("---\n")
+        found = yaml.safe_load(rest.partition("\n---")[0]) if fence and not before.strip() else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,43 @@
+"""Plots how a run learned: the reward of its updates, and of its validation rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Okabe and Ito's, which colour-blind readers tell apart.
+_UPDATES, _ROUNDS, _CHOSEN = "#0072B2", "#D55E00", "#009E73"
+
+
+def plot_curves(
+    path: Path, updates: Sequence[Mapping[str, Any]], rounds: Sequence[Mapping[str, Any]], version: int
+) -> bool:
+    """Write the picture, and return whether there was anything to plot.
+
+    Args:
+        path: the PNG file.
+        updates, rounds: lines of metrics.jsonl.
+        version: the exported one, which is marked."""
+    lines = [("training", "reward", updates, _UPDATES, "."), ("validation", "validation/reward", rounds, _ROUNDS, "o")]
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    drawn = False
+    for label, key, records, color, marker in lines:
+        found = [(one["update"], one[key]) for one in records if isinstance(one.get(key), int | float)]
+        if found:
+            axes.plot(*zip(*sorted(found), strict=True), color=color, marker=marker, label=label, linewidth=1.2)
+            drawn = True
+    if not drawn:
+        return False
+    axes.axvline(version, color=_CHOSEN, linestyle="--", linewidth=1.0, label=f"exported: update {version}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("update")
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,0 +1,127 @@
+// Shows a page's data: `render(page)` once, `update(page)` whenever some of it changed. Both may be called again with the
+// same data, and `update` with some sections alone; what a reader chose, opened or focused stays as it is.
+
+omniAsync.page = (() => {
+  const { element, keyed, choice } = omniAsync.elements;
+
+  /** Return a page that draws into the document's own places for it. */
+  function create() {
+    const state = { axis: "update", sections: new Map() };
+    const views = {
+      chart: (block) => omniAsync.charts.figure(block, state),
+      samples: () => omniAsync.samples.draw(),
+      lanes: (block) => omniAsync.lanes.draw(block, state),
+      ...omniAsync.tables,
+    };
+    const block = (data) => views[data.kind](data);
+    const keyOf = (data, position) => `${data.kind} ${data.id ?? position}`;
+
+    function blocks() {
+      const box = element("div", { className: "blocks" });
+      return { element: box, update: keyed(box, keyOf, block) };
+    }
+
+    /** The blocks of each run, of which one is shown. */
+    function tabbed() {
+      const [box, own] = [element("div"), blocks()];
+      let [tabs, chosen] = [[], null];
+      const pick = choice("Run", (run) => {
+        chosen = run;
+        show();
+      });
+      function show() {
+        const tab = tabs.find((one) => one.run === chosen) ?? tabs[0];
+        own.update(tab ? tab.blocks.map((data) => ({ ...data, run: tab.run })) : []);
+      }
+      box.append(pick.element, own.element);
+      return {
+        element: box,
+        update(changed) {
+          tabs = changed;
+          pick.update(tabs.map((tab) => ({ value: tab.run, label: tab.run })));
+          show();
+        },
+      };
+    }
+
+    function section(first) {
+      const title = element(first.id === "verdict" ? "h1" : "h2", { id: `${first.id}-title` });
+      const lead = element("p", { className: "lead" });
+      const [common, perRun] = [blocks(), tabbed()];
+      const box = element("section", { id: first.id, "aria-labelledby": title.id }, title, lead, common.element, perRun.element);
+      return {
+        element: box,
+        update(data) {
+          title.textContent = data.title;
+          lead.textContent = data.lead;
+          lead.classList.toggle("hidden", !data.lead);
+          common.element.classList.toggle("hidden", !data.blocks.length);
+          common.update(data.blocks);
+          perRun.element.classList.toggle("hidden", !data.tabs.length);
+          perRun.update(data.tabs);
+        },
+      };
+    }
+
+    function link(first) {
+      const anchor = element("a", { href: `#${first.id}` });
+      const update = (data) => (anchor.textContent = data.id === "verdict" ? "Verdict" : data.title);
+      return { element: element("li", {}, anchor), update };
+    }
+
+    function run() {
+      const [name, pill] = [element("span"), element("span")];
+      return {
+        element: element("span", { className: "run" }, name, pill),
+        update(data) {
+          name.textContent = data.id;
+          name.title = data.label;
+          pill.textContent = data.status;
+          pill.className = `pill ${data.status}`;
+        },
+      };
+    }
+
+    const place = (id) => document.getElementById(id);
+    const list = element("ul");
+    const axes = choice("Horizontal axis", (axis) => {
+      state.axis = axis;
+      omniAsync.charts.redraw();
+    });
+    axes.update([{ value: "update", label: "updates" }, { value: "minutes", label: "time" }]);
+    place("contents").replaceChildren(list);
+    place("tools").replaceChildren(axes.element);
+    place("page").replaceChildren();
+    place("runs").replaceChildren();
+    const showRuns = keyed(place("runs"), (data) => data.label, run);
+    const showLinks = keyed(list, (data) => data.id, link);
+    const showSections = keyed(place("page"), (data) => data.id, section);
+
+    return (page) => {
+      for (const data of page.sections) state.sections.set(data.id, data);
+      document.title = `${page.title} · omni-async`;
+      place("made").textContent = `omni-async ${page.version}, ${page.made}`;
+      showRuns(page.runs);
+      const sections = [...state.sections.values()];
+      showLinks(sections);
+      showSections(sections);
+      omniAsync.charts.appear();
+    };
+  }
+
+  let show = null;
+
+  /** Draw a page from the start. */
+  function render(page) {
+    show = create();
+    show(page);
+  }
+
+  /** Draw what changed; sections that `page` does not have stay. */
+  function update(page) {
+    if (show === null) render(page);
+    else show(page);
+  }
+
+  return { render, update };
+})();

@@ -1,0 +1,90 @@
+// Shows samples over time: the same prompt and noise before training and at the round that the slider chooses.
+
+omniAsync.samples = (() => {
+  const { element } = omniAsync.elements;
+  const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 3 });
+
+  function media(frame, prompt) {
+    const age = frame.version === 0 ? "before training" : `update ${frame.version}`;
+    const reward = frame.reward === null ? "" : ` · ${Math.abs(frame.reward) < 10 ? frame.reward.toFixed(2) : numbers.format(frame.reward)}`;
+    const alt = `${prompt}, ${age}`;
+    const label = element("span", { className: "age" }, `${frame.version === 0 ? "before" : `at ${frame.version}`}${reward}`);
+    if (!frame.src) return element("div", {}, element("p", { className: "none" }, `no medium of ${age}`));
+    if (frame.medium === "image") return element("div", {}, element("img", { src: frame.src, alt }), label);
+    const playing = { src: frame.src, controls: true, loop: true, "aria-label": alt };
+    if (frame.medium === "video") return element("div", {}, element("video", { ...playing, muted: true, playsInline: true }), label);
+    return element("div", {}, element("audio", playing), label);
+  }
+
+  function strip(data, position, paired) {
+    const frames = paired && position > 0 ? [data.frames[0], data.frames[position]] : [data.frames[position]];
+    if (paired && frames.length === 1) frames.push(frames[0]);
+    const target = data.target ? element("span", { className: "target" }, ` → ${data.target}`) : null;
+    const pair = element("div", { className: "pair" }, ...frames.map((frame) => media(frame, data.prompt)));
+    return element("li", {}, element("figure", { className: "strip" }, pair, element("figcaption", {}, data.prompt, target)));
+  }
+
+  /** Return the view of a block of samples. */
+  function draw() {
+    const slider = element("input", { type: "range", min: 0, step: 1, "aria-label": "Round to show" });
+    const said = element("output");
+    const play = element("button", { type: "button" }, "Play");
+    const strips = element("ul", { className: "strips" });
+    const note = element("p", { className: "note" });
+    const player = element("div", { className: "player" }, play, slider, said);
+    const box = element("div", { className: "card wide samples" }, player, strips, note);
+    let [data, timer] = [null, null];
+
+    function show() {
+      const position = Number(slider.value);
+      const [version, value] = [data.versions[position], data.values[position]];
+      const when = version === 0 ? "before training" : `after update ${version}`;
+      const text = value === null ? when : `${when}: reward ${numbers.format(value)}`;
+      said.textContent = text;
+      slider.setAttribute("aria-valuetext", text);
+      strips.replaceChildren(...data.strips.map((one) => strip(one, position, data.paired)));
+    }
+
+    function stop() {
+      clearInterval(timer);
+      timer = null;
+      play.textContent = "Play";
+    }
+
+    function step() {
+      const last = Number(slider.max);
+      slider.value = Number(slider.value) >= last ? 0 : Number(slider.value) + 1;
+      show();
+      if (Number(slider.value) === last) stop();
+    }
+
+    slider.addEventListener("input", () => {
+      stop();
+      show();
+    });
+    play.addEventListener("click", () => {
+      if (timer) return stop();
+      if (Number(slider.value) === Number(slider.max)) slider.value = 0;
+      show();
+      play.textContent = "Pause";
+      timer = setInterval(step, 900);
+    });
+
+    function update(changed) {
+      const newest = data === null || Number(slider.value) === Number(slider.max);
+      data = changed;
+      box.id = `samples-${data.id}`;
+      slider.max = data.versions.length - 1;
+      if (newest) slider.value = slider.max;
+      strips.classList.toggle("single", !data.paired);
+      strips.classList.toggle("pixelated", data.pixelated);
+      player.classList.toggle("hidden", data.versions.length < 2);
+      note.textContent = data.note;
+      show();
+    }
+
+    return { element: box, update, dispose: stop };
+  }
+
+  return { draw };
+})();

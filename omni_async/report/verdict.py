@@ -1,0 +1,211 @@
+"""Says in plain words what became of a run, with the numbers that say so: the first screen of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from omni_async.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text, finite
+from omni_async.report.numbers import Estimate, counted, difference, estimate, number, seconds, with_interval
+from omni_async.report.seeds import seeds_of
+from omni_async.report.shown import Shown, recipes_of, tabs
+
+LEARNED = "It learned"
+_ENDS = 5  # updates, as in the summary
+_STATUS = {
+    "running": "is running",
+    "done": "is done",
+    "interrupted": "was interrupted",
+    "failed": "failed",
+    "killed": "was killed, or its machine went down: it left no summary",
+}
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A number before and after training. `sure`: whether the 95 % interval of the difference is away from zero."""
+
+    before: Estimate
+    after: Estimate
+    gain: Estimate
+    sure: bool
+
+
+def verdict(shown: Sequence[Shown]) -> Section:
+    """Return the section that says what happened, to one run or to each of several."""
+    if len(shown) == 1:
+        return Section("verdict", sentence(shown[0]), blocks=_one(shown[0]))
+    blocks: list[Block] = [_comparison(shown), *(Text(text) for _, text in _seeds(shown))]
+    of_one_recipe = _seeds(shown) if len(recipes_of(shown)) == 1 else []
+    title = of_one_recipe[0][0] if of_one_recipe else f"{len(shown)} runs side by side"
+    return Section("verdict", title, blocks=blocks, tabs=tabs(shown, _one))
+
+
+def sentence(one: Shown) -> str:
+    """Say in a sentence whether the run learned."""
+    made = counted(len(one.run.updates), "update")
+    if not one.run.updates:
+        return "No update was made"
+    if one.run.setting("data.preferences"):
+        return f"Trained on preferences for {made}"
+    name, change = _decides(one)
+    if change is None:
+        return f"Too early to say: {made} so far" if one.run.status == "running" else f"Too short to say: {made}"
+    return f"{_learned(change)}: {name} {number(change.before.mean)} → {number(change.after.mean)}"
+
+
+def _decides(one: Shown) -> tuple[str, Change | None]:
+    """Return the change that says whether a run learned, and of what it is.
+
+    It is validation's, if the spread of its rounds was recorded or there is nothing else."""
+    rounds, rewards = validation_change(one), reward_change(one)
+    if rounds and (rounds.gain.half is not None or rewards is None):
+        return "validation reward", rounds
+    return "training reward", rewards
+
+
+def _learned(change: Change | None) -> str:
+    if change is None or not change.sure:
+        return "No clear change"
+    return LEARNED if change.gain.mean > 0 else "It got worse"
+
+
+def reward_change(one: Shown) -> Change | None:
+    """Compare the groups of the first with those of the last 5 updates; None of fewer than 10 updates.
+
+    A group is one prompt, so the interval has what prompts differ by in it."""
+    versions = sorted({line.trained_version for line in one.run.ledger if line.trained_version is not None})
+    if len(versions) < 2 * _ENDS:
+        return None
+    ends = []
+    for chosen in ({*versions[:_ENDS]}, {*versions[-_ENDS:]}):
+        rewards = [e.reward for e in one.run.ledger if e.trained_version in chosen and e.reward is not None]
+        ends.append(estimate(rewards))
+    if ends[0] is None or ends[1] is None:
+        return None
+    gain = difference(ends[0], ends[1])
+    return Change(ends[0], ends[1], gain, gain.half is not None and abs(gain.mean) > gain.half)
+
+
+def validation_change(one: Shown) -> Change | None:
+    """Compare the first with the last validation round; None unless there are two with a reward."""
+    found = [line for line in one.run.rounds if finite(line["validation/reward"]) is not None]
+    lines = sorted(found, key=lambda line: line["update"])
+    if len(lines) < 2:
+        return None
+    before, after = _round(lines[0]), _round(lines[-1])
+    gain = difference(before, after)
+    return Change(before, after, gain, gain.half is not None and abs(gain.mean) > gain.half)
+
+
+def _round(line: dict[str, Any]) -> Estimate:
+    error = finite(line.get("standard_error"))
+    return Estimate(line["validation/reward"], None if error is None else 1.96 * error)
+
+
+def _one(one: Shown) -> list[Block]:
+    run, blocks = one.run, list[Block]()
+    facts = [*_learning(one), *_pace(one)]
+    reason = f" ({run.reason})" if run.reason else ""
+    ended = f"The run {_STATUS[run.status]}{reason}, after {counted(len(run.updates), 'update')}"
+    planned = run.setting("trainer.updates")
+    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    blocks.append(Text(f"{ended}{of}. {_endings(one)}".strip()))
+    blocks.append(Facts(facts))
+    blocks += [Text(f"{name}: {why}; it is missing on this page.", "warning") for name, why in run.left_out.items()]
+    unwritten = run.summary.unwritten if run.summary else {}
+    blocks += [
+        Text(f"{name} could not be written at the end of the run: {why}", "warning") for name, why in unwritten.items()
+    ]
+    return blocks
+
+
+def _learning(one: Shown) -> list[Fact]:
+    facts = []
+    if (found := validation_change(one)) is not None:
+        rounds = counted(len(one.run.rounds), "round")
+        facts.append(_fact("validation reward", found, f"first and last of {rounds}"))
+    if (found := reward_change(one)) is not None and not one.run.setting("data.preferences"):
+        facts.append(_fact("training reward", found, f"first and last {_ENDS} updates"))
+    return facts
+
+
+def _fact(label: str, found: Change, what: str) -> Fact:
+    sure = " (95 % interval)" if found.gain.half is not None else "; the spread was not recorded"
+    return Fact(
+        label, f"{number(found.before.mean)} → {number(found.after.mean)}", f"{_signed(found.gain)}{sure}, {what}"
+    )
+
+
+def _pace(one: Shown) -> list[Fact]:
+    """Return what the run cost, from its summary or, without one, from its last update."""
+    run, summary = one.run, one.run.summary
+    last: dict[str, Any] = run.updates[-1] if run.updates else {}
+    wall = summary.wall_s if summary else finite(last.get("wall_s"))
+    images = summary.images if summary else finite(last.get("images"))
+    facts = [Fact("time", seconds(wall), "after loading" if summary else "after loading, up to the last update")]
+    if images is not None and wall:
+        facts.append(Fact("images", f"{images:,.0f}", f"{number(images / wall)} per second, training samples"))
+    if summary and wall:
+        what = counted(round(summary.devices), "device")
+        facts.append(Fact("device-hours", number(summary.devices * wall / 3600), f"{what}, those of rewards included"))
+    return facts
+
+
+def _endings(one: Shown) -> str:
+    ended, trained = len(one.run.ledger), sum(line.event == "trained" for line in one.run.ledger)
+    if not ended:
+        return ""
+    return (
+        f"All of its {ended:,} groups were trained."
+        if trained == ended
+        else f"{trained:,} of {ended:,} groups were trained."
+    )
+
+
+def _comparison(shown: Sequence[Shown]) -> Table:
+    rows: list[list[Cell]] = []
+    for one in shown:
+        rewards, rounds = reward_change(one), validation_change(one)
+        pace = {fact.label: fact.value for fact in _pace(one)}
+        rows.append(
+            [
+                one.label,
+                one.run.status,
+                len(one.run.updates),
+                *(
+                    f"{number(found.before.mean)} → {number(found.after.mean)}" if found else None
+                    for found in (rounds, rewards)
+                ),
+                *(pace.get(name) for name in ("time", "images", "device-hours")),
+            ]
+        )
+    columns = ["run", "status", "updates", "validation reward", "training reward", "time", "images", "device-hours"]
+    return Table("comparison", "", columns, rows, "Before and after; the ends of training reward are 5 updates.")
+
+
+def _seeds(shown: Sequence[Shown]) -> list[tuple[str, str]]:
+    """Say of each recipe with several seeds how many of them learned; then what they gained, with its interval."""
+    said = []
+    for runs in recipes_of(shown):
+        rounds = [one for one in runs if validation_change(one) is not None]
+        gains = [found.gain.mean for one in rounds if (found := validation_change(one)) is not None]
+        mean = estimate(gains)
+        if mean is None or mean.half is None:
+            continue
+        name, learned = (
+            runs[0].run.setting("run.name", "recipe"),
+            sum(_learned(_decides(one)[1]) == LEARNED for one in runs),
+        )
+        title = f"{name} learned in {learned} of {seeds_of(runs)}: validation reward {_gain(mean.mean)} on average"
+        said.append((title, f"{name}: validation reward {_signed(mean)} over {seeds_of(rounds)} (95 % interval)."))
+    return said
+
+
+def _gain(value: float) -> str:
+    return f"{'+' if value >= 0 else ''}{number(value)}"
+
+
+def _signed(found: Estimate) -> str:
+    return f"{'+' if found.mean >= 0 else ''}{with_interval(found)}"

@@ -1,0 +1,43 @@
+"""Tells whether the model that answered is the one that was asked for, which may go by several names."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+# What providers append to a model's name: gpt-4o-2024-08-06, claude-sonnet-4-20250514, gpt-4-0613, gemini-1.5-pro-002.
+_VERSION = r"-(\d{4}-\d{2}-\d{2}|\d{8}|\d{3,4})"
+_NEWEST = "-latest"
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+_CARDS = msgspec.json.Decoder(_Cards)
+
+
+def is_version_of(answered: str, asked: str) -> bool:
+    """Return whether `answered` is `asked` with a date or a number of three or four digits."""
+    return re.fullmatch(re.escape(asked.removesuffix(_NEWEST)) + _VERSION, answered) is not None
+
+
+def listed_names(content: bytes, model: str) -> set[str]:
+    """Return the other names of `model` by the body of a server's `/v1/models`; none if that is no list of models.
+
+    They are what has the same `root` (vLLM answers as the first of the names that it serves a model by), the root
+    itself, and the `parent`, the base that a LoRA is for."""
+    try:
+        cards = _CARDS.decode(content).data
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return set()
+    own = [card for card in cards if card.id == model]
+    roots = {card.root for card in own if card.root}
+    return {card.id for card in cards if card.root in roots} | roots | {card.parent for card in own if card.parent}

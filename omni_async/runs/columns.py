@@ -1,0 +1,71 @@
+"""Keeps the numbers of metrics lines by name: a column each, with NaN where a line does not have it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_LARGEST = 1e300  # beyond it sums and squares are no numbers any more
+# Names that a run's metrics may have; a file that has more is none that a run wrote.
+_MOST_COLUMNS = 5000
+
+
+class Columns:
+    """Lines of numbers, in the order they came."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._columns: dict[str, array[float]] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line. Its null is NaN; mappings in it give columns `name/key`; what else is no number is left out."""
+        for name, value in line.items():
+            if isinstance(value, Mapping):
+                for key, one in value.items():
+                    self._put(f"{name}/{key}", one)
+            else:
+                self._put(name, value)
+        self._length += 1
+        for column in self._columns.values():
+            if len(column) < self._length:
+                column.append(math.nan)
+
+    def _put(self, name: str, value: Any) -> None:
+        if value is not None and (not isinstance(value, int | float) or abs(value) > _LARGEST):
+            return
+        column = self._columns.get(name)
+        if column is None:
+            if len(self._columns) >= _MOST_COLUMNS:
+                return
+            column = self._columns[name] = array("d", [math.nan]) * self._length
+        if len(column) == self._length:  # a line may have a name twice: as a mapping's key, and written out
+            column.append(math.nan if value is None else value)
+
+    def column(self, name: str, newest: int | None = None) -> npt.NDArray[np.float64]:
+        """Return a copy of a column, or of its newest values; all NaN if there is no such column."""
+        first = 0 if newest is None else max(0, self._length - newest)
+        if name not in self._columns:
+            return np.full(self._length - first, math.nan)
+        return np.array(self._columns[name][first:], np.float64)
+
+    def line(self, position: int) -> dict[str, float]:
+        """Return the numbers of a line that are finite."""
+        found = {name: column[position] for name, column in self._columns.items()}
+        return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -1,0 +1,334 @@
+"""Follows a run folder: reads what its files gained since the last look, and keeps it in little memory.
+
+Waits for nothing and starts nothing: `poll` is called by whoever wants to know, and is an iterator that does a few
+milliseconds' work at a time, so that an event loop can answer others in between. A run that was resumed rewrites its
+files; what they had is then read again. When a run ends, its timeline takes the place of `spans.jsonl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from omni_async.runs.columns import Columns
+from omni_async.runs.line_files import Block, GrowingFile
+from omni_async.runs.record import is_entry
+from omni_async.runs.rows import Records, Rows
+from omni_async.runs.spans import Placed, SpanLine, SpanStore, Where
+from omni_async.runs.trace_file import NotATrace, TraceEvent, trace_spans
+from omni_async.tracking.attempts import Attempt, Fault
+from omni_async.tracking.files import read_records
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Summary, read_summary
+from omni_async.types import LedgerEntry, Span
+
+EVENTS = ("trained", "rejected", "dropped")
+_NONE = -1
+_NO_GROUP = 2**31 - 1
+_GROUP = np.dtype(
+    [
+        ("group", "i4"),
+        ("prompt", "i4"),
+        ("event", "u1"),  # position in EVENTS
+        ("reason", "i4"),  # position in `Ended.reasons`, -1: none
+        ("admitted", "i4"),
+        ("trained", "i4"),  # -1: not
+        ("staleness", "i4"),  # -1: not trained
+        ("reward", "f4"),  # NaN: none was scored
+        ("offset", "i8"),  # of its line in the ledger
+        ("size", "u4"),
+    ]
+)
+# Bytes of spans, and about as many blocks of them, that are read before anything else: what is looked at first.
+_NEWEST_SPANS = 2**21
+_FIRST_BLOCKS = 9
+# Texts of reasons that are told apart; beyond, a reason is read from the ledger alone.
+_MOST_REASONS = 10_000
+_OTHER = "another reason"
+_SAMPLE_FILE = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
+
+
+class Ended:
+    """The groups that ended, as the ledger has them."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._rows = Rows(_GROUP)
+        self._reason_of: dict[str, int] = {}
+        self.reasons: list[str] = []
+        self.events: Counter[str] = Counter()
+        self.why: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, entries: Sequence[tuple[LedgerEntry, int, int]]) -> None:
+        """Add entries, each with the place and the size of its line."""
+        rows = []
+        for one, offset, size in entries:
+            reason = _NONE if one.reason is None else self._reason(one.reason)
+            if reason != _NONE:
+                self.why[self.reasons[reason]] += 1
+            self.events[one.event] += 1
+            reward = np.nan if one.reward is None else one.reward
+            trained = _NONE if one.trained_version is None else one.trained_version
+            staleness = _NONE if one.staleness is None else one.staleness
+            event = EVENTS.index(one.event)
+            rows.append(
+                (one.group, one.prompt, event, reason, one.admitted_version, trained, staleness, reward, offset, size)
+            )
+        if rows:
+            self._rows.extend(rows)
+
+    def _reason(self, text: str) -> int:
+        if len(self.reasons) >= _MOST_REASONS and text not in self._reason_of:
+            text = _OTHER
+        if text not in self._reason_of:
+            self._reason_of[text] = len(self.reasons)
+            self.reasons.append(text)
+        return self._reason_of[text]
+
+    def all(self) -> Records:
+        """Return a copy of the rows, in the order of the ledger."""
+        return self._rows.all()
+
+    def newest(self, number: int) -> Records:
+        """Return the rows of the groups that ended last, the oldest of them first."""
+        found: list[Records] = []
+        for chunk in reversed([*self._rows.chunks()]):
+            found.insert(0, chunk[-number:] if number > 0 else chunk[:0])
+            number -= len(found[0])
+            if number <= 0:
+                break
+        return np.concatenate(found) if found else np.empty(0, _GROUP)
+
+    def find(self, group: int) -> tuple[int, int] | None:
+        """Return the place and the size of a group's line in the ledger; None if it has not ended."""
+        for chunk in self._rows.chunks():
+            found = np.flatnonzero(chunk["group"] == group)
+            if len(found):
+                row = chunk[found[-1]]
+                return int(row["offset"]), int(row["size"])
+        return None
+
+    def next_of(self, prompt: int, group: int) -> int | None:
+        """Return the first group of a prompt after another one; None if none has ended."""
+        found = [
+            int(chunk["group"][(chunk["prompt"] == prompt) & (chunk["group"] > group)].min(initial=_NO_GROUP))
+            for chunk in self._rows.chunks()
+        ]
+        first = min(found, default=_NO_GROUP)
+        return None if first == _NO_GROUP else first
+
+
+class Follower:
+    """What a run folder holds, as of the last `poll`.
+
+    `updates` and `rounds`: the lines of metrics of the two kinds. `changes` counts the times that something of it
+    changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory(folder)
+        self.updates, self.rounds = Columns(), Columns()
+        self.ended = Ended()
+        self.spans = SpanStore()
+        self.faults: list[Fault] = []
+        self.attempts: list[Attempt] = []
+        self.summary: Summary | None = None
+        self.samples: list[tuple[str, int]] = []
+        self.changes = 0
+        self.lines_cut = 0  # lines that are no records
+        self.problem: str | None = None  # with the timeline of a run that is over
+        self._metrics_file = GrowingFile(self.run.metrics)
+        self._ledger_file = GrowingFile(self.run.ledger)
+        self._spans_file = GrowingFile(self.run.spans, _NEWEST_SPANS)
+        self._stats: dict[Path, Any] = {}
+        self._spans_source: Path = self.run.spans
+        self._entry = msgspec.json.Decoder(LedgerEntry)
+        self._line = msgspec.json.Decoder(dict[str, Any])
+        self._span = msgspec.json.Decoder(SpanLine)
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether an earlier part of the spans was not read yet."""
+        return self._spans_file.is_behind
+
+    def poll(self) -> Iterator[None]:
+        """Read what there is to read; yields after a few milliseconds' work each time.
+
+        Raises OSError if a file is there and cannot be read."""
+        self._small_files()
+        yield
+        spans = self._follow_spans()
+        yield from islice(spans, _FIRST_BLOCKS)
+        yield from self._follow(self._ledger_file, self._ledger, self.ended.clear)
+        yield from self._follow(self._metrics_file, self._metrics, self._forget_metrics)
+        yield from spans
+
+    # ---- files of lines ---------------------------------------------------------------------------------------------
+
+    def _follow(self, file: GrowingFile, take: Callable[[Block], None], forget: Callable[[], None]) -> Iterator[None]:
+        try:
+            if not file.changed():
+                return
+            if file.was_rewritten():
+                self._restart(file, forget)
+            for block in file.blocks():
+                take(block)
+                self.changes += 1
+                yield
+        except FileNotFoundError:
+            self._restart(file, forget)
+
+    def _restart(self, file: GrowingFile, forget: Callable[[], None]) -> None:
+        if file.restart():
+            forget()
+            self.changes += 1
+
+    def _metrics(self, block: Block) -> None:
+        for line in block.lines:
+            try:
+                record = self._line.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.lines_cut += 1
+                continue
+            if isinstance(record.get("update"), int):
+                (self.updates if "finished" in record else self.rounds).add(record)
+
+    def _forget_metrics(self) -> None:
+        self.updates.clear()
+        self.rounds.clear()
+
+    def _ledger(self, block: Block) -> None:
+        entries = []
+        offset = block.offset
+        for line in block.lines:
+            try:
+                entry = self._entry.decode(line)
+                if is_entry(entry):
+                    entries.append((entry, offset, len(line)))
+                else:
+                    self.lines_cut += 1
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.lines_cut += 1
+            offset += len(line)
+        self.ended.add(entries)
+
+    # ---- spans ------------------------------------------------------------------------------------------------------
+
+    def _follow_spans(self) -> Iterator[None]:
+        if self.run.spans.exists():
+            self.problem = None
+            if self._spans_source != self.run.spans:  # the run goes on: the timeline is that of the attempt before
+                self._spans_source = self.run.spans
+                self._spans_file.restart()
+                self.spans.clear()
+            yield from self._follow(self._spans_file, self._take_spans, self.spans.clear)
+        elif self._has_changed(self.run.trace) and self.run.trace.exists():
+            self.spans.clear()
+            self._spans_source = self.run.trace
+            self._spans_file.restart()
+            self.problem = None
+            try:
+                for placed in trace_spans(self.run.trace):
+                    self.spans.add(placed)
+                    self.changes += 1
+                    yield
+            except NotATrace as error:
+                self.problem = str(error)
+
+    def _take_spans(self, block: Block) -> None:
+        if block.begins_region:
+            self.spans.begin_region()
+        placed = []
+        offset = block.offset
+        for line in block.lines:
+            try:
+                placed.append(Placed(self._span.decode(line), offset, len(line)))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.lines_cut += 1
+            offset += len(line)
+        self.spans.add(placed)
+
+    # ---- small files ------------------------------------------------------------------------------------------------
+
+    def _small_files(self) -> None:
+        if self._has_changed(self.run.faults):
+            self.faults = read_records(self.run.faults, Fault)
+        if self._has_changed(self.run.attempts):
+            self.attempts = read_records(self.run.attempts, Attempt)
+        if self._has_changed(self.run.summary):
+            self.summary = None
+            with contextlib.suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.summary = read_summary(self.run.summary)
+        if self._has_changed(self.run.samples):
+            self.samples = _grids(self.run.samples)
+
+    def _has_changed(self, path: Path) -> bool:
+        """Tell whether a file or folder differs from the last time this was asked."""
+        try:
+            found = path.stat()
+            now = (found.st_ino, found.st_size, found.st_mtime_ns)
+        except FileNotFoundError:
+            now = None
+        changed = self._stats.get(path) != now
+        if changed:
+            self._stats[path] = now
+            self.changes += 1
+        return changed
+
+    # ---- what is asked of one group ---------------------------------------------------------------------------------
+
+    def ledger_line(self, group: int) -> dict[str, Any] | None:
+        """Read a group's line; None if the group has not ended."""
+        place = self.ended.find(group)
+        if place is None:
+            return None
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            line = self._line.decode(_read_at(self.run.ledger, *place))
+            if line.get("group") == group:
+                return line
+        return None  # the file was rewritten since
+
+    def spans_of(self, group: int, prompt: int | None) -> list[tuple[Span, int]]:
+        """Read the spans of a group with all their arguments, each with its lane, in the order they began."""
+        found = []
+        later = None if prompt is None else self.ended.next_of(prompt, group)
+        for place in self.spans.of_group(group, prompt, later):
+            with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+                found.append((self._read_span(place), place.lane))
+        return found
+
+    def _read_span(self, place: Where) -> Span:
+        content = _read_at(self._spans_source, place.offset, place.size)
+        if self._spans_source == self.run.spans:
+            return msgspec.json.decode(content, type=Span)
+        event = msgspec.json.decode(content, type=TraceEvent)
+        end = place.start + event.dur / 1e6
+        return Span(place.actor, event.name, place.start, end, event.args)
+
+
+def _read_at(path: Path, offset: int, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def _grids(folder: Path) -> list[tuple[str, int]]:
+    """List the sample tables that are there: ("train" or "validation", update), by update."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    matches = filter(None, map(_SAMPLE_FILE.fullmatch, names))
+    return sorted(((one[1], int(one[2])) for one in matches), key=lambda grid: (grid[1], grid[0]))

@@ -1,0 +1,110 @@
+"""Reads a growing file of lines: what it gained since the last time, and whether it was written anew meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from omni_async.config.reading import open_file
+
+_BLOCK = 2**18
+# Where so many bytes have no end of a line, no run wrote them: nothing is read from there on.
+_LONGEST = 2**26
+# How much of what was read is compared with the file before more is read.
+_TAIL = 256
+
+
+class Block(NamedTuple):
+    """Whole lines that were read together.
+
+    offset: where the first begins in the file. begins_region: it does not follow on the block before."""
+
+    offset: int
+    lines: list[bytes]
+    begins_region: bool = False
+
+
+class GrowingFile:
+    """A file to whose end another process adds lines.
+
+    A cut-off last line waits for its rest. A resumed run cuts its ledger off, replaces its metrics and begins its spans
+    anew: the bytes just before the position tell, whatever the file's size and inode are by then.
+
+    `newest_first`: how many bytes of the end are read before the rest of a file that is larger when it is first read.
+    """
+
+    def __init__(self, path: Path, newest_first: int | None = None) -> None:
+        self.path = path
+        self._newest_first = newest_first
+        self._seen: tuple[int, int, int] | None = None
+        self._position = 0
+        self.restart()
+
+    def restart(self) -> bool:
+        """Forget what was read, so that it is read again. Returns whether there was anything."""
+        had_something = self._position > 0
+        self._position = 0
+        self._tail = b""
+        self._earlier = (0, 0)  # what lies before the part that was read first
+        self._seen = None
+        return had_something
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether an earlier part of the file was not read yet."""
+        return self._earlier[0] < self._earlier[1]
+
+    def changed(self) -> bool:
+        """Look whether there may be something to read. FileNotFoundError if there is no file."""
+        found = self.path.stat()
+        return (found.st_ino, found.st_size, found.st_mtime_ns) != self._seen or self.is_behind
+
+    def was_rewritten(self) -> bool:
+        """Return whether the file does not go on from where it was read to; then `restart` is due."""
+        with open_file(self.path) as file:
+            return self._rewritten(file)
+
+    def _rewritten(self, file: BinaryIO) -> bool:
+        if os.fstat(file.fileno()).st_size < self._position:
+            return True
+        file.seek(self._position - len(self._tail))
+        return file.read(len(self._tail)) != self._tail
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield what was added, some hundred lines at a time.
+
+        Raises FileNotFoundError if there is no file, OSError if it cannot be read."""
+        with open_file(self.path) as file:
+            found = os.fstat(file.fileno())
+            if not self._position and self._newest_first is not None and found.st_size > 2 * self._newest_first:
+                file.seek(found.st_size - self._newest_first)
+                file.readline()  # the rest of a line
+                self._position = file.tell()
+                self._earlier = (0, self._position)
+            while (block := self._next(file, self._position, None)) is not None:
+                self._position += sum(map(len, block.lines))
+                self._tail = (self._tail + b"".join(block.lines))[-_TAIL:]
+                yield block
+            while self.is_behind:
+                block = self._next(file, *self._earlier)
+                if block is None:
+                    break
+                begins = not self._earlier[0]
+                self._earlier = (self._earlier[0] + sum(map(len, block.lines)), self._earlier[1])
+                yield block._replace(begins_region=begins)
+            self._seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def _next(self, file: BinaryIO, start: int, end: int | None) -> Block | None:
+        """Return whole lines from `start` on, at most up to `end`; None if there is none."""
+        size = _BLOCK
+        while True:
+            file.seek(start)
+            content = file.read(size if end is None else min(size, end - start))
+            whole = content.rfind(b"\n") + 1
+            if whole:
+                return Block(start, [line + b"\n" for line in content[: whole - 1].split(b"\n")])
+            if len(content) < size or size >= _LONGEST:
+                return None
+            size *= 8

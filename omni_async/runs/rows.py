@@ -1,0 +1,60 @@
+"""Keeps millions of rows in little memory: numpy records of fixed size, in chunks that are never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Records = npt.NDArray[np.void]
+
+_CHUNK = 2**15
+
+
+class Rows:
+    """Rows of one numpy record type, to whose end others are added."""
+
+    def __init__(self, dtype: np.dtype[np.void]) -> None:
+        self._dtype = dtype
+        self.clear()
+
+    def clear(self) -> None:
+        self._chunks: list[Records] = []
+        self._bounds: list[tuple[float, float]] = []  # of the chunks that are full
+        self._in_last = 0
+
+    def __len__(self) -> int:
+        return (len(self._chunks) - 1) * _CHUNK + self._in_last if self._chunks else 0
+
+    def extend(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Add rows, each a tuple in the order of the fields."""
+        added = np.array(rows, self._dtype)
+        while len(added):
+            if not self._chunks or self._in_last == _CHUNK:
+                self._chunks.append(np.empty(_CHUNK, self._dtype))
+                self._in_last = 0
+            fits = added[: _CHUNK - self._in_last]
+            self._chunks[-1][self._in_last : self._in_last + len(fits)] = fits
+            self._in_last += len(fits)
+            added = added[len(fits) :]
+
+    def chunks(self) -> Iterator[Records]:
+        """Yield the rows, thousands at a time, in the order they were added."""
+        for number, chunk in enumerate(self._chunks, 1):
+            yield chunk if number < len(self._chunks) else chunk[: self._in_last]
+
+    def between(self, start: float, end: float) -> Iterator[Records]:
+        """Yield the chunks of which a row may reach into a stretch of time, where rows have a `start` and an `end`."""
+        for number, chunk in enumerate(self.chunks()):
+            if len(chunk) == _CHUNK:
+                if number == len(self._bounds):
+                    self._bounds.append((float(chunk["start"].min()), float(chunk["end"].max())))
+                if self._bounds[number][0] >= end or self._bounds[number][1] <= start:
+                    continue
+            yield chunk
+
+    def all(self) -> Records:
+        """Return a copy of all rows."""
+        return np.concatenate([*self.chunks()]) if self._chunks else np.empty(0, self._dtype)

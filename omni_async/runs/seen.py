@@ -1,0 +1,91 @@
+"""Gathers what alerts are computed of, of a run that was read whole or of one that is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_async.runs.columns import Columns
+from omni_async.runs.follow import EVENTS, Follower
+from omni_async.runs.record import Run, RunStatus
+from omni_async.tracking.attempts import Fault
+
+_RECENT = 5  # updates whose median is a level
+_ENDINGS = 200  # groups of which shares are computed
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What alerts are computed of.
+
+    endings: (event, reason) of the groups that ended last, the newest at the end. told: what a role told the run last,
+    that a scorer is down, say. now: seconds since the epoch."""
+
+    updates: Columns
+    rounds: Columns
+    endings: Sequence[tuple[str, str | None]] = ()
+    faults: Sequence[Fault] = ()
+    status: RunStatus = "done"
+    told: str | None = None
+    now: float = 0.0
+    labels: tuple[str, ...] = ()  # of scorers
+
+    def rewards(self, newest: int) -> npt.NDArray[np.float64]:
+        """Return the rewards of the newest updates; none of a run on preferences, which has no reward."""
+        if "accuracy" in self.updates and "margin" in self.updates:
+            return np.empty(0)
+        rewards = self.updates.column("reward", newest)
+        return rewards[np.isfinite(rewards)]
+
+    def rounds_since(self, updates: int) -> npt.NDArray[np.float64]:
+        """Return the validation rewards of versions among so many newest updates."""
+        first = self.updates.column("update", updates)[:1]
+        values, versions = self.rounds.column("validation/reward"), self.rounds.column("update")
+        return values[np.isfinite(values) & (versions >= (first[0] if len(first) else 0.0))]
+
+    def last(self, name: str) -> float:
+        """Return a metric of the newest update; 0 if there is none."""
+        values = self.updates.column(name, 1)
+        return float(values[-1]) if len(values) else 0.0
+
+    def level(self, name: str, of: Callable[[npt.NDArray[np.float64]], np.floating] = np.median) -> float | None:
+        """Return the median, or what `of` computes, of a metric in the newest updates; None if too few have it."""
+        values = self.updates.column(name, _RECENT)
+        values = values[np.isfinite(values)]
+        return float(of(values)) if len(values) >= 3 else None
+
+
+def seen_of_run(run: Run) -> Seen:
+    """Return what alerts need of a run that was read whole."""
+    updates, rounds = Columns(), Columns()
+    for lines, columns in ((run.updates, updates), (run.rounds, rounds)):
+        for line in lines:
+            columns.add(line)
+    endings = [(entry.event, entry.reason) for entry in run.ledger[-_ENDINGS:]]
+    return _seen(updates, rounds, endings, run.faults, run.status, None, 0.0)
+
+
+def seen_of(follower: Follower, status: RunStatus, told: str | None, now: float) -> Seen:
+    """Return what alerts need of a run that is followed."""
+    ended = follower.ended
+    endings = [
+        (EVENTS[row["event"]], None if row["reason"] < 0 else ended.reasons[row["reason"]])
+        for row in ended.newest(_ENDINGS)
+    ]
+    return _seen(follower.updates, follower.rounds, endings, follower.faults, status, told, now)
+
+
+def _seen(
+    updates: Columns,
+    rounds: Columns,
+    endings: Sequence[tuple[str, str | None]],
+    faults: Sequence[Fault],
+    status: RunStatus,
+    told: str | None,
+    now: float,
+) -> Seen:
+    labels = {name.split("/")[1] for name in updates if name.startswith("scorer/")}
+    return Seen(updates, rounds, endings, faults, status, told, now, tuple(sorted(labels)))

@@ -1,0 +1,106 @@
+"""Reads the spans of `trace.json` a block at a time: as one JSON value they would fill gigabytes.
+
+The file is one line that `tracking.timeline.write_trace` wrote. No text in it holds an unescaped quotation mark, so
+the beginning of an event is found without decoding what is before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_async.config.reading import open_file
+from omni_async.runs.spans import Facts, Placed, SpanLine
+
+_BLOCK = 2**18
+_LONGEST = 2**24  # bytes of an event
+_BETWEEN = b',{"ph":"'
+_ORIGIN = re.compile(rb'"otherData":\{"origin_s":(-?[0-9.eE+-]+)\}\}\s*\Z')
+_FIRST = b'{"traceEvents":['
+
+
+class NotATrace(ValueError):
+    """The file is not as a run writes its timeline."""
+
+
+class _Name(msgspec.Struct):
+    name: str = ""
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str
+    name: str
+    pid: int
+    ts: int = 0
+    dur: int = 0
+    args: Facts = msgspec.field(default_factory=Facts)
+
+
+class TraceEvent(msgspec.Struct):
+    """A span with all that the timeline has of it."""
+
+    name: str
+    dur: int
+    args: dict[str, Any]
+
+
+class _Process(msgspec.Struct):
+    args: _Name
+
+
+def trace_spans(path: Path) -> Iterator[list[Placed]]:
+    """Yield the spans, some thousand at a time, those of a worker in the order they began.
+
+    Raises NotATrace, one line, if the file is another's; OSError if it cannot be read."""
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 4096))
+        found = _ORIGIN.search(file.read())
+        file.seek(0)
+        if found is None or file.read(len(_FIRST)) != _FIRST:
+            raise NotATrace(f"{path} is no timeline that a run wrote")
+        origin = float(found[1])
+        actors: dict[int, str] = {}
+        decoder, names = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_Process)
+        offset, rest = len(_FIRST), b""
+        while content := file.read(_BLOCK):
+            if len(rest) > _LONGEST:
+                raise NotATrace(f"{path} has an event that no run writes")
+            *events, rest = (rest + content).split(_BETWEEN)
+            placed: list[Placed] = []
+            offset = _take(events, offset, placed, actors, origin, decoder, names)
+            yield placed
+        last = rest[: rest.rindex(b'],"displayTimeUnit"')] if b'],"displayTimeUnit"' in rest else b""
+        placed = []
+        _take([last] if last else [], offset, placed, actors, origin, decoder, names)
+        yield placed
+
+
+def _take(
+    events: list[bytes],
+    offset: int,
+    placed: list[Placed],
+    actors: dict[int, str],
+    origin: float,
+    decoder: msgspec.json.Decoder[_Event],
+    names: msgspec.json.Decoder[_Process],
+) -> int:
+    """Decode events, of which all but the file's first lack what they were split at; return where the next begins."""
+    for text in events:
+        whole = text if text.startswith(b'{"ph":"') else _BETWEEN[1:] + text
+        try:
+            event = decoder.decode(whole)
+            if event.ph == "X":
+                start = origin + event.ts / 1e6
+                line = SpanLine(actors[event.pid], event.name, start, start + event.dur / 1e6, event.args)
+                placed.append(Placed(line, offset, len(whole)))
+            elif event.name == "process_name":
+                actors[event.pid] = names.decode(whole).args.name
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
+            raise NotATrace(f"an event of the timeline cannot be read: {error}") from None
+        offset += len(whole) + 1
+    return offset

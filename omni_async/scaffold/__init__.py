@@ -1,0 +1,1 @@
+"""Implements `omni-async init`: a commented recipe for a model, prompts and a reward."""

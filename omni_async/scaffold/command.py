@@ -1,0 +1,36 @@
+"""Defines the command line of `omni-async init`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+INIT = """\
+Write a commented recipe for your model, prompts and reward. On a terminal it asks for what the options leave open, and
+proposes what fits; without one, or with --yes, it takes the proposals. What is written passes `omni-async check`, but
+perhaps for accelerators that another machine has:
+
+  omni-async init my_recipe.yaml
+  omni-async init my_recipe.yaml --model recipes/quickstart/checkpoint --prompts recipes/quickstart/prompts_train.jsonl
+  omni-async init my_recipe.yaml --model models/Qwen-Image --prompts posters.txt --reward scene_text --devices 8 --yes
+  omni-async init my_recipe.yaml --reward pick_score --param path=models/PickScore_v1 rollout.sampling.height=1024
+
+Every value of the recipe can be given as key.path=value. A judge (vlm_judge) is given --param model=FOLDER, which the
+run then serves, or a server's name and --param urls=[http://...].
+"""
+
+
+def add_init(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("recipe", type=Path, nargs="?", default=Path("recipe.yaml"), help="file to write (default: recipe.yaml)")
+    more = "values of the recipe (YAML)"
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
+    add("--model", metavar="PATH", help="checkpoint folder in diffusers layout, or owner/name in a hub's cache here")
+    add("--prompts", metavar="FILE", help="prompts to train on, .txt or .jsonl")
+    add("--validation", metavar="FILE", help="prompts never trained on (default: test.txt beside train.txt, say)")
+    add("--reward", metavar="NAME", help="a scorer; `omni-async list scorers` shows them")
+    add("--param", action="append", default=[], metavar="KEY=VALUE", help="a parameter of the scorer (YAML)")
+    add("--algorithm", metavar="NAME", help="an objective (default: flow_grpo); `omni-async list algorithms`")
+    add("--devices", metavar="N", help="accelerators to share out, 0: none (default: this machine's)")
+    add("--yes", "--no-input", dest="ask", action="store_false", help="ask nothing")

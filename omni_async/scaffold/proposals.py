@@ -1,0 +1,101 @@
+"""Finds out what a recipe can be made of: the model's family and size, its prompts, and the rewards that fit both.
+
+Imports no torch; scorers' modules are imported, their models are not loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omni_async.config import ConfigError, schema
+from omni_async.config.hub import downloaded
+from omni_async.config.load import family_of
+from omni_async.data.prompts import load_prompts
+from omni_async.families import PipelineFamily, SamplingSpec, find_family
+from omni_async.rewards import registry
+from omni_async.types import Prompt
+
+_LONGEST_PROMPT = 2**20  # `data.max_prompt_chars` is checked with the recipe
+_LINE_HEIGHT = 256  # pixels; a picture that is no higher holds a line of text, which `ocr` reads
+# The first whose needs the prompts meet and whose media the model makes is proposed; the last take any prompt.
+_BY_PROMPT = ("scene_text", "object_checks")
+_BY_MEDIA = ("motion_smoothness", "pick_score")
+_HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")
+
+
+def folder_of(model: str) -> Path:
+    """Return the folder of a checkpoint that is given by its path, or by its name in a hub's cache on this machine."""
+    path = Path(model).expanduser()
+    return path if path.exists() else downloaded(model) or path
+
+
+def find_model(model: str) -> tuple[PipelineFamily, int]:
+    """Return the family that takes the checkpoint, and the bytes of the weights that it would train.
+
+    ConfigError, one line, if there is no checkpoint or no family, or several families."""
+    folder = folder_of(model)
+    try:
+        family = find_family(family_of(folder))
+    except ValueError as error:
+        raise ConfigError(f"--model: {str(error).removeprefix('model.path: ')}") from None
+    files = (file for name in family.components for file in (folder / name).glob("*.safetensors"))
+    return family, sum(file.stat().st_size for file in files)
+
+
+def read_prompts(path: str, family: PipelineFamily, flag: str = "--prompts") -> list[Prompt]:
+    """Return the prompts of a file. ConfigError, one line, names a line that is wrong, or lacks the family's image."""
+    prompts = load_prompts(path, flag, _LONGEST_PROMPT)
+    if family.needs_images and (without := [prompt for prompt in prompts if not prompt.images]):
+        raise ConfigError(
+            f"{flag}: {path}: {len(without)} of {len(prompts)} prompts have no `image`, which {family.name} begins with"
+        )
+    return prompts
+
+
+def held_out_beside(path: str) -> str | None:
+    """Return the file beside the prompts that is named as held-out ones are: `test.txt` beside `train.txt`, say."""
+    given = Path(path)
+    for word in _HELD_OUT:
+        name = re.sub(r"train(ing)?", word, given.stem) if "train" in given.stem else f"{given.stem}_{word}"
+        found = given.with_name(f"{name}{given.suffix}")
+        if found != given and found.is_file():
+            return str(found)
+    return None
+
+
+def propose_reward(prompts: Sequence[Prompt], spec: SamplingSpec) -> tuple[str, str]:
+    """Return the name of a scorer that fits the prompts and the samples, and why."""
+    for name in _BY_PROMPT:
+        if fits(name, spec) and (check := _check_of(name)) and not any(check(prompt) for prompt in prompts):
+            if name == "scene_text" and _height(spec) <= _LINE_HEIGHT:
+                name = "ocr"
+            return name, f"every prompt says what {name} looks for"
+    name = next(one for one in _BY_MEDIA if fits(one, spec))
+    return name, "it takes any prompt"
+
+
+def fits(name: str, spec: SamplingSpec) -> bool:
+    """Tell whether the scorer takes what the samples are."""
+    try:
+        takes = registry.media_of(name)
+    except ValueError:
+        return False
+    return bool(takes & {shape.part for shape in spec.media()})
+
+
+def _height(spec: SamplingSpec) -> int:
+    return next((shape.shape[-2] for shape in spec.media() if shape.part != "audio"), 0)
+
+
+def _check_of(name: str) -> Any:
+    params = dict.fromkeys(registry.required_params(name), "")
+    return registry.prompt_check(schema.Scorer(name=name, params=params))
+
+
+def engine_for(family: PipelineFamily) -> str:
+    """Return the engine that runs the family here: vLLM-Omni where it is installed."""
+    return "vllm_omni" if family.vllm_pipeline and find_spec("vllm_omni") else "diffusers"

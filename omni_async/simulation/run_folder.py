@@ -1,0 +1,54 @@
+"""Reads what a simulation needs of a run that is over: its configuration, the profile it measured, the pace it had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from omni_async.config import Config, ConfigError, load
+from omni_async.performance.profile import Profile, load_profile
+from omni_async.tracking.attempts import Attempt
+from omni_async.tracking.files import read_records
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import read_summary
+
+
+class MeasuredRun(NamedTuple):
+    """A run and what it measured of itself.
+
+    `finished`: when the updates of its newest attempt ended, in seconds since the epoch; the profile is of these.
+    `devices`: how many there were; None where the summary does not say."""
+
+    config: Config
+    profile: Profile
+    finished: list[float]
+    devices: float | None
+
+
+class _Update(msgspec.Struct):
+    update: int
+    finished: float
+
+
+def read_measured(folder: Path) -> MeasuredRun:
+    """Read the run in `folder`. Raises ConfigError, one line, if it is none or has no profile."""
+    run = RunDirectory(folder)
+    if not run.config_yaml.is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give one, or a recipe")
+    config = load(run.config_yaml)
+    if not run.profile.is_file():
+        raise ConfigError(
+            f"{folder} has no profile.json, which a run writes at its end if it made an update; end it with `omni-async"
+            f" stop {folder}`, or simulate {run.config_yaml} with --profile"
+        )
+    attempts = [one for one in read_records(run.attempts, Attempt) if one.to_update > one.from_update]
+    updates = read_records(run.metrics, _Update)
+    if attempts:  # the profile is of the last one that made updates
+        updates = [line for line in updates if attempts[-1].from_update < line.update <= attempts[-1].to_update]
+    try:
+        devices = read_summary(run.summary).devices
+    except (OSError, ValueError):
+        devices = None
+    return MeasuredRun(config, load_profile(str(run.profile)), [line.finished for line in updates], devices)

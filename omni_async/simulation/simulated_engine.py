@@ -1,0 +1,207 @@
+"""Simulates an engine on the fast path of virtual time: a producer and an emulated engine in one.
+
+It leases samples whenever it has a free slot, and generates them batch after batch; a batch is formed when everything
+else of that instant has happened. A staged version takes effect
+
+  step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause
+           later
+  request  when all samples in the engine, running or queued for its next batch, are done
+  drain    when all leased samples are done; nothing is leased until the pause is over
+
+There are many engines and they do most of what happens, so only leasing is a coroutine; the loop calls the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+
+from omni_async.aio.waiting import Event
+from omni_async.simulation.world import SharedDevices, World, at_once, digest_of
+from omni_async.types import SampleRequest, SampleResult, SdeWindow, WeightReport
+from omni_async.version_spans import VersionSpans
+
+# Two instants closer than this are one.
+_INSTANT_S = 1e-9
+
+
+class Batch:
+    """Samples that are generated together.
+
+    `swaps`: (first denoising step, version that computes from that step on), oldest first."""
+
+    def __init__(self, requests: list[SampleRequest], start: float, seconds: float, steps: int, version: int) -> None:
+        self.requests, self.steps = requests, steps
+        self.start, self.end, self.step_s = start, start + seconds, seconds / steps
+        self.paused = 0.0
+        self.swaps = [(0, version)]
+
+    def next_boundary(self, now: float) -> int:
+        """Return the first denoising step that has not begun; `steps` if none is left."""
+        if self.step_s <= 0:
+            return self.steps
+        return min(self.steps, math.ceil((now - self.start - self.paused - _INSTANT_S) / self.step_s))
+
+    def swap(self, step: int, version: int, pause: float) -> None:
+        """Let another version compute from a step on, after a pause that makes the batch longer.
+
+        Args:
+            step: the first denoising step that has not begun.
+            version: that of the new weights.
+            pause: seconds."""
+        self.swaps.append((step, version))
+        self.paused += pause
+        self.end += pause
+
+    def version_at(self, step: int) -> int:
+        return next(version for first, version in reversed(self.swaps) if step >= first)
+
+    def versions(self, window: SdeWindow | None) -> VersionSpans:
+        """Return the versions of the trained steps: the window's steps, or all."""
+        if len(self.swaps) == 1:
+            return VersionSpans.same(self.swaps[0][1], window.size if window else self.steps)
+        return VersionSpans.of(self.version_at(step) for step in (window.steps if window else range(self.steps)))
+
+
+class SimulatedEngine:
+    """A rollout engine whose batches only take time.
+
+    Calls `swapped` when it holds a version whose time `stage` could not predict."""
+
+    def __init__(self, name: str, world: World, swapped: Callable[[], None]) -> None:
+        self.name = name
+        self._world = world
+        self._loop = world.loop
+        self._draws = world.draws(name)
+        self._swapped = swapped
+        self._rollout = world.config.rollout
+        self._nbytes = world.bundle * (world.profile.payload.trajectory + world.profile.payload.media)
+        self._drains = world.config.weights.swap == "drain"
+        self._leased: deque[SampleRequest] = deque()
+        self._held = 0  # leased, running ones included
+        self._version = -1
+        self._batch: Batch | None = None
+        self._working = False  # on a batch or a swap
+        self._woken = False
+        self._paused_until = 0.0
+        self._pending: int | None = None  # a version that waits for `_owed` more samples
+        self._owed = 0
+        self._slot_free = Event()
+        self._turn: asyncio.Task[None] | None = None
+        self._idle_since = self._loop.now
+        self._waiting, self._busy = world.meters.waiting["rollout"], world.meters.busy["rollout"]
+        self._reserved = world.meters.reserved["trajectories"]
+
+    async def lease(self) -> None:
+        """Lease samples until the run is over."""
+        coordinator, capacity = self._world.coordinator, self._rollout.max_inflight
+        while True:
+            while self._held >= capacity or (self._drains and self._pending is not None):
+                await self._slot_free.wait()
+            requests = await coordinator.next_samples(self.name, capacity - self._held, capacity)
+            if not requests:
+                break
+            self._reserved.add(len(requests))
+            if not self._held:
+                self._waiting.add(self._idle_since, self._loop.now)
+            self._held += len(requests)
+            self._leased.extend(requests)
+            self._wake()
+        if not self._held:
+            self._waiting.add(self._idle_since, self._loop.now)
+
+    def _wake(self) -> None:
+        """Schedule `_act`, once everything else of this instant has happened."""
+        if not self._woken:
+            self._woken = True
+            self._loop.when_settled(self._act)
+
+    def _act(self) -> None:
+        self._woken = False
+        if self._working:
+            return
+        if self._pending is not None and not self._owed:
+            self._working = True
+            self._loop.call_when(self._loop.now + self._draws.seconds("swap"), self._swap)
+        elif self._leased and self._loop.now < self._paused_until - _INSTANT_S:
+            self._loop.call_when(self._paused_until, self._wake)
+        elif self._leased:
+            self._working = True
+            if self._world.shared is None:
+                self._begin()
+            else:
+                self._turn = asyncio.create_task(self._begin_in_turn(self._world.shared))
+
+    async def _begin_in_turn(self, shared: SharedDevices) -> None:
+        await shared.take("rollout", self._draws)
+        self._begin()
+
+    def _begin(self) -> None:
+        world, leased = self._world, self._leased
+        most = self._rollout.max_batch if self._pending is None else min(self._rollout.max_batch, self._owed)
+        requests = [leased.popleft() for _ in range(min(most, len(leased)))]
+        seconds = self._draws.seconds("generate", len(requests) * world.bundle)
+        self._batch = Batch(requests, self._loop.now, seconds, self._rollout.num_inference_steps, self._version)
+        self._loop.call_when(self._batch.end, self._finish, self._batch)
+
+    def _finish(self, batch: Batch) -> None:
+        now, requests = self._loop.now, batch.requests
+        if batch.end > now + _INSTANT_S:
+            self._loop.call_when(batch.end, self._finish, batch)  # a swap came in between
+            return
+        self._batch, self._working = None, False
+        self._busy.add(batch.start, now)
+        if self._world.shared is not None:
+            self._world.shared.leave()
+        if self._pending is not None:
+            self._owed -= len(requests)
+        self._held -= len(requests)
+        if not self._held:
+            self._idle_since = now
+        first = batch.version_at(0)
+        span = (batch.start, now, self._nbytes)
+        results = [
+            SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r.window), *span) for r in requests
+        ]
+        at_once(self._world.coordinator.samples_done(self.name, results))
+        self._slot_free.notify()
+        self._wake()
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def stage(self, version: int) -> float | None:
+        """Take a version that has arrived.
+
+        Returns when the engine will hold it, or None if that depends on samples it must finish first; it then calls
+        `swapped`."""
+        now, batch = self._loop.now, self._batch
+        in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
+        if self._drains or (in_engine and self._world.config.weights.swap == "request"):
+            self._pending, self._owed = version, in_engine
+            self._wake()
+            return None
+        pause = self._draws.seconds("swap")
+        self._version = version
+        if batch is None:
+            self._paused_until = now + pause
+            return self._paused_until
+        step = batch.next_boundary(now)
+        if step == batch.steps:
+            self._paused_until = batch.end + pause
+            return self._paused_until
+        begins = max(now, batch.start + batch.paused + step * batch.step_s)
+        batch.swap(step, version, pause)
+        return begins + pause
+
+    def _swap(self) -> None:
+        """End the pause at the boundary that `request` and `drain` waited for."""
+        if self._pending is None:
+            raise ValueError(f"{self.name} has nothing to swap to")
+        self._version, self._pending, self._working = self._pending, None, False
+        at_once(self._world.coordinator.engine_holds(WeightReport(self.name, self._version, digest_of(self._version))))
+        self._world.count_groups()
+        self._slot_free.notify()
+        self._swapped()
+        self._wake()

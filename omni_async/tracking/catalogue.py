@@ -1,0 +1,358 @@
+"""Names, groups, units and meanings of every metric: what `metrics.jsonl` has and sinks show.
+
+Names stay as they are in `metrics.jsonl`; `chart` gives the name that a sink shows, which begins with the metric's
+group. MLflow, Weights & Biases and TensorBoard all make a section of what is before the slash and sort sections by
+name, so that the groups below, in alphabetical order, come in the order in which a person wants to see them.
+
+The tables of docs/run-directory.md are those of `table`; a test compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from functools import cache
+from typing import Literal, NamedTuple
+
+_PLACEHOLDER = re.compile(r"<(\w+)>")
+_STEP = "<step>"
+
+
+class Group(StrEnum):
+    """Sections of charts, in their order, which is the alphabet's."""
+
+    GOAL = "goal"
+    PARTS = "goal_parts"
+    LEARNING = "learning"
+    POLICY = "off_policy"
+    STEPS = "off_policy_by_step"
+    SCORERS = "scorers"
+    THROUGHPUT = "throughput"
+    WAITING = "waiting"
+
+
+class Metric(NamedTuple):
+    """A metric, or several of one pattern.
+
+    `name` may have placeholders: `reward/<part>`, where `<step>` and `<n>` stand for digits. `better`: in which
+    direction, unless that depends. `source`: the run itself, an objective, or a validation round."""
+
+    name: str
+    group: Group
+    text: str
+    unit: str = ""
+    better: Literal["up", "down", ""] = ""
+    source: Literal["run", "objective", "validation"] = "run"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the placeholders."""
+        return tuple(_PLACEHOLDER.findall(self.name))
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of its names, with a group per placeholder."""
+        fixed = re.split(r"(<\w+>)", self.name)
+        return "".join(_placeholder(part) if part.startswith("<") else re.escape(part) for part in fixed)
+
+
+def _placeholder(part: str) -> str:
+    return f"(?P<{part[1:-1]}>{'[0-9]+' if part in (_STEP, '<n>') else '.+'})"
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
+
+_GOAL = (
+    Metric(
+        "reward",
+        Group.GOAL,
+        "mean reward of the update's samples; with `data.preferences` always 0.5, a chosen image counts 1 and a"
+        " rejected one 0",
+        better="up",
+    ),
+    Metric(
+        "validation/reward", Group.GOAL, "mean reward of the samples that were scored", better="up", source="validation"
+    ),
+    Metric(
+        "accuracy",
+        Group.GOAL,
+        "Diffusion-DPO: pairs that the policy orders rightly; 0.5 is chance",
+        "fraction",
+        "up",
+        source="objective",
+    ),
+    Metric(
+        "margin",
+        Group.GOAL,
+        "Diffusion-DPO: implicit reward of the winner minus the loser's",
+        better="up",
+        source="objective",
+    ),
+)
+_PARTS = (
+    Metric("reward/bucket<n>", Group.PARTS, "the same of the samples of bucket n, with `rollout.buckets`", better="up"),
+    Metric("reward/<part>", Group.PARTS, "mean of each of the scorer's parts", better="up"),
+    Metric(
+        "validation/<part>",
+        Group.PARTS,
+        "the same of each of the scorer's parts; `validation/ocr_exact` is the share of images read exactly right",
+        better="up",
+        source="validation",
+    ),
+)
+_LEARNING = (
+    Metric("loss", Group.LEARNING, "of the optimizer step", better="down"),
+    Metric("grad_norm", Group.LEARNING, "norm of the gradient before clipping"),
+    Metric("lr", Group.LEARNING, "learning rate"),
+    Metric("advantage_abs", Group.LEARNING, "mean absolute advantage"),
+    Metric(
+        "ratio_deviation",
+        Group.LEARNING,
+        "mean of |ratio - 1|; the ratio is the one per latent element that the objective clips",
+        source="objective",
+    ),
+    Metric(
+        "clipped_low",
+        Group.LEARNING,
+        "rows (a sample's trained step) below the clip range",
+        "fraction",
+        source="objective",
+    ),
+    Metric("clipped_high", Group.LEARNING, "rows above it", "fraction", source="objective"),
+    Metric("clip_fraction", Group.LEARNING, "rows outside it", "fraction", source="objective"),
+    Metric("approx_kl", Group.LEARNING, "mean of (log ratio)² / 2", source="objective"),
+    Metric(
+        "kl_ref",
+        Group.LEARNING,
+        "KL (or squared velocity difference) to the reference policy; only with `algorithm.kl_coef` > 0",
+        source="objective",
+    ),
+    Metric("kl_ema", Group.LEARNING, "AWM: squared velocity difference to the average policy", source="objective"),
+    Metric("guard_bias", Group.LEARNING, "GRPO-Guard: the correction of the log-ratio's mean", source="objective"),
+    Metric(
+        "dropped",
+        Group.LEARNING,
+        "Flow-DPPO: rows beyond the trust region, which give no gradient",
+        "fraction",
+        source="objective",
+    ),
+    Metric(
+        "preference",
+        Group.LEARNING,
+        "DiffusionNFT: mean preference; near 0.5 everywhere there is no signal",
+        source="objective",
+    ),
+    Metric(
+        "positive_loss", Group.LEARNING, "DiffusionNFT: loss of the positive branch", better="down", source="objective"
+    ),
+    Metric(
+        "negative_loss", Group.LEARNING, "DiffusionNFT: loss of the negative branch", better="down", source="objective"
+    ),
+    Metric(
+        "old_deviation",
+        Group.LEARNING,
+        "DiffusionNFT: squared velocity difference to the old policy",
+        source="objective",
+    ),
+    Metric("flow_error", Group.LEARNING, "AWM: flow-matching error of the samples", better="down", source="objective"),
+    Metric(
+        "winner_error",
+        Group.LEARNING,
+        "Diffusion-DPO: flow-matching error of winners",
+        better="down",
+        source="objective",
+    ),
+    Metric("loser_error", Group.LEARNING, "Diffusion-DPO: that of losers", source="objective"),
+)
+_POLICY = (
+    Metric("staleness/mean", Group.POLICY, "mean over the update's groups", "updates"),
+    Metric("staleness/max", Group.POLICY, "the largest of them", "updates"),
+    Metric(
+        "row_staleness/mean", Group.POLICY, "over rows: updates since the version that took the very step", "updates"
+    ),
+    Metric("row_staleness/max", Group.POLICY, "the largest of them", "updates"),
+    Metric(
+        "log_ratio_nats/mean",
+        Group.POLICY,
+        "log-ratio L of the whole sample between the trainer's policy and the one that took the step",
+        "nats",
+    ),
+    Metric("log_ratio_nats/variance", Group.POLICY, "its variance over rows", "nats²", "down"),
+    Metric("log_ratio_nats/absmax", Group.POLICY, "the largest |L|", "nats", "down"),
+    Metric(
+        "ess",
+        Group.POLICY,
+        "effective sample size of the steps' importance weights exp(L), in (0, 1]: 1 when on-policy",
+        "fraction",
+        "up",
+    ),
+    Metric(
+        "kappa_nats",
+        Group.POLICY,
+        "D kappa: the same drift as an exact KL, without sampling noise; only where engines return means, which are as"
+        " large as the latents: with `algorithm.correction.kappa_nats`, or with an objective that reads them"
+        " (GRPO-Guard, Flow-DPPO) and `mode: bypass`",
+        "nats",
+        "down",
+    ),
+    Metric(
+        "engine_mismatch_nats",
+        Group.POLICY,
+        "largest |L| of rows of staleness 0, where engine and trainer hold the same weights (a warning above 1 nat)",
+        "nats",
+        "down",
+    ),
+    Metric(
+        "engine_mismatch",
+        Group.POLICY,
+        "the same per latent element (the first update fails above `trainer.max_mismatch`)",
+        "nats",
+        "down",
+    ),
+    Metric("fresh_fraction", Group.POLICY, "how many rows those are", "fraction"),
+    Metric("weight/mean", Group.POLICY, "importance weights; only with `algorithm.correction` weights or masks"),
+    Metric("weight/max", Group.POLICY, "the largest of them"),
+    Metric("weight/variance", Group.POLICY, "their variance", better="down"),
+    Metric("gamma", Group.POLICY, "exponent of tempered importance weights"),
+    Metric("masked", Group.POLICY, "share of rows that any rule masked", "fraction"),
+    Metric("masked/<rule>", Group.POLICY, "share of rows that this rule masked", "fraction"),
+    Metric(
+        "log_prob/<medium>",
+        Group.POLICY,
+        "where a sample has several media (LTX-2): log-prob of each alone under the policy in training, per element",
+    ),
+    Metric("log_ratio_nats/<medium>/mean", Group.POLICY, "its log-ratio; those of all media add up to L", "nats"),
+    Metric("log_ratio_nats/<medium>/absmax", Group.POLICY, "the largest absolute one", "nats", "down"),
+)
+_STEPS = tuple(
+    Metric(f"{name}/step_{_STEP}", Group.STEPS, f"{text} of that denoising step alone")
+    for name, text in {
+        "log_ratio_nats/variance": "variance of the log-ratios in nats",
+        "ess": "effective sample size",
+        "kappa_nats": "D kappa in nats",
+        "weight/mean": "mean importance weight",
+        "masked": "share of masked rows",
+    }.items()
+)
+_SCORERS = (
+    Metric("scorer/<scorer>/calls", Group.SCORERS, "calls of that scorer since the last update"),
+    Metric("scorer/<scorer>/samples", Group.SCORERS, "samples in them", "samples"),
+    Metric("scorer/<scorer>/failed", Group.SCORERS, "answers without a score", "samples", "down"),
+    Metric("scorer/<scorer>/cached", Group.SCORERS, "answers from the cache", "samples"),
+    Metric("scorer/<scorer>/tokens", Group.SCORERS, "tokens that a judge read and wrote", "tokens"),
+    Metric("scorer/<scorer>/in_flight", Group.SCORERS, "samples that waited for its answer, on average", "samples"),
+    Metric("scorer/<scorer>/queued", Group.SCORERS, "those of them that waited for a call", "samples"),
+    Metric(
+        "scorer/<scorer>/answer_s/<quantile>",
+        Group.SCORERS,
+        "from asking for a sample to its answer: `p50`, `p95`, `p99`",
+        "s",
+        "down",
+    ),
+    Metric("scorer/<scorer>/call_s/<quantile>", Group.SCORERS, "of the calls themselves", "s", "down"),
+)
+_THROUGHPUT = (
+    Metric("update", Group.THROUGHPUT, "number of the update, from 1; also the version it made"),
+    Metric("images", Group.THROUGHPUT, "training images generated so far", "images"),
+    Metric("images_per_s", Group.THROUGHPUT, "training images per second, over the last 30 seconds", "images/s", "up"),
+    Metric("update_s", Group.THROUGHPUT, "from the start of the update to its end, waiting included", "s", "down"),
+    Metric("wall_s", Group.THROUGHPUT, "the run so far, as in the summary", "s"),
+    Metric("encoder/calls", Group.THROUGHPUT, "prompts that engines encoded since the last update"),
+    Metric(
+        "encoder/hits",
+        Group.THROUGHPUT,
+        "share of samples drawn since then (of their calls, where they have several) whose prompt was encoded before"
+        " (`rollout.conditioning_cache`)",
+        "fraction",
+        "up",
+    ),
+    Metric("score_cache/hits", Group.THROUGHPUT, "answers from `reward.cache` since the last update", "samples"),
+    Metric("tflops/trainer", Group.THROUGHPUT, "model TFLOP/s of one trainer rank while it computes", "TFLOP/s", "up"),
+    Metric(
+        "mfu/trainer",
+        Group.THROUGHPUT,
+        "the same as a share of what its device can do at most; only where that is known: `trainer.peak_tflops`, or a"
+        " known accelerator in bfloat16",
+        "fraction",
+        "up",
+    ),
+    Metric(
+        "mfu/overall",
+        Group.THROUGHPUT,
+        "the same over the whole time from update to update, waits and publishes included",
+        "fraction",
+        "up",
+    ),
+)
+_WAITING = (
+    Metric(
+        "stage_s/<stage>",
+        Group.WAITING,
+        "since the last update, how long `generate` took (all engines together), `score` (all reward workers), the"
+        " trainer's `proximal`, `train`, `step`, `export` and `wait` for groups, and `publish`; what a worker does at"
+        " once counts once, and when it is reported, within a second of its end",
+        "s",
+    ),
+    Metric("busy/<role>", Group.WAITING, "fraction of the last 30 seconds the role was busy", "fraction", "up"),
+    Metric("buffers/trajectories", Group.WAITING, "slots reserved in the trajectory buffer", "slots"),
+    Metric("buffers/replay", Group.WAITING, "slots reserved in the replay buffer", "slots"),
+    Metric(
+        "buffers/bytes",
+        Group.WAITING,
+        "what trajectories and media of live samples hold or are expected to (`buffer.max_bytes`)",
+        "bytes",
+    ),
+    Metric(
+        "buffers/bytes_held/max", Group.WAITING, "the most that they held at a time, since the update before", "bytes"
+    ),
+)
+
+METRICS: tuple[Metric, ...] = (
+    *_GOAL,
+    *_PARTS,
+    *_LEARNING,
+    *_POLICY,
+    *_STEPS,
+    *_SCORERS,
+    *_THROUGHPUT,
+    *_WAITING,
+)
+_FIXED = {metric.name: metric for metric in METRICS if not metric.labels}
+# Where a number stands is asked for before where any text may stand: `masked/step_03` is no rule of that name.
+_PATTERNS = sorted(
+    ((re.compile(metric.pattern), metric) for metric in METRICS if metric.labels),
+    key=lambda one: ".+" in one[0].pattern,
+)
+
+
+@cache
+def find(name: str) -> tuple[Metric | None, dict[str, str]]:
+    """Return what `name` is and the values of its placeholders; None for a metric of somebody's own objective."""
+    if (fixed := _FIXED.get(name)) is not None:
+        return fixed, {}
+    for pattern, metric in _PATTERNS:
+        if (match := pattern.fullmatch(name)) is not None:
+            return metric, match.groupdict()
+    return None, {}
+
+
+def chart(name: str) -> str:
+    """Return the name under which sinks show a metric: `goal/reward`, `scorers/scorer_ocr_calls`."""
+    metric, _ = find(name)
+    return f"{Group.LEARNING if metric is None else metric.group}/{name.replace('/', '_')}"
+
+
+def table(source: str) -> str:
+    """Return the Markdown table of the metrics of one `source`, as it is in docs/run-directory.md."""
+    return "\n".join(["| key | unit | meaning | group |", "|---|---|---|---|", *map(_row, _of(source))])
+
+
+def _of(source: str) -> Iterable[Metric]:
+    return (metric for metric in METRICS if metric.source == source)
+
+
+def _row(metric: Metric) -> str:
+    arrow = {"up": " ↑", "down": " ↓", "": ""}[metric.better]
+    text = metric.text.replace("|", r"\|")
+    return f"| `{metric.name}`{arrow} | {metric.unit} | {text} | {metric.group} |"

@@ -1,0 +1,208 @@
+"""Sends a run to MLflow: settings, metrics in groups, image grids, files, a description, tags and how it ended.
+
+The constructor connects: an unusable store raises there. A run that goes on is found then, and stays as it is until
+`begin`. MLflow is imported lazily (it takes seconds), and its global state (`mlflow.start_run` and friends) is left
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from omni_async.config import schema
+from omni_async.config.redact import redact_text
+from omni_async.tracking.catalogue import Group, chart
+from omni_async.tracking.sinks.base import About, Ended, Sink, SinkUnusableError, command_of
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from PIL.Image import Image
+
+_STATUS = {"done": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+_MAX_TAG_CHARS, _MAX_TAGS, _METRICS_PER_BATCH = 5000, 100, 1000
+# MLflow writes every parameter above each image: with more than a few lines of them there is no image to see. What else
+# is not a default is a tag, which it can filter, show and compare as well.
+_PARAMS = ("algorithm.name", "staleness.max_updates", "rollout.group_size", "trainer.optimizer.lr")
+_NOT_IN_KEY = re.compile(r"[^\w/.\- :]")  # MLflow refuses other characters in a metric's name
+_CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent")
+_PROBE_S = 10.0
+_SERVER = ("http://", "https://")
+_LOCAL_UI = "http://127.0.0.1:5000"
+_NOTE = "mlflow.note.content"  # what the user interface shows as the run's description
+
+
+class MlflowSink(Sink):
+    """One MLflow run. `run_id` is empty as long as there is none."""
+
+    label = "MLflow"
+
+    def __init__(self, config: schema.Mlflow, about: About) -> None:
+        """Start a run in `config.experiment`, which is made if it is not there, or find the one that `begin` goes on.
+
+        Without `config.tracking_uri` the store is `mlflow.db` in the folder of all runs, its artifacts in
+        `mlartifacts`. Raises SinkUnusableError."""
+        self._about = about
+        run_dir = about.run.path.parent.absolute()
+        self._uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
+        self._shown = redact_text(self._uri)
+        with _refusals(self._shown):
+            _probe(self._uri)
+            if config.tracking_uri is None:
+                run_dir.mkdir(parents=True, exist_ok=True)
+            self._client = _client(self._uri)
+            self._experiment = _experiment(self._client, config, run_dir)
+            self.run_id = self._former() if about.goes_on else self._create()
+        self._has_params = bool(self.run_id) and about.goes_on
+
+    def begin(self, version: int) -> None:
+        """Set the run going; if there is no run of that name (another database, say), one is made.
+
+        Numbers of void updates cannot be taken back: MLflow shows both."""
+        self.run_id = self.run_id or self._create()
+        self._client.update_run(self.run_id, status="RUNNING")
+        self._send_settings()
+
+    def _create(self) -> str:
+        name = self._about.run.run_id
+        return str(self._client.create_run(self._experiment, run_name=name).info.run_id)
+
+    def _former(self) -> str:
+        """Return the newest run of that name, or an empty text."""
+        named, newest = f"attributes.run_name = '{self._about.run.run_id}'", ["attributes.start_time DESC"]
+        found = self._client.search_runs([self._experiment], named, order_by=newest, max_results=1)
+        return str(found[0].info.run_id) if found else ""
+
+    @property
+    def run_url(self) -> str:
+        """The address of the run's charts, once the user interface is up."""
+        ui = self._shown.rstrip("/") if self._uri.startswith(_SERVER) else _LOCAL_UI
+        return f"{ui}/#/experiments/{self._experiment}/runs/{self.run_id}/model-metrics"
+
+    @property
+    def where(self) -> str:
+        """The shell command that shows the run, or the address to open if it is on a server."""
+        if not self.run_id or self._uri.startswith(_SERVER):
+            return self.run_url if self.run_id else ""
+        return f"{command_of('mlflow')} ui --backend-store-uri {shlex.quote(self._shown)}"
+
+    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+        from mlflow.entities import Metric
+
+        at = int(seconds * 1000)
+        metrics = [Metric(_key(name), float(value), at, step) for name, value in numbers.items()]
+        for start in range(0, len(metrics), _METRICS_PER_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_PER_BATCH])
+
+    def image(self, image: Image, kind: str, step: int) -> None:
+        """Log a grid, which the user interface shows among the charts, with a slider over steps.
+
+        The slider stands at 0 first; there it shows samples of the first update, which version 0 drew."""
+        for at in (0, 1) if (kind, step) == ("train", 1) else (step,):
+            self._client.log_image(self.run_id, image, key=f"{Group.GOAL}/{kind}", step=at, synchronous=True)
+
+    def media(self, path: Path, kind: str, step: int) -> None:
+        self._client.log_artifact(self.run_id, str(path), "samples")
+
+    def artifact(self, path: Path) -> None:
+        self._client.log_artifact(self.run_id, str(path))
+
+    def finish(self, status: Ended | None) -> None:
+        if status is not None and self.run_id:
+            self._client.set_terminated(self.run_id, _STATUS[status])
+
+    def _send_settings(self) -> None:
+        from mlflow.entities import Param, RunTag
+
+        values = flatten(self._about.params)
+        tags = {**flatten(self._about.changed), **self._about.tags, _NOTE: self._about.description}
+        self._client.log_batch(
+            self.run_id,
+            params=[] if self._has_params else [Param(key, values[key]) for key in _PARAMS if key in values],
+            tags=[RunTag(key, value[:_MAX_TAG_CHARS]) for key, value in tags.items()][:_MAX_TAGS],
+        )
+        self._has_params = True
+
+
+def _key(name: str) -> str:
+    return _NOT_IN_KEY.sub("_", chart(name))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Flatten nested dicts to dotted names, lists of them by index: `reward.scorers.0.name`."""
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
+            value = {str(i): item for i, item in enumerate(value)}
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat
+
+
+# ---- the store -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _refusals(shown: str) -> Iterator[None]:
+    """Turn any error of a store into one clear error."""
+    try:
+        yield
+    except SinkUnusableError:
+        raise
+    except Exception as error:  # noqa: BLE001  # any store, any reason: it becomes one clear error
+        reason = redact_text(str(error)).strip().partition("\n")[0] or type(error).__name__
+        raise SinkUnusableError(
+            f"tracking.mlflow: cannot use {shown}: {reason}; set tracking.mlflow.tracking_uri, or"
+            " tracking.mlflow.enabled=false"
+        ) from None  # the original may quote credentials
+
+
+def _probe(uri: str) -> None:
+    """Fail in seconds where MLflow's own client would retry a dead server for minutes. Accepts any HTTP answer."""
+    if not uri.startswith(_SERVER):
+        return
+    parts = urlsplit(uri)
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}/health"
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(address, timeout=_PROBE_S).close()
+
+
+def _client(uri: str) -> MlflowClient:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no telemetry unless the user sets it
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    from mlflow import MlflowClient
+
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri=uri)
+
+
+def _experiment(client: MlflowClient, config: schema.Mlflow, run_dir: Path) -> str:
+    """Return the experiment's id, and make it if needed; two runs that start together may both try to."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(config.experiment)
+    if found is None:
+        location = (run_dir / "mlartifacts").as_uri() if config.tracking_uri is None else None
+        try:
+            return str(client.create_experiment(config.experiment, artifact_location=location))
+        except MlflowException:
+            found = client.get_experiment_by_name(config.experiment)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        raise SinkUnusableError(
+            f"tracking.mlflow.experiment: {config.experiment!r} is deleted there; restore it or name another"
+        )
+    return str(found.experiment_id)

@@ -1,0 +1,75 @@
+"""Opens the sinks that a configuration enables, and says which packages they need. Imports none of them before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+from omni_async.config import Config, ConfigError
+from omni_async.config.redact import redact_text, with_secrets
+from omni_async.config.schema import Tracking
+from omni_async.tracking.sinks.base import About, Ended, Sink
+from omni_async.tracking.sinks.feed import Sinks
+
+logger = logging.getLogger(__name__)
+
+# Section of `tracking` -> the sink's class, and the package without which it is not there.
+_SINKS = {
+    "mlflow": ("mlflow_sink:MlflowSink", "mlflow"),
+    "wandb": ("wandb_sink:WandbSink", "wandb"),
+    "tensorboard": ("tensorboard_sink:TensorboardSink", "tensorboard"),
+    "prometheus": ("prometheus_sink:PrometheusSink", "prometheus_client"),
+}
+
+
+def enabled(tracking: Tracking) -> list[str]:
+    """Return the names of the sections that are switched on."""
+    return [name for name in _SINKS if getattr(tracking, name).enabled]
+
+
+def require_usable(config: Config, installed: Callable[[str], object] = find_spec) -> None:
+    """Check that what the enabled sinks need is there.
+
+    Raises ConfigError, one line, for a package that is not installed, and for a secret that is not set."""
+    for name in enabled(config.tracking):
+        package = _SINKS[name][1]
+        if installed(package) is None:
+            raise ConfigError(
+                f"tracking.{name}.enabled: the package {package} is not installed; pip install 'omni-async[sinks]'"
+            )
+        try:
+            with_secrets(getattr(config.tracking, name), f"tracking.{name}")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def open_sinks(tracking: Tracking, about: About, version: int) -> Sinks:
+    """Open the sinks of a run, and begin it there unless it goes on. Raises SinkUnusableError.
+
+    `version`: the update that the run goes on from."""
+    opened: list[Sink] = []
+    try:
+        for name in enabled(tracking):
+            module, _, kind = _SINKS[name][0].partition(":")
+            sink: Callable[..., Sink] = getattr(import_module(f"omni_async.tracking.sinks.{module}"), kind)
+            opened.append(sink(with_secrets(getattr(tracking, name), f"tracking.{name}"), about))
+    except BaseException:
+        for one in opened:
+            _end(one, None if about.goes_on else "failed")
+        raise
+    sinks = Sinks(opened)
+    if not about.goes_on:
+        sinks.begin(version)
+    return sinks
+
+
+def _end(sink: Sink, status: Ended | None) -> None:
+    """End what was opened beside a sink that cannot be used, whose error is the one to be told."""
+    try:
+        sink.finish(status)
+    except Exception as error:  # noqa: BLE001 (trackers raise anything)
+        logger.warning(
+            "the run in %s could not be ended: %s", sink.label, redact_text(f"{type(error).__name__}: {error}")
+        )

@@ -1,0 +1,68 @@
+"""Writes a run's numbers and image grids as TensorBoard's event files, into `tensorboard` in the run folder.
+
+TensorBoard has no state of a run and no files; videos and sound stay in `samples`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from omni_async.config import schema
+from omni_async.tracking.catalogue import METRICS, Group, chart
+from omni_async.tracking.sinks.base import About, Ended, Sink, command_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch.utils.tensorboard import SummaryWriter
+
+_FLUSH_S = 10  # what a killed run may lose
+
+
+class TensorboardSink(Sink):
+    label = "TensorBoard"
+
+    def __init__(self, config: schema.Tensorboard, about: About) -> None:
+        from torch.utils import tensorboard  # imported before the run begins: it takes seconds
+
+        self._new = tensorboard.SummaryWriter
+        self._about = about
+        self._folder = about.run.path / "tensorboard"
+        self._writer: SummaryWriter | None = None
+
+    def begin(self, version: int) -> None:
+        """Open a new file; TensorBoard leaves out what earlier ones have of later updates."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = self._new(str(self._folder), purge_step=version + 1, flush_secs=_FLUSH_S)
+        self._writer.add_text("about", self._about.description, version)
+        self._writer.add_custom_scalars(_layout())
+
+    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+        if self._writer is not None:
+            for name, value in numbers.items():
+                self._writer.add_scalar(chart(name), value, step, walltime=seconds)
+
+    def image(self, image: Image, kind: str, step: int) -> None:
+        if self._writer is not None:
+            self._writer.add_image(f"{Group.GOAL}/{kind}", np.asarray(image), step, dataformats="HWC")
+
+    def finish(self, status: Ended | None) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def where(self) -> str:
+        return "" if self._writer is None else f"{command_of('tensorboard')} --logdir {shlex.quote(str(self._folder))}"
+
+
+def _layout() -> dict[str, dict[str, list[object]]]:
+    """Return the custom charts: those of one pattern, all roles or all denoising steps, say, are lines of one chart."""
+    layout: dict[str, dict[str, list[object]]] = {}
+    for metric in METRICS:
+        if metric.labels:
+            tags = f"^{metric.group}/{metric.pattern.replace('/', '_')}$"
+            layout.setdefault(metric.group, {})[metric.name] = ["Multiline", [tags]]
+    return layout

@@ -1,0 +1,108 @@
+"""Reads trained weights out of a checkpoint, for whoever does not go on training: no optimizer and no process group.
+
+Any number of ranks may have written it. Tensors are read when they are asked for, so that a part of a large model can
+be had without the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+
+from omni_async.training import TrainingError
+from omni_async.training.checkpoint import AUXILIARY, FOLDER, MODEL
+
+Which = Literal["drawing", "trained", "old", "ema"]
+_AT_ONCE = 4 * 2**30
+
+
+class TrainedWeights:
+    """The trained tensors of a checkpoint, of one of the policies in it.
+
+    policy: `drawing`: the one that draws samples and is validated, which is DiffusionNFT's old policy and else the one
+    in training; `trained`: that one in any case; `old`; `ema`: the moving average of `trainer.ema`.
+    drew: whether it is the policy that drew samples and was validated.
+    is_adapter: whether they are LoRA factors (`<layer>.lora_A.weight`, `<layer>.lora_B.weight`) and not weights.
+
+    Raises TrainingError, one line, if the checkpoint cannot be read or has no such policy."""
+
+    def __init__(self, checkpoint: Path, policy: Which = "drawing") -> None:
+        self._folder = checkpoint / FOLDER
+        try:
+            stored = HuggingFaceStorageReader(str(self._folder)).read_metadata().state_dict_metadata
+        except Exception as error:
+            raise TrainingError(f"checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
+        prefixes = {name: f"{AUXILIARY}{name}." for name in ("old", "ema")} | {"trained": MODEL}
+        there = [name for name, prefix in prefixes.items() if any(key.startswith(prefix) for key in stored)]
+        drew = "old" if "old" in there else "trained"
+        self.policy = drew if policy == "drawing" else policy
+        self.drew = self.policy == drew
+        if self.policy not in there:
+            raise TrainingError(f"{checkpoint} has no {policy!r} policy; it has {', '.join(sorted(there)) or 'none'}")
+        self._prefix = prefixes[self.policy]
+        self._stored = {
+            key.removeprefix(self._prefix): entry
+            for key, entry in stored.items()
+            if key.startswith(self._prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        self.is_adapter = any(key.endswith((".lora_A.weight", ".lora_B.weight")) for key in self._stored)
+
+    def names(self, component: str) -> list[str]:
+        """Return the names of a component's trained tensors, as diffusers calls them."""
+        start = f"{component}."
+        return sorted(key.removeprefix(start) for key in self._stored if key.startswith(start))
+
+    @property
+    def components(self) -> list[str]:
+        return sorted({key.partition(".")[0] for key in self._stored})
+
+    def shape(self, component: str, name: str) -> tuple[int, ...]:
+        return tuple(self._stored[f"{component}.{name}"].size)
+
+    def read(self, component: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return tensors of a component on the CPU, in the dtype they were trained in.
+
+        Args:
+            component: the folder's name in the model, `transformer` say.
+            names: those wanted; None: all of it.
+
+        Raises:
+            TrainingError: they cannot be read; one line."""
+        names = self.names(component) if names is None else names
+        wanted = {name: f"{self._prefix}{component}.{name}" for name in names}
+        entries = {name: self._stored[f"{component}.{name}"] for name in wanted}
+        found = {wanted[name]: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
+        try:
+            read_tensors(found, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:500]
+            raise TrainingError(f"{self._folder} cannot be read: {type(error).__name__}: {reason}") from error
+        return {name: found[key] for name, key in wanted.items()}
+
+    def stream(self, component: str, most: int = _AT_ONCE) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of a component with their names, so that memory never holds a whole model for it.
+
+        Args:
+            component: as of `read`.
+            most: bytes that are read at a time, or one tensor that is larger.
+
+        Raises:
+            TrainingError: as `read`."""
+        waiting: list[str] = []
+        held = 0
+        for name in self.names(component):
+            stored = self._stored[f"{component}.{name}"]
+            nbytes = stored.size.numel() * stored.properties.dtype.itemsize
+            if waiting and held + nbytes > most:
+                yield from self.read(component, waiting).items()
+                waiting, held = [], 0
+            waiting.append(name)
+            held += nbytes
+        yield from self.read(component, waiting).items()

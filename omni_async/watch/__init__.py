@@ -1,0 +1,1 @@
+"""Implements `omni-async watch`: the page of a run, live."""

@@ -1,0 +1,55 @@
+"""Serves the live page of one run: builds its parts, listens, and ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from omni_async.aio.waiting import cancel
+from omni_async.reward_server.listener import address_of, listening
+from omni_async.runs.record import run_config
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.watch.app import WatchApp
+from omni_async.watch.guard import Guard
+from omni_async.watch.live import LiveRun
+from omni_async.watch.report_sections import Sections
+
+_GRACE_S = 1.0
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, host: str, port: int, token: str | None) -> AsyncIterator[tuple[str, str]]:
+    """Serve the page of a run inside; yields its address and the key that buttons need.
+
+    Raises ConfigError if nothing can listen there."""
+    guard = Guard(host, token)
+    live = LiveRun(RunDirectory(folder), Sections())
+    prompts = _setting(run_config(live.run, {}), "data", "prompts")
+    runner = web.AppRunner(
+        WatchApp(live, guard, prompts).app(),
+        access_log=None,
+        handle_signals=False,
+        handler_cancellation=True,
+        auto_decompress=False,
+        shutdown_timeout=_GRACE_S,
+    )
+    await runner.setup()
+    bound = await asyncio.to_thread(listening, host, port, "--port")
+    keeping = asyncio.create_task(live.keep(), name="keep the page up to date")
+    try:
+        await web.SockSite(runner, bound).start()
+        yield address_of(bound), guard.key
+    finally:
+        await cancel({keeping})
+        await runner.cleanup()
+
+
+def _setting(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree

@@ -1,0 +1,65 @@
+"""Tests which checkpoints are kept for their validation reward, while rounds end late, fail, or are passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_async.checkpoint.best import is_due, rewards_of, worth_keeping
+from omni_async.config import Config
+from omni_async.control.control_state import ControlState, Round
+from tests.configs import build
+
+VALIDATED = {"validation": {"every": 10, "prompts": "v.txt"}, "trainer": {"updates": 95}}
+
+
+def config(**changes: Any) -> Config:
+    return build(VALIDATED, {"checkpoint.every": 20, "staleness.max_updates": 2, **changes})
+
+
+def control(rounds: dict[int, float | None], over: int | None) -> ControlState:
+    return ControlState(validated=over, rounds=tuple(Round(version, reward) for version, reward in rounds.items()))
+
+
+def test_every_validated_version_gets_a_checkpoint_where_the_best_is_kept() -> None:
+    due = [version for version in range(1, 96) if is_due(config(), version)]
+    assert due == [10, 20, 30, 40, 50, 60, 70, 80, 90, 95]
+    for without in (
+        config(**{"checkpoint.keep_best": 0}),
+        config(validation=None),
+        config(emulation={"profile": "p.json"}),
+    ):
+        assert [version for version in range(1, 96) if is_due(without, version)] == [20, 40, 60, 80]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "over", "kept"),
+    [
+        ({}, None, {10, 20, 30}),  # none has ended yet
+        ({0: 0.9, 10: 0.5}, 12, {10, 20, 30}),
+        ({0: 0.9, 10: 0.5, 20: 0.4}, 22, {10, 30}),  # of the base model there is no checkpoint
+        ({10: 0.5, 20: 0.5, 30: 0.4}, 32, {20}),  # of equal ones the newer
+        ({10: 0.5, 22: 0.7, 30: 0.6}, 32, {20}),  # engines had taken over 22 by then
+        ({10: 0.5, 23: 0.7, 30: 0.4}, 32, {10}),  # no version 23 can be held when 20 is due
+        ({10: 0.5, 20: None, 30: float("nan")}, 32, {10}),  # rounds that failed have no reward
+        ({}, 32, set()),
+    ],
+)
+def test_the_best_and_those_whose_round_may_still_end_are_kept(
+    rounds: dict[int, float | None], over: int | None, kept: set[int]
+) -> None:
+    assert worth_keeping(config(), {10, 20, 30}, control(rounds, over)) == kept
+    assert worth_keeping(config(**{"checkpoint.keep_best": 0}), {10, 20, 30}, control(rounds, over)) == set()
+
+
+@given(st.dictionaries(st.integers(0, 9), st.floats(0, 1)), st.integers(1, 4))
+def test_as_many_are_kept_as_was_asked_for(found: dict[int, float], most: int) -> None:
+    rounds = {10 * number: reward for number, reward in found.items()}
+    versions = {10 * number for number in range(1, 10)}
+    kept = worth_keeping(config(**{"checkpoint.keep_best": most}), versions, control(rounds, 95))
+    rewards = rewards_of(config(), versions, rounds.items())
+    assert len(kept) == min(most, len(rewards))
+    assert not kept or min(rewards[one] for one in kept) >= max((rewards[o] for o in rewards.keys() - kept), default=0)

@@ -1,0 +1,253 @@
+"""Tests the command: what it writes, what it refuses, and that whatever ends it leaves nothing half."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from omni_async.export import folder as export_folder
+from omni_async.export import full
+from omni_async.export.card import card_of
+from omni_async.training.loading import open_tensors
+from tests.export.export_world import VERSION, Trained, computed_elsewhere, exported, refused, trained_run
+from tests.job_world import ENVIRONMENT, run, write_recipe
+from tests.pipelines.families import QWEN_IMAGE
+from tests.training.training_world import trainable
+
+ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained_run(tmp_path_factory.mktemp("full"), QWEN_IMAGE)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained_run(tmp_path_factory.mktemp("lora"), QWEN_IMAGE, lora=True)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_was_not_trained_is_the_base_models_and_no_file_is_a_link(trained: Trained, tmp_path: Path) -> None:
+    base = Path(trained.config.model.path)
+    for name in ("README.md", "all.safetensors", ".hidden", "transformer/diffusion_pytorch_model.fp16.safetensors"):
+        (base / name).write_text("of the base model")
+    (base / "LICENSE.md").write_text("a licence")
+    before = files(base)
+    exported(trained.run, "--out", tmp_path / "out")
+    made = files(tmp_path / "out")
+    own = {"README.md", "recipe.yaml"}
+    assert before.keys() - made.keys() == {
+        *("all.safetensors", ".hidden", "transformer/diffusion_pytorch_model.fp16.safetensors")
+    }, "weights before training would be loaded by name"
+    changed = {name for name in made if made[name] != before.get(name)}
+    assert changed == {*own, "transformer/diffusion_pytorch_model.safetensors"}
+    assert not any(path.is_symlink() or path.stat().st_nlink > 1 for path in (tmp_path / "out").rglob("*.safetensors"))
+    assert files(base) == before
+    exported(trained.run, "--link", "--out", tmp_path / "linked")
+    assert (tmp_path / "linked/vae/diffusion_pytorch_model.safetensors").samefile(
+        base / "vae/diffusion_pytorch_model.safetensors"
+    )
+
+
+def test_large_weights_are_cut_into_files_with_an_index(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full, "_LARGEST_FILE", "100KB")
+    exported(trained.run, "--out", tmp_path / "out")
+    index = json.loads((tmp_path / "out/transformer/diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    found = {f"transformer.{name}": one[...] for name, one in open_tensors(tmp_path / "out/transformer").items()}
+    held = trainable(trained.engine)
+    assert found.keys() == held.keys() and all(torch.equal(found[name], held[name]) for name in held)
+
+
+def test_weights_are_stored_as_the_base_stores_them_unless_another_dtype_is_asked_for(tmp_path: Path) -> None:
+    trained = trained_run(tmp_path / "run", QWEN_IMAGE)
+    path = Path(trained.config.model.path) / "transformer/diffusion_pytorch_model.safetensors"
+    base = {name: one.bfloat16() for name, one in load_file(path).items()}
+    save_file(base, path, {"format": "pt"})
+    held = trainable(trained.engine)
+    for more, dtype in (([], torch.bfloat16), (["--dtype", "float32"], torch.float32)):
+        out = tmp_path / str(dtype)
+        exported(trained.run, "--out", out, *more)
+        found = load_file(out / "transformer/diffusion_pytorch_model.safetensors")
+        assert all(torch.equal(one, held[f"transformer.{name}"].to(dtype)) for name, one in found.items())
+
+
+def test_the_policy_that_drew_is_exported_unless_another_is_asked_for(tmp_path: Path) -> None:
+    name = {"name": "diffusion_nft", "rollout.sde": None}
+    trained = trained_run(tmp_path / "run", QWEN_IMAGE, **name)
+    (trained.run / "metrics.jsonl").write_text(json.dumps({"update": VERSION, "validation/reward": 0.625}) + "\n")
+    old = {n.removeprefix("old."): t for n, t in trained.engine._model.auxiliary.tensors().items()}
+    for more, held in (([], old), (["--policy", "trained"], trainable(trained.engine))):
+        out = tmp_path / f"out{len(more)}"
+        exported(trained.run, "--out", out, *more)
+        found = load_file(out / "transformer/diffusion_pytorch_model.safetensors")
+        assert all(torch.equal(one, held[f"transformer.{key}"]) for key, one in found.items())
+        assert ("0.625" in (out / "README.md").read_text()) is (held is old), "the old policy was validated"
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    matter: dict[str, Any] = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
+    return matter
+
+
+def test_the_card_says_what_hubs_and_people_ask(trained: Trained, lora: Trained, tmp_path: Path) -> None:
+    card = Path(trained.config.model.path) / "README.md"
+    card.write_text("---\nlicense: other\nlicense_name: a-licence\nlicense_link: LICENSE.md\ntags: [x]\n---\n# Base\n")
+    metrics = [{"update": n, "reward": 0.1 * n, "finished": 1.0} for n in range(1, 4)]
+    metrics += [{"update": n, "validation/reward": 0.2 * n} for n in (0, 3)]
+    (trained.run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+    samples = trained.run / "samples"
+    samples.mkdir(exist_ok=True)
+    for version in (0, 1, 3):
+        (samples / f"validation-{version:06d}.png").write_bytes(b"png")
+        (samples / f"validation-{version:06d}.jsonl").write_text("")
+    exported(trained.run, "--which", "best", "--out", tmp_path / "out")
+    found = front_matter(tmp_path / "out")
+    assert (found["license"], found["license_name"], found["pipeline_tag"]) == ("other", "a-licence", "text-to-image")
+    text = (tmp_path / "out/README.md").read_text()
+    for said in (f"after {VERSION} updates", "| 0.6 |", "curves.png", "recipe.yaml", "flow_grpo", "1 x ocr"):
+        assert said in text
+    shown = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
+    assert shown == ["curves.png", "samples/validation-000000.png", "samples/validation-000003.png"]
+    assert all((tmp_path / "out" / path).is_file() for path in shown)
+    exported(lora.run, "--out", tmp_path / "adapters")
+    for name in ("out", "adapters"):  # cards are read elsewhere
+        code = (tmp_path / name / "README.md").read_text().split("```")[1]
+        assert str(tmp_path.parents[1]) not in code and code.count('"path/to/this/folder"') == 1
+    assert front_matter(tmp_path / "adapters")["license"] == "unknown"
+    assert "The licence is not known" in (tmp_path / "adapters/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\ufeff---\nlicense: mit\n---\n# Model\n", {"license": "mit"}),
+        ("# Model\n---\nlicense: mit\n---\n", {}),
+        ("---\n- mit\n---\n", {}),
+        ("---\nlicense: [\n---\n", {}),
+    ],
+)
+def test_a_base_models_card_is_read_where_hubs_read_it(text: str, found: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert card_of(tmp_path) == found
+
+
+@pytest.mark.parametrize("base", ["quickstart/checkpoint", "quickstart/video/checkpoint"])
+def test_models_of_the_repository_have_its_licence(base: str) -> None:
+    assert card_of(ROOT / "recipes" / base)["license"] == "apache-2.0"
+
+
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+    trained: Trained, lora: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "new" / "out"
+    assert "trained all weights and has no adapters" in refused(capsys, trained.run, "--lora", "--out", out)
+    assert "there are no adapters" in refused(capsys, trained.run, "--merged", "--out", out)
+    assert "has no checkpoint of that update; it has 3" in refused(capsys, trained.run, "--which", "7", "--out", out)
+    assert "has no 'ema' policy" in refused(capsys, trained.run, "--policy", "ema", "--out", out)
+    assert "there is no folder" in refused(capsys, trained.run, "--base", tmp_path / "gone", "--out", out)
+    other = QWEN_IMAGE.build(tmp_path / "deeper")
+    path = Path(other) / "transformer/diffusion_pytorch_model.safetensors"
+    save_file({name: one[:1].clone() if one.ndim else one for name, one in load_file(path).items()}, path)
+    for one in (trained, lora):
+        more = ["--merged"] if one is lora else []
+        assert "it is another base model" in refused(capsys, one.run, *more, "--base", other, "--out", out)
+    half = shutil.copytree(trained.run, tmp_path / "half")
+    shard = next((half / "checkpoints").rglob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "bytes" in refused(capsys, half, "--out", out)
+    assert not out.parent.exists()
+
+
+def test_a_folder_that_exists_is_left_as_it_is(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    assert "exists; name a folder that does not" in refused(capsys, trained.run, "--out", out)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "exists" in refused(capsys, trained.run, "--out", tmp_path / "dangling")
+    (tmp_path / "file").write_text("x")
+    assert "cannot be written" in refused(capsys, trained.run, "--out", tmp_path / "file" / "out")
+    assert {path.name for path in tmp_path.rglob("*")} == {"out", "precious", "dangling", "file"}
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_is_refused_before_and_while_it_is_written(
+    trained: Trained, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as little:
+        little.setattr(export_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=50))
+        assert "50 bytes are free" in refused(capsys, trained.run, "--out", tmp_path / "out")
+        weights = sum(one.nbytes for one in trainable(trained.engine).values())
+        little.setattr(export_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=weights))
+        refused(capsys, trained.run, "--out", tmp_path / "out")
+        exported(trained.run, "--link", "--out", tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (200_000, 200_000)); from omni_async import cli"
+    command = f"{limit}; cli.main(['export', {str(trained.run)!r}, '--out', {str(tmp_path / 'out')!r}])"
+    done = subprocess.run([sys.executable, "-c", command], env=ENVIRONMENT, capture_output=True, text=True)
+    assert os.strerror(errno.EFBIG) in done.stderr and done.stderr.count("\n") == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_a_killed_export_left_is_cleared_by_the_next(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial" / "vae").mkdir(parents=True)
+    exported(trained.run, "--out", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_of_two_exports_to_one_folder_the_second_is_refused_and_the_first_is_whole(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    with export_folder.whole_folder(tmp_path / "out", 0) as folder:
+        (folder / "first").touch()
+        refusal = refused(capsys, trained.run, "--out", tmp_path / "out")
+        assert "another export is writing" in refusal
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
+
+
+@pytest.mark.slow
+def test_a_real_run_that_was_resumed_keeps_its_best_and_its_export_draws_what_its_weights_draw(tmp_path: Path) -> None:
+    import diffusers
+
+    base = QWEN_IMAGE.build(tmp_path / "base")
+    recipe = write_recipe(tmp_path / "job", base)
+    prompts = f"{{every: 1, prompts: {recipe.parent / 'prompts.txt'}, num_inference_steps: 4}}"
+    keys = (f"validation={prompts}", "checkpoint.keep=1", "checkpoint.every=50")
+    first = run(recipe, *keys, "trainer.updates=3")
+    made = run(recipe, *keys, "trainer.updates=6", f"checkpoint.resume={first.path}")
+    rewards = {line["update"]: line["validation/reward"] for line in made.validation if line["update"]}
+    assert sorted(rewards) == [1, 2, 3, 4, 5, 6]
+    best = max(rewards, key=lambda version: (rewards[version], version))
+    code = exported(made.path, "--which", "best", "--out", tmp_path / "out")
+    assert f"update-{best:06d}" in {path.name for path in (made.path / "checkpoints").iterdir()}
+
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(base)
+    weights = made.weights(best)
+    pipeline.transformer.load_state_dict({name.removeprefix("transformer."): one for name, one in weights.items()})
+    arguments = {"prompt": "the digit 7", "height": 32, "width": 32, "num_inference_steps": 3, "true_cfg_scale": 1.0}
+    generator = torch.Generator().manual_seed(5)
+    pipeline.set_progress_bar_config(disable=True)
+    wanted = pipeline(**arguments, generator=generator, output_type="np").images
+    call = {"arguments": arguments, "seed": 5}
+    (found,) = computed_elsewhere(tmp_path, [{"name": "run", "code": code, "calls": [call]}])["run"]
+    assert (found == wanted).all()

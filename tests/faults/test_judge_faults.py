@@ -1,0 +1,112 @@
+"""Tests a run whose judge is a scripted OpenAI-compatible server that does everything wrong in turn: no fault becomes a
+number, and every group ends once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.job_world import run
+from tests.rewards.judge_server import completion, judging
+
+FAULTS = ("429", "500", "truncated JSON", "half a surrogate pair", "1 MB", "slow", "hang")
+# What the judge says of each prompt of the recipe: a fault that counted as any number would show in a group's reward.
+YES = {
+    "the digit 7": 0.9,
+    "a photo of a red circle on a white background": 0.3,
+    "7": None,  # asked for this one, the server says that it has no such model
+    "a red digit on a white photo": 0.7,
+    "the white circle": 0.1,
+}
+
+
+class Judge:
+    """Answers with a fault when it is first asked about every other image, and then as it should."""
+
+    def __init__(self) -> None:
+        self.met: Counter[str] = Counter()
+        self.over = asyncio.Event()
+        self._seen: set[str] = set()
+        self._next = itertools.cycle(fault for one in FAULTS for fault in (one, "none"))
+
+    async def __call__(self, body: dict[str, Any], n: int) -> Any:
+        image, question = body["messages"][0]["content"]
+        likely = YES[question["text"].removeprefix("Is this ")]
+        if likely is None:
+            self.met["wrong model"] += 1
+            return 404, {"error": {"message": "The model `m` does not exist."}}
+        fault = "none" if image["image_url"]["url"] in self._seen else next(self._next)
+        self._seen.add(image["image_url"]["url"])
+        self.met[fault] += 1
+        tops = ("Yes", likely), ("No", 1 - likely)
+        match fault:
+            case "429":
+                return 429, {}, {"Retry-After": "0"}
+            case "500":
+                return 500, b"CUDA out of memory"
+            case "truncated JSON":
+                return b'{"choices": [{"message": {"content": "Yes"}, "logprobs": {"content": [{"top_logp'
+            case "half a surrogate pair":
+                return b'{"choices": [{"message": {"content": "Yes \\ud83d"}}]}'
+            case "1 MB":
+                return completion("y" * 2**20, *tops)
+            case "slow":
+                await asyncio.sleep(0.2)
+            case "hang":
+                await self.over.wait()
+        return completion("Yes", *tops)
+
+
+@contextmanager
+def serving(judge: Judge) -> Iterator[str]:
+    """Yields the address of the judge's server, which runs in a thread of its own."""
+    ready, loop, url = threading.Event(), asyncio.new_event_loop(), ""
+
+    async def serve() -> None:
+        nonlocal url
+        async with judging(judge) as server:
+            url = server.url
+            ready.set()
+            await judge.over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield url
+    finally:
+        loop.call_soon_threadsafe(judge.over.set)
+        thread.join()
+        loop.close()
+
+
+def test_a_run_outlives_every_fault_of_its_judge_and_none_becomes_a_number(recipe: Path) -> None:
+    judge = Judge()
+    with serving(judge) as url:
+        params = f"model: m, urls: ['{url}'], prompt: 'Is this {{prompt}}', timeout_s: 0.5, backoff_s: 0.01"
+        finished = run(
+            recipe,
+            f"reward.scorers=[{{name: vlm_judge, params: {{{params}}}}}]",
+            "reward.retries=1",
+            "reward.backoff_s=0.01",
+            "trainer.updates=5",
+            "staleness.max_updates=1",
+            "algorithm.advantage.drop_zero_variance=false",
+        )
+    assert finished.summary.status == "done", finished.summary.reason
+    finished.check_every_group_ended_once()
+    assert judge.met.keys() == {*FAULTS, "wrong model", "none"}, "each was met"
+    says = [*YES.values()]
+    trained = [line for line in finished.ledger if line["event"] == "trained"]
+    assert [line["reward"] for line in trained] == [pytest.approx(says[line["prompt"]]) for line in trained]
+    rejected = [line for line in finished.ledger if line["event"] == "rejected"]
+    assert rejected and all(says[line["prompt"]] is None for line in rejected)
+    assert all("answered 404: The model `m` does not exist." in line["reason"] for line in rejected)

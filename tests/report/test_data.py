@@ -1,0 +1,256 @@
+"""Tests what a page says: the numbers of the run's own files, and sentences that follow from them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_async.report.blocks import MOST_POINTS, thinned
+from omni_async.report.data import SECTIONS, page_of
+from omni_async.report.numbers import estimate, number, seconds
+from omni_async.report.waiting import STATES, shares
+from omni_async.runs.record import read_run
+from omni_async.tracking.rundir import RunDirectory, append_jsonl
+from omni_async.tracking.timeline import busy_fractions
+from omni_async.types import LedgerEntry, Span
+
+
+def page(*folders: Path, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    return page_of([read_run(folder) for folder in folders], "now", names)
+
+
+def section(name: str, *folders: Path) -> dict[str, Any]:
+    (found,) = page(*folders, names=(name,))["sections"]
+    return found
+
+
+def block(found: dict[str, Any], id_: str) -> dict[str, Any]:
+    blocks = [*found["blocks"], *(each for tab in found["tabs"] for each in tab["blocks"])]
+    return next(each for each in blocks if each.get("id") == id_)
+
+
+def texts(found: dict[str, Any]) -> str:
+    blocks = [*found["blocks"], *(each for tab in found["tabs"] for each in tab["blocks"])]
+    return "\n".join([found["title"], *(each["text"] for each in blocks if each["kind"] == "text")])
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def entry(group: int, version: int, reward: float, staleness: int = 0) -> LedgerEntry:
+    return LedgerEntry("made", group, 0, "trained", None, 0, version, staleness, (0, 0), 1, reward)
+
+
+def written(folder: Path, rewards: list[float], seed: int = 0, validation: dict[int, float] | None = None) -> Path:
+    """Writes the folder of a killed run with these rewards of its updates, two groups each."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"run: {{name: made, seed: {seed}}}\ntrainer: {{updates: 40}}\n")
+    run = RunDirectory(folder)
+    for version, reward in enumerate(rewards, start=1):
+        line = {"update": version, "reward": reward, "images": 8 * version, "wall_s": 60.0 * version, "finished": 1e9}
+        append_jsonl(run.metrics, line)
+        for half in (0, 1):
+            append_jsonl(run.ledger, entry(2 * version + half, version, reward + 0.01 * half, staleness=half))
+    for version, reward in (validation or {}).items():
+        append_jsonl(run.metrics, {"update": version, "validation/reward": reward})
+    return folder
+
+
+# ---- the numbers of a run --------------------------------------------------------------------------------------------
+
+
+def test_every_section_of_a_run_has_something_and_all_of_it_is_json(emulated):
+    made = page(emulated)
+    assert [one["id"] for one in made["sections"]] == [*SECTIONS]
+    assert all(one["blocks"] or one["tabs"] for one in made["sections"])
+    json.dumps(made, allow_nan=False)
+
+
+def test_curves_hold_the_numbers_of_metrics_jsonl(painted):
+    lines = metrics(painted)
+    updates = [line for line in lines if "finished" in line]
+    (reward,) = block(section("curves", painted), "reward")["series"]
+    assert reward["x"]["update"] == [line["update"] for line in updates]
+    assert reward["x"]["minutes"] == [line["wall_s"] / 60 for line in updates]
+    assert reward["y"] == [line["reward"] for line in updates]
+    (validation,) = block(section("curves", painted), "validation-reward")["series"]
+    rounds = {line["update"]: line["validation/reward"] for line in lines if "validation/reward" in line}
+    assert dict(zip(validation["x"]["update"], validation["y"], strict=True)) == rounds and {*rounds} == {0, 6, 12}
+    (speed,) = block(section("throughput", painted), "metric-images_per_s")["series"]
+    assert speed["y"] == [line["images_per_s"] for line in updates]
+
+
+def test_staleness_is_the_share_of_each_update_s_groups_in_the_ledger(emulated):
+    chart = block(section("staleness", emulated), "staleness")
+    counts = Counter((line.trained_version, line.staleness) for line in read_run(emulated).ledger)
+    for one in chart["series"]:
+        age = int(one["name"].removeprefix("staleness "))
+        expected = [counts[update, age] / 8 for update in range(1, 13)]
+        assert one["y"] == pytest.approx(expected), one["name"]
+
+
+def test_shares_over_all_of_the_time_are_those_of_the_summary_s_function(emulated):
+    spans = read_run(emulated).spans()
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    found = shares(spans, start, end)
+    for role, expected in busy_fractions(spans, start, end).items():
+        mean = dict(zip(STATES, found[role].mean(axis=0), strict=True))
+        assert {state: mean[state] for state in STATES[:3]} == pytest.approx(expected, abs=1e-6), role
+        assert found[role].sum(axis=1) == pytest.approx(1.0), role
+
+
+def test_shares_are_of_the_stretch_in_which_something_happened_and_a_role_s_workers_count_alike():
+    spans = [
+        Span("rollout-0", "generate", 0.0, 5.0),
+        Span("rollout-0", "generate", 4.0, 5.0),  # at the same time: counts once
+        Span("rollout-0", "backpressured", 2.0, 8.0),  # busy comes first
+        Span("rollout-1", "starved", 0.0, 10.0),
+    ]
+    rollout = shares(spans, 0.0, 10.0, bins=2)["rollout"]
+    assert rollout.tolist() == [[0.5, 0.0, 0.5, 0.0], pytest.approx([0.0, 0.3, 0.5, 0.2])]
+
+
+# ---- sentences -------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_says_whether_the_change_is_larger_than_its_uncertainty(tmp_path):
+    rising = [0.1 + 0.02 * n for n in range(20)]
+    assert texts(section("verdict", written(tmp_path / "up", rising))).startswith(
+        "It learned: training reward 0.145 → 0.445"
+    )
+    assert texts(section("verdict", written(tmp_path / "down", rising[::-1]))).startswith("It got worse")
+    noisy = [0.1, 0.9] * 10
+    assert texts(section("verdict", written(tmp_path / "flat", noisy))).startswith("No clear change")
+    assert texts(section("verdict", written(tmp_path / "short", rising[:3]))).startswith("Too short to say: 3 updates")
+    assert texts(section("verdict", written(tmp_path / "none", []))).startswith("No update was made")
+
+
+def test_validation_decides_where_the_spread_of_its_rounds_is_known(tmp_path):
+    folder = written(tmp_path / "run", [0.5] * 20)
+    for version, reward in ((0, 0.25), (20, 0.75)):
+        line = {"update": version, "validation/reward": reward, "samples": 36, "standard_error": 0.05}
+        append_jsonl(folder / "metrics.jsonl", line)
+    found = section("verdict", folder)
+    assert found["title"] == "It learned: validation reward 0.250 → 0.750"
+    facts = next(each for each in found["tabs"] or [found] for each in found["blocks"] if each["kind"] == "facts")
+    assert facts["items"][0]["detail"].startswith("+0.50 ± 0.14 (95 % interval)")  # 1.96 * sqrt(2) * 0.05
+
+
+def test_the_verdict_names_the_reward_that_decides(tmp_path):
+    folder = written(tmp_path / "run", [0.1] * 10 + [0.9] * 10, validation={0: 0.5, 20: 0.4})  # its spread is not known
+    assert section("verdict", folder)["title"].startswith("It learned: training reward 0.1")
+
+
+def test_seeds_of_one_recipe_are_a_mean_and_its_range_and_share_a_colour(tmp_path):
+    folders = [
+        written(tmp_path / f"{seed}", [0.1 * seed, 0.5], seed, {0: 0.1, 2: 0.3 + 0.1 * seed}) for seed in (1, 2, 3)
+    ]
+    folders.append(written(tmp_path / "other", [0.9], seed=4))
+    (tmp_path / "other" / "config.yaml").write_text("run: {name: other}\nrollout: {workers: 2}\n")
+    made = page(*folders)
+    assert [run["colour"] for run in made["runs"]] == [0, 0, 0, 1]
+    curves = block(section("curves", *folders), "reward")["series"]
+    assert [(one["name"], one["faint"]) for one in curves[:3]] == [(f"made, seed {seed}", True) for seed in (1, 2, 3)]
+    mean = curves[3]
+    assert (mean["name"], mean["y"]) == ("made, mean of 3 seeds", pytest.approx([0.2, 0.5]))
+    assert (mean["low"], mean["high"]) == ([0.1, 0.5], [pytest.approx(0.3), 0.5])
+    assert "made: validation reward +0.40 ± 0.25 over 3 seeds" in texts(section("verdict", *folders))
+    differences = block(section("configuration", *folders), "differences")
+    assert ["rollout.workers", None, None, None, "2"] in differences["rows"]
+    assert ["trainer.updates", "40", "40", "40", None] in differences["rows"]
+
+
+def test_the_mean_of_long_seeds_is_that_of_all_their_updates(tmp_path):
+    folders = [written(tmp_path / f"{seed}", [], seed) for seed in (1, 2)]
+    for folder, offset in zip(folders, (0.0, 0.5), strict=True):
+        values = [offset + (7 * n * (3 if offset else 1) % 11) / 100 for n in range(1, 4001)]
+        lines = [{"update": n, "reward": value, "finished": 1e9} for n, value in enumerate(values, start=1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, other, mean = block(section("curves", *folders), "reward")["series"]
+    of = {line["update"]: line["reward"] for line in metrics(folders[0])}
+    and_ = {line["update"]: line["reward"] for line in metrics(folders[1])}
+    assert (first["of"], other["of"], mean["of"]) == (4000, 4000, 4000) and len(mean["y"]) > 1500
+    assert mean["y"] == pytest.approx([(of[x] + and_[x]) / 2 for x in mean["x"]["update"]])
+
+
+def test_speed_has_the_mean_of_seeds_too_and_runs_of_one_seed_are_called_runs(tmp_path):
+    folders = [written(tmp_path / name, [0.5] * 3, 1, {0: 0.1, 3: 0.5}) for name in ("0", "1")]
+    for speed, folder in enumerate(folders, start=2):
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps({**line, "images_per_s": float(speed)}) + "\n" for line in metrics(folder))
+        )
+    shown = section("throughput", *folders)
+    assert [(one["name"], one["y"][0]) for one in block(shown, "metric-images_per_s")["series"]] == [
+        ("0", 2.0), ("1", 3.0), ("made, mean of 2 runs", 2.5),
+    ]  # fmt: skip
+    assert section("verdict", *folders)["title"].startswith("made learned in 0 of 2 runs")
+
+
+def test_runs_of_one_name_and_folder_name_are_told_apart(tmp_path):
+    folders = [written(tmp_path / place / "made-1", [0.1, 0.2]) for place in ("here", "there")]
+    made = page(*folders)
+    assert len({run["label"] for run in made["runs"]}) == len({run["id"] for run in made["runs"]}) + 1 == 2
+    assert len({tab["run"] for tab in section("staleness", *folders)["tabs"]}) == 2
+
+
+def test_a_killed_run_and_a_folder_of_a_run_that_did_nothing_have_a_page(tmp_path):
+    killed = page(written(tmp_path / "killed", [0.5] * 12))
+    assert killed["runs"][0]["status"] == "killed"
+    empty = page(written(tmp_path / "empty", []))
+    assert "No group has ended yet." in texts(next(one for one in empty["sections"] if one["id"] == "endings"))
+
+
+@pytest.mark.parametrize("value", [None, "text", [], {"a": 1}, -1, 1e308, True, 10**400])
+def test_lines_that_somebody_edited_cost_their_own_numbers_and_no_page(tmp_path, value):
+    folder = written(tmp_path / "run", [0.5] * 12, validation={0: 0.1, 6: 0.2})
+    lines = metrics(folder)
+    for line, key in zip(lines, ["reward", "wall_s", "images", "update", "finished", "reward", "reward"], strict=False):
+        line[key] = value
+    lines[12]["validation/reward"] = lines[13]["standard_error"] = value
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    append_jsonl(folder / "attempts.jsonl", {"began": value, "status": value})
+    made = page(folder)
+    json.dumps(made, allow_nan=False)
+    (reward,) = block(made["sections"][1], "reward")["series"]
+    assert len(reward["y"]) >= 10 and reward["y"][-1] == 0.5
+
+
+def test_secrets_in_a_configuration_stay_masked(tmp_path):
+    folder = written(tmp_path / "run", [0.5])
+    (folder / "config.yaml").write_text("tracking: {mlflow: {tracking_uri: 'https://me:hunter22@host/x'}}\n")
+    assert "hunter22" not in json.dumps(page(folder))
+
+
+# ---- very many numbers -----------------------------------------------------------------------------------------------
+
+
+def test_thinning_keeps_ends_and_extremes_and_says_how_many_there_were(tmp_path):
+    values: list[float | None] = [0.5] * 50_000
+    values[12_345], values[43_210] = 7.0, -7.0
+    kept = thinned(values)
+    assert len(kept) <= MOST_POINTS and {0, 12_345, 43_210, 49_999} <= {*kept} and kept == sorted(kept)
+    assert thinned([1.0, None, 2.0]) == [0, 1, 2]
+    folder = written(tmp_path / "run", [0.5] * 2500)
+    chart = block(section("curves", folder), "reward")
+    assert len(chart["series"][0]["y"]) <= MOST_POINTS and "Of up to 2,500 points" in chart["note"]
+
+
+# ---- how numbers are written -----------------------------------------------------------------------------------------
+
+
+def test_numbers_and_times_are_written_for_people():
+    written_ = {0.25149: "0.251", 35.68: "35.7", 4800.0: "4,800", 0: "0", 2.5e-6: "2.50e-06", None: "-"}
+    assert {value: number(value) for value in written_} == written_
+    assert [seconds(value) for value in (12.34, 134.5, 7384.0)] == ["12.3 s", "2 min 14 s", "2 h 03 min"]
+
+
+def test_an_interval_is_student_s():
+    found = estimate([1.0, 2.0, 3.0, 4.0])
+    assert found is not None and found.mean == 2.5
+    assert found.half == pytest.approx(3.182446 * 1.2909944487 / 2)
+    assert estimate([]) is None and estimate([1.0]) == (1.0, None)

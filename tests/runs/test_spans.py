@@ -1,0 +1,125 @@
+"""Tests what a timeline asks of the spans: lanes, tracks, windows, shares of time, one group."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from omni_async.runs.spans import Facts, Placed, SpanLine, SpanStore
+from omni_async.tracking.timeline import clip, length, union
+
+
+def store_of(*spans: tuple[str, str, float, float]) -> SpanStore:
+    store = SpanStore()
+    ordered = sorted(spans, key=lambda span: span[3])
+    store.add(Placed(SpanLine(*span), number, 1) for number, span in enumerate(ordered))
+    return store
+
+
+def test_lanes_are_slots_in_the_order_of_the_roles_and_a_replacement_has_the_lane_of_the_lost_one() -> None:
+    names = ("trainer", "reward-0", "rollout-10", "rollout-2", "rollout-2.2", "publisher", "judge-0")
+    store = store_of(*((name, "work", 0.0, 1.0) for name in names))
+    assert store.lanes() == ["rollout-2", "rollout-10", "reward-0", "trainer", "publisher", "judge-0"]
+    window = store.window(0.0, 1.0, 0, 6, 10, 100)
+    assert window.boxes is not None and sorted(store.lanes_of(window.boxes)) == [0, 0, 1, 2, 3, 4, 5]
+
+
+def test_a_window_has_the_spans_that_touch_it_on_its_lanes_and_none_else() -> None:
+    store = store_of(
+        ("rollout-0", "generate", 0.0, 2.0),
+        ("rollout-0", "generate", 2.0, 4.0),
+        ("rollout-1", "generate", 1.0, 3.0),
+        ("trainer", "train", 2.5, 9.0),
+    )
+    window = store.window(2.0, 3.0, 0, 1, 10, 100)
+    assert window.boxes is not None and window.boxes["start"].tolist() == [2.0]
+    whole = store.window(-5.0, 50.0, 0, 3, 10, 100)
+    assert whole.boxes is not None and len(whole.boxes) == 4
+    assert store.window(10.0, 11.0, 0, 3, 10, 100).boxes.size == 0  # type: ignore[union-attr]
+
+
+def test_spans_that_overlap_are_on_different_tracks() -> None:
+    rng = random.Random(1)
+    spans = [("rollout-0", "generate", at := rng.uniform(0, 50), at + rng.uniform(0, 5)) for _ in range(300)]
+    store = store_of(*spans)
+    boxes = store.window(-1, 100, 0, 1, 10, 1000).boxes
+    assert boxes is not None and len(boxes) == 300
+    for track in np.unique(boxes["track"]):
+        own = np.sort(boxes[boxes["track"] == track], order="start")
+        assert (own["end"][:-1] <= own["start"][1:]).all()
+    most = max(sum(s <= at < e for _, _, s, e in spans) for _, _, at, _ in spans)
+    assert boxes["track"].max() + 1 <= 2 * most
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_shares_of_columns_are_those_of_the_union_of_the_spans(seed: int) -> None:
+    rng = random.Random(seed)
+    spans = [
+        (f"rollout-{rng.randrange(3)}", "generate", at := rng.uniform(0, 100), at + rng.expovariate(0.5))
+        for _ in range(200)
+    ]
+    store = store_of(*spans)
+    window = store.window(10.0, 90.0, 0, 3, 37, 10)
+    assert window.boxes is None and window.busy is not None and window.waits is not None
+    for lane in range(3):
+        own = union((start, end) for actor, _, start, end in spans if actor == f"rollout-{lane}")
+        for column in range(37):
+            begin = 10.0 + column * 80 / 37
+            share = length(clip(own, begin, begin + 80 / 37)) / (80 / 37)
+            assert window.busy[lane, column] == pytest.approx(255 * share, abs=1.01)
+    assert not window.waits.any()
+
+
+def test_waits_are_shares_of_their_own() -> None:
+    store = store_of(("trainer", "train", 0.0, 1.0), ("trainer", "starved", 1.0, 4.0), ("trainer", "outage", 1.0, 2.0))
+    window = store.window(0.0, 4.0, 0, 1, 4, 0)
+    assert window.busy is not None and window.waits is not None
+    assert window.busy.tolist() == [[255, 0, 0, 0]]
+    assert window.waits.tolist() == [[0, 255, 255, 255]]
+
+
+def test_the_spans_of_a_group_are_its_samples_its_training_and_the_calls_that_scored_its_prompt_meanwhile() -> None:
+    store = SpanStore()
+    args = [
+        ("rollout-0", "generate", 0.0, 1.0, Facts(sample="g12.s0")),
+        ("rollout-0", "generate", 0.0, 1.2, Facts(sample="g121.s0")),
+        ("rollout-0", "generate", 0.0, 1.2, Facts(sample="v12.p0.s0")),
+        ("reward-0", "score", 0.5, 0.9, Facts(prompts=(4,))),  # before its media
+        ("reward-0", "score", 1.3, 1.4, Facts(prompts=(3, 4))),
+        ("reward-0", "score", 1.3, 1.5, Facts(prompts=(5,))),
+        ("trainer", "train", 2.0, 2.5, Facts(group=12)),
+        ("reward-0", "score", 2.6, 2.7, Facts(prompts=(4,))),  # of a later group of its prompt
+    ]
+    store.add(Placed(SpanLine(*span), number, 1) for number, span in enumerate(args))
+    assert [place.offset for place in store.of_group(12, 4)] == [0, 4, 6]
+    assert [place.actor for place in store.of_group(12, 4)] == ["rollout-0", "reward-0", "trainer"]
+    assert store.of_group(13, 4) == []
+
+
+def test_a_group_that_was_not_trained_has_no_calls_of_the_next_one_of_its_prompt() -> None:
+    store = SpanStore()
+    args = [
+        ("rollout-0", "generate", 0.0, 1.0, Facts(sample="g12.s0")),
+        ("reward-0", "score", 1.3, 1.4, Facts(prompts=(4,))),
+        ("rollout-0", "generate", 2.0, 3.0, Facts(sample="g20.s0")),
+        ("reward-0", "score", 3.3, 3.4, Facts(prompts=(4,))),
+    ]
+    store.add(Placed(SpanLine(*span), number, 1) for number, span in enumerate(args))
+    assert [place.offset for place in store.of_group(12, 4, later=20)] == [0, 1]
+    assert [place.offset for place in store.of_group(12, 4)] == [0, 1, 3]
+    assert [place.offset for place in store.of_group(20, 4)] == [2, 3]
+
+
+def test_a_window_over_many_chunks_has_the_spans_of_one_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(2)
+    spans = [(f"rollout-{n % 3}", "generate", 0.1 * n, 0.1 * n + rng.expovariate(1.0)) for n in range(400)]
+    whole = store_of(*spans)
+    monkeypatch.setattr("omni_async.runs.rows._CHUNK", 7)
+    chunked = store_of(*spans)
+    for start, end in ((0.0, 50.0), (11.0, 12.0), (39.0, 45.0), (-9.0, -1.0), (17.3, 17.4)):
+        one, other = (store.window(start, end, 0, 3, 20, 1000).boxes for store in (whole, chunked))
+        assert one is not None and other is not None and one.tolist() == other.tolist()
+        shares = [store.window(start, end, 0, 3, 20, -1).busy for store in (whole, chunked)]
+        assert shares[0] is not None and shares[1] is not None and (shares[0] == shares[1]).all()

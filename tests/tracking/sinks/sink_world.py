@@ -1,0 +1,36 @@
+"""A run as trackers see it: two updates, a validation round that comes late, images, and an end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.sinks.base import About, Ended
+
+RED = (200, 0, 0)
+
+
+def about(folder: Path, goes_on: bool = False, **params: Any) -> About:
+    """Says what a run is whose folder is `folder`. `params`: what is not the default."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sections = {
+        "algorithm": {"name": "flow_grpo"},
+        "staleness": {"max_updates": 2},
+        "model": {"path": "models/small"},
+        "trainer": {"updates": 4},
+    }
+    return About(RunDirectory(folder), sections | params, params, "qwen_image", goes_on)
+
+
+def tell(sinks: Any) -> None:
+    """Tells of updates 1 and 2, then of the round of version 1."""
+    sinks.metrics({"reward": 0.25, "busy/trainer": 0.5, "ess/step_03": 0.9, "odd+name": 1.0}, step=1)
+    sinks.metrics({"reward": 0.5, "reward/ocr_exact": 0.125, "busy/trainer": 0.75}, step=2)
+    sinks.metrics({"validation/reward": 0.75}, step=1)
+    sinks.image(Image.new("RGB", (40, 30), RED), "validation", step=1)
+
+
+ENDINGS: dict[str, Ended] = {"FINISHED": "done", "KILLED": "interrupted", "FAILED": "failed"}

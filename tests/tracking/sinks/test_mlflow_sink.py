@@ -1,0 +1,141 @@
+"""Tests against a real local sqlite store; one database for the file, because making one takes seconds."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from PIL import Image
+
+from omni_async.config import schema
+from omni_async.tracking.sinks.base import SinkUnusableError
+from omni_async.tracking.sinks.feed import Sinks
+from omni_async.tracking.sinks.mlflow_sink import MlflowSink
+from tests.tracking.sinks.sink_world import ENDINGS, RED, about, tell
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+EXPERIMENT = schema.Mlflow(experiment="e")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def client(runs: Path) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=f"sqlite:///{runs / 'mlflow.db'}")
+
+
+def opened(run: Path, goes_on: bool = False, begins: bool = True, **params: object) -> tuple[MlflowSink, Sinks]:
+    sink = MlflowSink(EXPERIMENT, about(run, goes_on, **params))
+    sinks = Sinks([sink])
+    if begins:
+        sinks.begin(0)
+    return sink, sinks
+
+
+def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    many = {**{f"p{i}": i for i in range(48)}, "long": "x" * 7000, "none": {"empty": [], "all": {}}}
+    sink, sinks = opened(runs / "run-1", **many, reward={"scorers": [{"name": "ocr"}]}, range=(0, 5))
+    tell(sinks)
+    sinks.metrics({"grad_norm": math.nan}, step=2)
+    (tmp_path / "summary.json").write_text("{}")
+    sinks.artifact(tmp_path / "summary.json")
+    sinks.media(tmp_path / "summary.json", "train", 1)
+    sinks.finish("done")
+
+    store = client(runs)
+    run = store.get_run(sink.run_id)
+    assert run.info.status == "FINISHED" and run.info.run_name == "run-1"
+    assert run.data.params == {"algorithm.name": "flow_grpo", "staleness.max_updates": "2"}, "more hide images"
+    tags = run.data.tags
+    assert tags["none.empty"] == "[]" and tags["none.all"] == "{}" and tags["reward.scorers.0.name"] == "ocr"
+    assert len(tags["long"]) == 5000 and "trainer.updates" not in tags, "a default"
+    assert (tags["family"], tags["algorithm"], tags["S"]) == ("qwen_image", "flow_grpo", "2")
+    assert f"omni-async report {runs / 'run-1'}" in tags["mlflow.note.content"]
+    [image] = [f.path for f in store.list_artifacts(sink.run_id, "images") if f.path.endswith(".png")]
+    assert Image.open(store.download_artifacts(sink.run_id, image, str(tmp_path))).getpixel((5, 5)) == RED
+    assert (runs / "mlartifacts").is_dir()
+    assert {f.path for f in store.list_artifacts(sink.run_id)} == {"images", "samples", "summary.json"}
+    program, _, arguments = sink.where.partition(" ")
+    assert shutil.which(program), "the command shown to the user exists"
+    assert arguments == f"ui --backend-store-uri sqlite:///{runs}/mlflow.db"
+    assert sink.run_url.endswith(f"/runs/{sink.run_id}/model-metrics")
+    out, err = capfd.readouterr()
+    assert out == "" and "INFO" not in err
+
+
+def test_numbers_are_at_their_versions_under_names_whose_first_section_is_what_the_run_is_for(runs: Path) -> None:
+    sink, sinks = opened(runs / "run-numbers")
+    tell(sinks)
+    sinks.image(Image.new("RGB", (40, 30)), "train", step=1)
+    sinks.finish("done")
+    store = client(runs)
+
+    def history(name: str) -> list[tuple[int, float]]:
+        return [(one.step, one.value) for one in store.get_metric_history(sink.run_id, name)]
+
+    assert history("goal/reward") == [(1, 0.25), (2, 0.5)] and history("goal/validation_reward") == [(1, 0.75)]
+    names = store.get_run(sink.run_id).data.metrics
+    sections = sorted({name.rpartition("/")[0] for name in names})
+    assert sections == ["goal", "goal_parts", "learning", "off_policy_by_step", "waiting"]
+    assert "learning/odd_name" in names, "MLflow refuses other characters"
+    files = [f.path for f in store.list_artifacts(sink.run_id, "images") if f.path.endswith(".png")]
+    steps = sorted(path.partition("+timestamp")[0] for path in files)
+    images = ["goal~train+step+0", "goal~train+step+1", "goal~validation+step+1"]
+    assert steps == [f"images/{name}" for name in images], "images are in that section, too"
+
+
+@pytest.mark.parametrize("uri", ["http://me:hunter2@127.0.0.1:9/", "sqlite:////proc/nowhere/mlflow.db", "nonsense://x"])
+def test_an_unusable_store_is_refused_at_the_start(uri: str, runs: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(SinkUnusableError, match=r"tracking\.mlflow: cannot use .*: .+; set tracking") as caught:
+        MlflowSink(schema.Mlflow(tracking_uri=uri), about(runs / "r"))
+    assert "hunter2" not in str(caught.value)
+    assert time.monotonic() - started < 30
+
+
+def test_a_deleted_experiment_is_refused(runs: Path) -> None:
+    store = client(runs)
+    store.delete_experiment(store.create_experiment("gone"))
+    with pytest.raises(SinkUnusableError, match="'gone' is deleted"):
+        MlflowSink(schema.Mlflow(experiment="gone"), about(runs / "r"))
+
+
+def test_a_run_that_goes_on_is_the_same_run_and_running_from_its_beginning_on_whatever_its_end_was(runs: Path) -> None:
+    store, (first, sinks) = client(runs), opened(runs / "run-goes-on", seed=3)
+    tell(sinks)
+    assert store.get_run(first.run_id).info.status == "RUNNING", "as a run that is killed leaves it"
+    for state, status in ENDINGS.items():
+        sinks.finish(status)
+        assert store.get_run(first.run_id).info.status == state
+        again, sinks = opened(runs / "run-goes-on", goes_on=True, begins=False, seed=4)
+        assert again.run_id == first.run_id
+        assert store.get_run(first.run_id).info.status == state, "until it has begun it stays as it was"
+        sinks.finish("failed")
+        assert store.get_run(first.run_id).info.status == state
+        again, sinks = opened(runs / "run-goes-on", goes_on=True, begins=False, seed=4)
+        again.begin(2)
+        assert store.get_run(first.run_id).info.status == "RUNNING"
+        sinks.begin(2)
+    sinks.metrics({"reward": 0.75}, step=3)
+    sinks.finish("done")
+    run = store.get_run(first.run_id)
+    assert run.info.status == "FINISHED" and run.data.tags["seed"] == "4", "of the newest attempt"
+    assert [m.step for m in store.get_metric_history(first.run_id, "goal/reward")] == [1, 2, 3]
+
+
+def test_a_run_that_goes_on_and_is_not_there_is_made_when_it_begins(runs: Path) -> None:
+    sink, sinks = opened(runs / "run-never-seen", goes_on=True, begins=False, seed=5)
+    assert sink.run_id == "" and sink.where == ""
+    sinks.begin(5)
+    sinks.finish("done")
+    assert client(runs).get_run(sink.run_id).data.tags["seed"] == "5"

@@ -1,0 +1,75 @@
+"""Tests of the endpoint, scraped over HTTP and read with Prometheus' own parser."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from omni_async.config import schema
+from omni_async.tracking.catalogue import METRICS
+from omni_async.tracking.sinks.base import SinkUnusableError
+from omni_async.tracking.sinks.feed import Sinks
+from omni_async.tracking.sinks.prometheus_sink import PrometheusSink, described
+from tests.tracking.sinks.sink_world import about, tell
+
+
+def scrape(address: str) -> dict[str, Any]:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        return {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+
+
+def listening(port: int) -> set[str]:
+    own = psutil.Process().net_connections("tcp")
+    return {one.laddr.ip for one in own if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
+
+
+def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_until_the_run_ends(tmp_path: Path):
+    sink = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-1"))
+    address = sink.live.rpartition(" ")[2]
+    sinks = Sinks([sink])
+    sinks.begin(0)
+    told = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-2"))  # runs do not mix
+    tell(sinks)
+    sinks._feeds[0].put(lambda sink: done.update(scrape(address)))
+    done: dict[str, Any] = {}
+    port = int(address.split(":")[2].partition("/")[0])
+    assert listening(port) == {"127.0.0.1"}
+    sinks.finish("done")
+
+    def values(name: str) -> list[tuple[dict[str, str], float]]:
+        return [(sample.labels, sample.value) for sample in done[f"omni_async_{name}"].samples]
+
+    assert values("reward") == [({}, 0.5)] and values("update") == [({}, 2)]
+    assert values("validation_reward") == [({}, 0.75)] and values("validation_update") == [({}, 1)]
+    assert values("busy_by_role") == [({"role": "trainer"}, 0.75)]
+    assert values("reward_by_part") == [({"part": "ocr_exact"}, 0.125)]
+    assert values("ess_step_by_step") == [({"step": "03"}, 0.9)] and values("odd_name") == [({}, 1.0)]
+    [(run, _)] = values("run_info")
+    assert run == {"run": "run-1", "family": "qwen_image", "algorithm": "flow_grpo", "S": "2"}
+    assert "30 seconds the role was busy (fraction)" in done["omni_async_busy_by_role"].documentation
+    assert not [name for name in done if name.startswith(("python", "process"))]
+    with pytest.raises(urllib.error.URLError):
+        scrape(address)
+    assert listening(port) == set()
+    assert set(scrape(told.live.rpartition(" ")[2])) == {"omni_async_run_info"}
+    told.finish(None)
+
+
+def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path):
+    first = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-1"))
+    port = int(first.live.split(":")[2].partition("/")[0])
+    with pytest.raises(SinkUnusableError, match=rf"^tracking\.prometheus: cannot listen at 127\.0\.0\.1:{port}: Addr"):
+        PrometheusSink(schema.Prometheus(enabled=True, port=port), about(tmp_path / "run-2"))
+    first.finish(None)
+
+
+def test_every_metric_has_a_name_of_its_own_there():
+    names = [described(metric)[0].replace("/", "_") for metric in METRICS]
+    assert len({*names}) == len(names) and "validation_update" not in names

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omni_async.config import ConfigError, schema
+from omni_async.tracking.sinks.base import SinkUnusableError
+from omni_async.tracking.sinks.registry import enabled, open_sinks, require_usable
+from omni_async.tracking.sinks.tensorboard_sink import TensorboardSink
+from tests.configs import build
+from tests.tracking.sinks.sink_world import about, tell
+
+
+def config(**sections: Any) -> schema.Config:
+    off = {"mlflow": {"enabled": False}}
+    return build({"tracking": off | {name: {"enabled": True, **keys} for name, keys in sections.items()}})
+
+
+def test_a_package_that_is_missing_and_a_secret_that_is_not_set_are_said_before_anything_starts(monkeypatch):
+    missing = "tracking.wandb.enabled: the package wandb is not installed; pip install 'omni-async[sinks]'"
+    with pytest.raises(ConfigError) as refused:
+        require_usable(config(tensorboard={}, wandb={}), installed=lambda name: None if name == "wandb" else name)
+    assert str(refused.value) == missing
+    require_usable(config(tensorboard={}, prometheus={}, mlflow={}))
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"^tracking\.wandb\.?.*'env:MY_KEY' names an environment variable that"):
+        require_usable(config(wandb={"api_key": "env:MY_KEY"}))
+    assert enabled(schema.Tracking()) == ["mlflow"], "what sends to others is off unless it is switched on"
+
+
+def test_all_that_are_enabled_are_told_and_one_that_cannot_be_used_costs_the_run_that_was_opened_beside_it(tmp_path):
+    both = config(tensorboard={}, prometheus={"port": 0}).tracking
+    sinks = open_sinks(both, about(tmp_path / "run-1"), 0)
+    tell(sinks)
+    sinks.finish("done")
+    assert [label for label, _ in sinks.where] == ["TensorBoard"]
+    assert [*(tmp_path / "run-1" / "tensorboard").iterdir()]
+    with pytest.raises(SinkUnusableError, match="cannot listen at 203"):
+        open_sinks(config(tensorboard={}, prometheus={"host": "203.0.113.1"}).tracking, about(tmp_path / "run-2"), 0)
+    assert not (tmp_path / "run-2" / "tensorboard").exists()
+
+
+def test_what_cannot_be_used_is_said_also_where_the_run_beside_it_cannot_be_ended(tmp_path, monkeypatch, caplog):
+    def refuse(sink: TensorboardSink, status: str | None) -> None:
+        raise OSError("its disk is gone")
+
+    monkeypatch.setattr(TensorboardSink, "finish", refuse)
+    with pytest.raises(SinkUnusableError, match="cannot listen at 203"):
+        open_sinks(config(tensorboard={}, prometheus={"host": "203.0.113.1"}).tracking, about(tmp_path / "run"), 0)
+    assert caplog.messages == ["the run in TensorBoard could not be ended: OSError: its disk is gone"]

@@ -1,0 +1,347 @@
+"""Tests who may ask the live page for what: foreign hosts, origins, paths, bodies are refused, and change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections import Counter
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from omni_async.cli import main
+from omni_async.reward_server.listener import address_of, listening
+from omni_async.watch import guard
+from omni_async.watch.actions import Asked
+from omni_async.watch.command import Once
+from omni_async.watch.guard import HEADERS, KEY_HEADER
+from tests.watch.watch_world import TOKEN, Page, RunningJob, watched
+
+STOP = {"action": "stop"}
+
+
+async def raw(page: Page, request: bytes, patience_s: float = 20.0) -> bytes:
+    """Sends bytes as they are, and returns the first line of the answer; empty if the connection is just closed.
+
+    A request that is not whole gets none: its end is cut off after `patience_s`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", page.port)
+    try:
+        writer.write(request)
+        answer = asyncio.create_task(reader.readline())
+        done, _ = await asyncio.wait({answer}, timeout=patience_s)
+        if not done:
+            writer.write_eof()
+        async with asyncio.timeout(20):
+            return await answer
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def untouched(job: RunningJob, page: Page) -> bool:
+    return not job.asked and not job.stops and not (page.folder / "actions.jsonl").exists()
+
+
+async def test_every_answer_has_the_headers_that_hold_a_browser_to_the_page(tmp_path: Path) -> None:
+    async with watched(tmp_path) as page:
+        for path in ("/", "/page.js", "/api/report", "/samples/none.png", "/none", "/api/group/1"):
+            async with page.client.get(f"{page.address}{path}") as response:
+                assert HEADERS.items() <= dict(response.headers).items(), path
+                assert "no-store" in response.headers["Cache-Control"]
+                text = await response.text()
+                assert page.key not in text
+        assert "unsafe-inline" not in HEADERS["Content-Security-Policy"].replace("style-src-attr 'unsafe-inline'", "")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8710",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "user@localhost",
+        "",
+        "localhost/x",
+        "[::1",
+        "localhost:0",
+        "localhost:99999",
+    ],
+)
+async def test_a_foreign_host_is_refused(tmp_path: Path, host: str) -> None:
+    async with watched(tmp_path) as page:
+        for path in ("/", "/api/report", "/page.js"):
+            line = await raw(page, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            assert line.split()[1] in (b"421", b"400"), line
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1:1234", "[::1]:8710", "10.1.2.3:8710", "LOCALHOST"])
+async def test_localhost_at_any_port_and_addresses_pass_as_tunnels_send_them(tmp_path: Path, host: str) -> None:
+    async with watched(tmp_path) as page:
+        assert (await page.get("/", Host=host))[0] == 200
+
+
+async def test_a_page_at_all_addresses_is_linked_by_its_machines_name_which_passes(tmp_path: Path) -> None:
+    with listening("0.0.0.0", 0, "--port") as bound:
+        link = urlsplit(address_of(bound))
+        assert (link.hostname, link.port) == (socket.gethostname().lower(), bound.getsockname()[1])
+    async with watched(tmp_path) as page:
+        assert (await page.get("/", Host=link.netloc))[0] == 200
+
+
+async def test_two_hosts_are_refused(tmp_path: Path) -> None:
+    async with watched(tmp_path) as page:
+        line = await raw(page, b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        assert line.split()[1] in (b"421", b"400")
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://localhost", "http://localhost:1", "http://127.0.0.1:1"]
+)
+async def test_a_foreign_origin_is_refused_whatever_it_asks(tmp_path: Path, origin: str) -> None:
+    async with watched(tmp_path) as page, RunningJob(page.folder).answering() as job:
+        assert (await page.get("/api/report", Origin=origin))[0] == 403
+        assert (await page.post("/api/act", STOP, Origin=origin))[0] == 403
+        assert untouched(job, page)
+
+
+async def test_what_a_browser_says_comes_from_another_site_is_refused_except_a_link_to_the_page(tmp_path: Path) -> None:
+    async with watched(tmp_path) as page:
+        cross = {"Sec-Fetch-Site": "cross-site"}
+        assert (await page.get("/samples/train-000001.png", **cross, **{"Sec-Fetch-Mode": "no-cors"}))[0] == 403
+        assert (await page.get("/events", **cross, **{"Sec-Fetch-Mode": "cors"}))[0] == 403
+        assert (await page.get("/", **cross, **{"Sec-Fetch-Mode": "navigate"}))[0] == 200
+        assert (await page.get("/api/report", **{"Sec-Fetch-Site": "same-origin"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": None}, 403),
+        ({KEY_HEADER: None}, 403),
+        ({KEY_HEADER: "x" * 43}, 403),
+        ({KEY_HEADER: "é"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Encoding": "gzip"}, 415),
+    ],
+    ids=str,
+)
+async def test_a_change_needs_the_pages_origin_its_key_and_json(
+    tmp_path: Path, headers: dict[str, str | None], status: int
+) -> None:
+    async with watched(tmp_path) as page, RunningJob(page.folder).answering() as job:
+        assert (await page.post("/api/act", STOP, **headers))[0] == status
+        assert untouched(job, page)
+        assert (await page.post("/api/act", STOP))[0] == 200 and job.stops == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        None, [], 1, "stop", {}, {"action": "kill"}, {"action": "stop", "now": True},
+        {"action": "stop", "workers": {"rollout": 1}},
+        {"action": "scale"}, {"action": "scale", "workers": {}}, {"action": "scale", "workers": {"rollout": 0}},
+        {"action": "scale", "workers": {"rollout": 1.5}}, {"action": "scale", "workers": {"rollout": "2"}},
+        {"action": "scale", "workers": {"rollout": 10**9}}, {"action": "scale", "workers": {"../x": 1}},
+        {"action": "scale", "workers": {f"pool{'a' * n}": 1 for n in range(33)}},
+        {"action": "scale", "workers": {"a" * 41: 1}},
+        "x" * 20_000,
+    ],
+    ids=lambda body: str(body)[:40],
+)  # fmt: skip
+async def test_a_wrong_body_is_refused_and_changes_nothing(tmp_path: Path, body: object) -> None:
+    async with watched(tmp_path) as page, RunningJob(page.folder).answering() as job:
+        status, answer = await page.post("/api/act", body)
+        assert status in (400, 413, 415) and set(answer) == {"error"}
+        assert untouched(job, page)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/samples/../config.yaml", "/samples/..%2fconfig.yaml", "/samples/%2e%2e/config.yaml",
+        "/samples/..\\config.yaml",
+        "/samples/train-000001.png/../../config.yaml", "/../config.yaml", "//etc/passwd", "/samples//etc/passwd",
+        "/samples/.lock", "/samples/train-000001.jsonl", "/samples/train-000001.png%00", "/vendor/../../file.py",
+        "/samples/link-000001.png", "/samples/train-000009.png", "/samples/train-000008.png",
+        "/page.js/", "/index.html",
+    ],
+)  # fmt: skip
+async def test_no_path_leads_out_of_the_files_that_are_listed(tmp_path: Path, path: str) -> None:
+    async with watched(tmp_path) as page:
+        samples = page.folder / "samples"
+        (samples / "train-000001.png").write_bytes(b"a picture")
+        (samples / "train-000009.png").symlink_to(page.folder / "config.yaml")
+        (samples / "train-000008.png").mkdir()
+        line = await raw(page, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert line.split()[1] in (b"404", b"400"), line
+        assert await page.get("/samples/train-000001.png") == (200, "a picture")
+
+
+# ---- the token -------------------------------------------------------------------------------------------------------
+
+
+async def test_with_a_token_nothing_of_the_run_is_told_without_it(tmp_path: Path) -> None:
+    async with watched(tmp_path, TOKEN) as page:
+        status, text = await page.get("/")
+        assert status == 401 and "login.js" in text and page.folder.name not in text
+        for path in ("/api/report", "/events", "/api/group/1", "/samples/train-000001.png", "/api/window"):
+            assert (await page.get(path))[0] == 401, path
+        assert (await page.post("/api/act", STOP))[0] == 401
+        assert (await page.get("/style.css"))[0] == 200  # what any reader of the project has
+        assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}"))[0] == 200
+        assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}x"))[0] == 401
+
+
+async def test_a_session_begins_with_the_token_and_its_cookie_is_for_this_page_alone(tmp_path: Path) -> None:
+    async with watched(tmp_path, TOKEN) as page:
+        assert (await page.post("/login", {"token": "wrong"}))[0] == 401
+        assert (await page.post("/login", {"token": TOKEN}, Origin="http://evil.example"))[0] == 403
+        assert (await page.get("/api/report"))[0] == 401
+        async with page.client.post(f"{page.address}/login", json={"token": TOKEN}, headers=page.own) as response:
+            assert await response.json() == {"key": page.key}
+            cookie = response.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and TOKEN not in cookie
+        assert (await page.get("/api/report"))[0] == 200
+
+
+async def test_tokens_cannot_be_tried_out_fast(tmp_path: Path) -> None:
+    async with watched(tmp_path, TOKEN) as page:
+        statuses = [(await page.post("/login", {"token": f"wrong {n}"}))[0] for n in range(15)]
+        assert statuses[:10] == [401] * 10 and 429 in statuses
+        assert (await page.post("/login", {"token": TOKEN}))[0] == 429
+
+
+async def test_tokens_of_programs_cannot_be_tried_out_fast_and_the_right_one_is_no_try(tmp_path: Path) -> None:
+    async with watched(tmp_path, TOKEN) as page:
+        for _ in range(20):
+            assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}"))[0] == 200
+        statuses = [(await page.get("/api/report", Authorization=f"Bearer wrong {n}"))[0] for n in range(15)]
+        assert statuses[:10] == [401] * 10 and 429 in statuses
+        assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}"))[0] == 429
+
+
+async def test_what_goes_wrong_in_an_answer_is_said_with_the_headers_of_all_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object, group: int) -> None:
+        raise RuntimeError("the ledger moved")
+
+    monkeypatch.setattr("omni_async.runs.follow.Follower.ledger_line", broken)
+    async with watched(tmp_path) as page, page.client.get(f"{page.address}/api/group/1") as response:
+        assert response.status == 500 and response.headers["Content-Security-Policy"]
+        assert await response.json() == {"error": "RuntimeError: the ledger moved"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], "--token: required where --host = 0.0.0.0"),
+        (["--host", "0.0.0.0", "--token", "secret"], "--token: expected env:NAME"),
+        (["--host", "0.0.0.0", "--token", "env:NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE"),
+        (["--token", "env:SHORT_TOKEN"], "--token: expected 16 or more"),
+        (["--port", "70000"], "--port: 70000"),
+    ],
+)
+def test_a_listener_that_is_not_safe_is_refused_before_it_listens(
+    tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHORT_TOKEN", "short")
+    (tmp_path / "config.yaml").write_text("{}")
+    assert main(["watch", str(tmp_path), *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+def test_what_is_no_run_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch"]) == 2 and "there is no run in" in capsys.readouterr().err
+    assert main(["watch", "nothing"]) == 2 and "nothing is not a run folder" in capsys.readouterr().err
+
+
+# ---- anything ------------------------------------------------------------------------------------------------------
+
+_METHODS = [*b"GET POST PUT DELETE OPTIONS HEAD TRACE PATCH CONNECT G\tET \xff\xfe".split(b" "), b""]
+_PATHS = [
+    *b"/ /api/act /login /events /api/window /api/report /api/group/99999999999 /api/group/x * /% /\xff".split(b" "),
+    b"/api/window?from=nan&to=1e400&first=-1&last=9&columns=0",
+    b"/api/window?from=0&to=1&first=0&last=9&columns=99999999",
+    b"/samples/..%2f..%2fetc%2fpasswd",
+    b"/samples/" + b"a" * 3000,
+    b"http://evil.example/",
+    b"/api/act?x=1#y",
+]
+_HEADERS = [
+    *(b"Host: localhost", b"Host: evil.example", b"Host:", b"Origin: http://localhost", b"Origin: null"),
+    *(b"Content-Length: -1", b"Content-Length: 99999999999999999999", b"Content-Length: 3"),
+    *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip", b"Content-Type: application/json"),
+    *(b"Content-Type: " + b"x" * 5000, b"X: \x00", b"\xff: y", b"no colon", b" folded", b"Connection: close"),
+    *(b"X-Omni-Async-Key: " + b"k" * 43, b"Authorization: Bearer \xe9", b"Cookie: omni_async_watch_80=" + b"z" * 100),
+    *(b"Expect: 100-continue", b"Upgrade: websocket", b"Range: bytes=0-0,-1,5-"),
+]
+_BODIES = [
+    *(b"", b"{}", b'{"action":"stop"}', b"[" * 2000, b"\xff\xfe\x00", b"0" * 20_000, b'5\r\n{"a"\r\n'),
+    b'{"action":"scale","workers":{"rollout":1e99}}',
+]
+_STATUSES = {200, 100, 400, 401, 403, 404, 405, 411, 413, 415, 417, 421, 501, 505}
+
+
+def malformed(rng: random.Random) -> bytes:
+    """Makes a request that is wrong in some way, and never has the key of the page."""
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.randrange(1, 300))
+    lines = [
+        b" ".join([rng.choice(_METHODS), rng.choice(_PATHS), rng.choice([b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9", b""])])
+    ]
+    lines += rng.sample(_HEADERS, rng.randrange(0, 6))
+    made = b"\r\n".join(lines) + b"\r\n\r\n" + rng.choice(_BODIES)
+    if rng.random() < 0.2:
+        place = rng.randrange(len(made))
+        made = made[:place] + rng.randbytes(rng.randrange(1, 5)) + made[place + rng.randrange(5) :]
+    return made
+
+
+@pytest.mark.parametrize("requests", [500, pytest.param(5000, marks=pytest.mark.thorough)])
+async def test_malformed_requests_are_refused_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    monkeypatch.setattr(guard, "_PER_S", 1e6)  # so that every one is looked at
+    monkeypatch.setattr(guard, "_BURST", 10**6)
+    rng = random.Random(20261124)
+    async with watched(tmp_path) as page, RunningJob(page.folder).answering() as job:
+        before = {path: path.read_bytes() for path in page.folder.rglob("*") if path.is_file()}
+        answers: Counter[int] = Counter()  # 0: the connection was closed
+
+        async def some(number: int) -> None:
+            for _ in range(number):
+                words = (await raw(page, malformed(rng), 0.02)).split()
+                answers[int(words[1]) if len(words) > 1 else 0] += 1
+
+        await asyncio.gather(*(some(requests // 25) for _ in range(25)))
+        # Some are no more than unusual: a plain question for the page.
+        assert answers.total() == requests and {*answers} <= {0, *_STATUSES}, answers
+        assert sum(count for status, count in answers.items() if 400 <= status < 500) > 0.4 * requests, answers
+        assert untouched(job, page)
+        assert {path: path.read_bytes() for path in before} == before
+        assert (await page.get("/api/report"))[0] == 200
+
+
+def test_a_message_that_strangers_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger, once = logging.getLogger("tests.once"), Once("too many")
+    logger.addFilter(once)
+    for text in ("too many 1", "other", "too many 2", "other"):
+        logger.error(text)
+    logger.removeFilter(once)
+    assert caplog.messages == ["too many 1", "other", "other"]
+
+
+def test_scale_and_stop_are_told_apart() -> None:
+    with pytest.raises(ValueError, match="scale needs workers"):
+        Asked("scale")
