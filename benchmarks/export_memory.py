@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,18 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(arm: Arm, megabytes: float, ranks: int, dtype: str, lora_rank: int) -> list[Record]:
     """Exports once from as many new processes, and returns what every rank took."""
-    with tempfile.TemporaryDirectory(prefix="export-memory-") as name:
-        os.environ.update(_ENVIRONMENT)  # of the processes that are started
-        on_ranks(ranks, _work, Path(name), arm, megabytes, dtype, lora_rank)
-        return [
-            msgspec.json.decode((Path(name) / f"rank{rank}.json").read_bytes(), type=Record) for rank in range(ranks)
-        ]
+    os.environ.update(_ENVIRONMENT)  # of the processes that are started
+    return on_ranks(ranks, _work, arm, megabytes, dtype, lora_rank)
 
 
-def _work(
-    rank: int, ranks: int, init_method: str, folder: Path, arm: Arm, megabytes: float, dtype: str, lora_rank: int
-) -> None:
-    torch.set_num_threads(1)
+def _work(rank: int, ranks: int, init_method: str, arm: Arm, megabytes: float, dtype: str, lora_rank: int) -> Record:
     init_process_group(rank, ranks, init_method, 120.0, torch.device("cpu"))
     base, adapters = _sharded(megabytes, lora_rank, init_device_mesh("cpu", (ranks,)))
     into: torch.dtype = getattr(torch, dtype)
@@ -117,10 +109,8 @@ def _work(
         kept = _export(arm, base, adapters, into, rank)
     rows = sum(own_rows(tensor, rank).numel() for tensor in base.values()) * into.itemsize
     largest = max(4 * tensor.numel() for tensor in base.values())
-    found = Record(arm, dtype, lora_rank, rank, peak[0] / 1e6, rows / 1e6, largest / 1e6)
-    (folder / f"rank{rank}.json").write_bytes(msgspec.json.encode(found))
     del kept
-    dist.destroy_process_group()
+    return Record(arm, dtype, lora_rank, rank, peak[0] / 1e6, rows / 1e6, largest / 1e6)
 
 
 def _sharded(megabytes: float, lora_rank: int, mesh: DeviceMesh) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
 import omni_async  # noqa: F401  # isort: skip
@@ -41,6 +41,14 @@ the ratio is at most 0.6, 1 it is not, 2 wrong usage.
 _MOST = 0.6
 _PAUSE_S = 0.002
 _TIMEOUT_S = 600.0
+
+
+class Load(NamedTuple):
+    """What loading took of a rank: anonymous bytes above what it had before, and seconds. The digest is rank 0's."""
+
+    above: int
+    seconds: float
+    digest: str
 
 
 class Whole:
@@ -110,8 +118,7 @@ def _anonymous() -> int:
     return int(text.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def _load(rank: int, ranks: int, init_method: str, policy: Any, found: Any) -> None:
-    torch.set_num_threads(1)
+def _load(rank: int, ranks: int, init_method: str, policy: Any) -> Load:
     cpu = torch.device("cpu")
     init_process_group(rank, ranks, init_method, _TIMEOUT_S, cpu)
     raw = {"model": {"path": policy.path}, "data": {"prompts": "none"}, "trainer": {"workers": ranks}}
@@ -120,15 +127,7 @@ def _load(rank: int, ranks: int, init_method: str, policy: Any, found: Any) -> N
     peak, began = Peak(), time.perf_counter()
     with peak.watched():
         backend = Fsdp2Backend(config, find_objective("flow_grpo"), policy, cpu, ParallelLayout(rank, ranks))
-    found.put((rank, peak.above, time.perf_counter() - began, backend.digest))
-    dist.destroy_process_group()
-
-
-def measure(policy: Whole, ranks: int) -> list[tuple[int, int, float, str]]:
-    """Returns (rank, bytes, seconds, digest) of every rank, in order."""
-    found: Any = multiprocessing.get_context("spawn").SimpleQueue()
-    on_ranks(ranks, _load, policy, found)
-    return sorted(found.get() for _ in range(ranks))
+    return Load(peak.above, time.perf_counter() - began, backend.digest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,14 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer.join()
         size = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
         sys.stdout.write(f"{size / 1e6:.0f} MB of bfloat16 files, float32 weights, {options.ranks} ranks\n")
-        arms = {policy: measure(policy, options.ranks) for policy in (Whole(folder), Shards(folder))}
+        arms = {policy: on_ranks(options.ranks, _load, policy) for policy in (Whole(folder), Shards(folder))}
     peaks, digests = [], set()
-    for policy, ranks in arms.items():
+    for policy, loads in arms.items():
         name = type(policy).__name__.lower()
-        for rank, above, seconds, digest in ranks:
-            sys.stdout.write(f"{name:8} rank {rank}: {above / 1e6:.0f} MB, {seconds:.1f} s\n")
-            digests |= {digest} - {""}
-        peaks.append(max(above for _, above, _, _ in ranks))
+        for rank, load in enumerate(loads):
+            sys.stdout.write(f"{name:8} rank {rank}: {load.above / 1e6:.0f} MB, {load.seconds:.1f} s\n")
+            digests |= {load.digest} - {""}
+        peaks.append(max(load.above for load in loads))
     if len(digests) != 1:
         sys.stdout.write(f"the weights differ: {sorted(digests)}\n")
         return 1

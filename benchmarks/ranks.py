@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 _NOT_CONNECTED = "connectFullMesh failed"
 
 
-def on_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
-    """Call `work(rank, ranks, init_method, *args)`, a function of a module, on each of `ranks` new processes.
+def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what `work(rank, ranks, init_method, *args)`, a function of a module, returns on each of `ranks` new
+    processes of one thread each. `work` makes the process group; the ranks leave it together.
 
-    On a busy machine, gloo now and then closes a connection while a group is made. Then all is done once more."""
+    Should gloo close a connection while a group is made, all is done once more."""
     for may_fail in (True, False):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             try:
-                spawn(work, (ranks, f"file://{folder}/rendezvous", *args), nprocs=ranks)
-                return
+                spawn(_run, (ranks, folder, work, args), nprocs=ranks)
             except ProcessRaisedException as error:
                 if not may_fail or _NOT_CONNECTED not in str(error):
                     raise
+            else:
+                return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(ranks)]
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _run(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    result = work(rank, ranks, f"file://{folder}/rendezvous", *args)
+    _result(folder, rank).write_bytes(pickle.dumps(result))
+    if dist.is_initialized():
+        # A rank whose own connections stand can be done with a group while another still makes its: to that one, a
+        # rank that leaves then is a connection lost. On the CPU, where every group has gloo.
+        dist.all_reduce(torch.zeros(1))
+        dist.destroy_process_group()
+
+
+def _result(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}.pkl"

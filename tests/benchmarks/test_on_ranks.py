@@ -1,21 +1,43 @@
-"""Tests that ranks which gloo could not connect are started once more, and those with another error are not."""
+"""Tests what ranks return, that they leave together, and that those which gloo could not connect are started once
+more, and those with another error are not."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from benchmarks.ranks import on_ranks
+from omni_async.training.device import init_process_group
 
 
-def fail(rank: int, ranks: int, init_method: str, folder: Path, texts: list[str]) -> None:
-    """Raises the next of `texts` each time, and nothing once there are none."""
+def fail(rank: int, ranks: int, init_method: str, folder: Path, texts: list[str]) -> int:
+    """Raises the next of `texts` each time, and once there are none returns how often it was called."""
     times = len([*folder.iterdir()])
     (folder / f"{times}").write_text(f"{rank} of {ranks} at {init_method}")
     if times < len(texts):
         raise RuntimeError(texts[times])
+    return times + 1
+
+
+def be_late(rank: int, ranks: int, init_method: str) -> tuple[int, bool]:
+    """Returns the rank, and whether rank 0, which has nothing more to do, is still there a while later."""
+    init_process_group(rank, ranks, init_method, 60.0, torch.device("cpu"))
+    first = torch.tensor([os.getpid()])
+    dist.broadcast(first, 0)
+    if rank > 0:
+        time.sleep(1.5)
+    return rank, psutil.pid_exists(int(first))
+
+
+def test_ranks_leave_together() -> None:
+    assert on_ranks(2, be_late) == [(0, True), (1, True)]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +52,7 @@ def test_ranks_that_were_not_connected_are_started_once_more(
     tmp_path: Path, texts: list[str], started: int, error: str | None
 ) -> None:
     if error is None:
-        on_ranks(1, fail, tmp_path, texts)
+        assert on_ranks(1, fail, tmp_path, texts) == [started]
     else:
         with pytest.raises(ProcessRaisedException, match=error):
             on_ranks(1, fail, tmp_path, texts)

@@ -64,7 +64,7 @@ def work(rank: int, folder: Path, config: Config) -> tuple[str, Any]:
 def test_a_backend_of_another_package_trains_what_ours_train(package):
     changes = {"kl_coef": 0.05, "ema": {"every": 1}, "optimizer": "sgd", "cfg": 2.0}
     config = make_config(**changes, backend="summing", workers=2)
-    backend, (metrics, weights) = on_ranks(2, package, work, package, config)[0]
+    backend, (metrics, weights) = on_ranks(2, work, package, config)[0]
     assert backend == "Summing"
     for ours in ("plain", "fsdp2"):
         expected, of_ours = train_shares(started(make_config(**changes, backend=ours)))

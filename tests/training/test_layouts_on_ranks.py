@@ -103,7 +103,7 @@ def test_four_ranks_train_what_one_trains_in_every_layout(tmp_path):
             assert isinstance(engine._model, PlainBackend)
             alone[name] = engine, train(engine, group, tmp_path / f"{name} alone")
             jobs[name] = config_of(family, path, layout, workers=WORLD, **trainer), group, tmp_path / f"{name} alone"
-    results = on_ranks(WORLD, tmp_path, work, tmp_path, jobs)
+    results = on_ranks(WORLD, work, tmp_path, jobs)
     for name, (engine, expected) in alone.items():
         ranks = [found[name] for found in results]
         assert max(grad.abs().max().item() for grad in expected["gradients"].values()) > 3e-4

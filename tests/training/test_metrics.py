@@ -114,8 +114,8 @@ def work(rank: int) -> tuple[dict[tuple[int, int], dict[str, float]], dict[int, 
 
 
 @pytest.mark.thorough
-def test_rows_count_once_however_they_are_dealt(tmp_path):
-    for found, sums in on_ranks(WORLD, tmp_path, work):
+def test_rows_count_once_however_they_are_dealt():
+    for found, sums in on_ranks(WORLD, work):
         for (sequence, rows), metrics in found.items():
             expected = reduced(ParallelLayout(), rows)
             assert {"mean", "variance", "ess", "first", "mean/step_00"} <= expected.keys()

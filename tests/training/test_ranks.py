@@ -111,7 +111,7 @@ def run_all(rank: int, folder: Path, configs: dict[str, Config]) -> dict[str, An
 
 def test_two_ranks_train_what_one_trains(tmp_path):
     two = {name: make_config(**{**BASE, **change, "workers": 2}) for name, change in VARIANTS.items()}
-    found = on_ranks(2, tmp_path, run_all, tmp_path, two)
+    found = on_ranks(2, run_all, tmp_path, two)
     for name, change in VARIANTS.items():
         engine = start(name, make_config(**{**BASE, **change}))
         alone = run(engine, tmp_path / f"{name}-alone")
@@ -168,10 +168,10 @@ def deal_all(rank: int, configs: dict[tuple[str, int], Config]) -> dict[tuple[st
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3])
-def test_shares_of_any_size_have_the_gradients_of_one_rank(tmp_path, world):
+def test_shares_of_any_size_have_the_gradients_of_one_rank(world):
     jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
     dealt = {key: make_config(**{**change, "workers": world}) for key, change in jobs.items()}
-    ranks = on_ranks(world, tmp_path, deal_all, dealt)
+    ranks = on_ranks(world, deal_all, dealt)
     for key, change in jobs.items():
         expected = two_groups(start(key[0], make_config(**change)))
         largest = max(gradient.abs().max().item() for gradient in expected["gradients"].values())

@@ -3,7 +3,6 @@ beside data parallelism, with guidance, masks, LoRA, recomputed activations and 
 
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,12 +157,12 @@ def config_of(case: Case, checkpoints: dict[str, str], alone: bool) -> Config:
     return make_config(**{**changes, **case.changes, **ranks})
 
 
-def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], folder: Path, world: int) -> list[dict[str, Any]]:
+def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], world: int) -> list[dict[str, Any]]:
     """Returns what every rank found, by case."""
     cases = {name: case for name, case in CASES.items() if case.workers == world}
     alone = {name: train(config_of(case, checkpoints, alone=True), None, 0) for name, case in cases.items()}
     jobs = {name: (config_of(case, checkpoints, alone=False), alone[name]["group"]) for name, case in cases.items()}
-    ranks = on_ranks(world, folder, work, {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs)
+    ranks = on_ranks(world, work, {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs)
     for name, (config, _) in jobs.items():
         wanted = alone[name]["gradients"]
         largest = max(gradient.abs().max().item() for gradient in wanted.values())
@@ -176,9 +175,9 @@ def assert_ranks_train_what_one_trains(checkpoints: dict[str, str], folder: Path
     return ranks
 
 
-def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
+def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints):
     key = "trainer.sequence_parallel: "
-    for found in assert_ranks_train_what_one_trains(checkpoints, tmp_path, 2):
+    for found in assert_ranks_train_what_one_trains(checkpoints, 2):
         without, ignored = found[REFUSED]
         assert without == f"{key}SD3Transformer2DModel has no plan of how ranks share its tokens, got 2; use 1"
         said = f"{key}3 of 3 self-attentions of SD3Transformer2DModel see the tokens of one rank only"
@@ -186,5 +185,5 @@ def test_two_ranks_that_share_tokens_train_what_one_trains(checkpoints, tmp_path
 
 
 @pytest.mark.thorough
-def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(checkpoints, tmp_path):
-    assert_ranks_train_what_one_trains(checkpoints, tmp_path, 4)
+def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(checkpoints):
+    assert_ranks_train_what_one_trains(checkpoints, 4)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -229,19 +228,14 @@ def read_trained(folder: Path, policy: Which = "drawing") -> dict[str, Tensor]:
     return {f"{one}.{name}": value for one in weights.components for name, value in weights.read(one).items()}
 
 
-def _run(
-    rank: int, world: int, init_method: str, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, world, init_method, timeout=120.0, device=torch.device("cpu"))
-    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(work(rank, *args)))
-    dist.destroy_process_group()
+def _run(rank: int, world: int, init_method: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    init_process_group(rank, world, init_method, timeout=120.0, device=CPU)
+    return work(rank, *args)
 
 
-def on_ranks(world: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Returns what `work(rank, *args)`, a function of a module, returns on each of `world` ranks."""
-    ranks.on_ranks(world, _run, folder, work, args)
-    return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+    return ranks.on_ranks(world, _run, work, args)
 
 
 def model_of(engine: TrainEngine, dtype: torch.dtype = torch.float64) -> nn.Module:

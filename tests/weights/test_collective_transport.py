@@ -189,9 +189,11 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_device_carries_rank_0s_bytes_which_need_not_be_writable_into_buckets_of_any_size(size):
     store = dist.HashStore()
+    carriers: list[DeviceCarrier] = []  # kept: rank 0 may be done while another still connects
 
     def take_part(rank: int) -> list[list[int]]:
         carrier = DeviceCarrier(CPU, store, rank, size, LONG_S)
+        carriers.append(carrier)
         arrived = []
         for number, length in enumerate((5, 9, 0, 2), start=1):
             bucket = np.full(length, number if rank == 0 else 0, np.uint8)

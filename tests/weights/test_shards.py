@@ -150,8 +150,8 @@ def work(rank: int) -> dict[str, SharedRows]:
 
 
 @pytest.mark.thorough
-def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path):
-    ranks = on_ranks(WORLD, tmp_path, work)
+def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit():
+    ranks = on_ranks(WORLD, work)
     base, adapters = parts(Adapted())
     with torch.no_grad():
         merged = dict(merged_weights(base, adapters, SCALE))
