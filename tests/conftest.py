@@ -13,9 +13,9 @@ named is run whole.
 from __future__ import annotations
 
 import inspect
+import os
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,10 @@ from tests.loops import play
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
+
+# Torch in one thread, before anything imports it: there are two cores, and small tensors gain nothing. Not by
+# torch.set_num_threads: the first matrix products in a new thread would still use all cores, and round otherwise.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine takes its time, which says nothing about the code.
 settings.register_profile("no deadline", deadline=None)
@@ -160,19 +164,6 @@ def accelerators(request: pytest.FixtureRequest) -> None:
         wanted, found = marker.kwargs.get("devices", 1), torch.accelerator.device_count()
         if found < wanted:
             pytest.skip(f"needs {wanted} accelerator{'s' * (wanted > 1)}: torch {torch.__version__} sees {found} here")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Torch in one thread, where a test file has imported it: there are two cores, and small tensors gain nothing."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,14 @@ def test_another_checkpoint_is_refused(family, tmp_path):
         json.loads((checkpoint / "model_index.json").read_text())["_class_name"]
         == find_family(family.name).model_index_class
     )
+
+
+def test_a_new_thread_rounds_as_this_one_does() -> None:
+    """Engines compute in threads of a pool and are compared to the bit: the cores a product uses must not vary."""
+    inputs, weights = torch.randn(7, 256), torch.randn(256, 256)
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(torch.nn.functional.linear, inputs, weights).result()
+    assert torch.equal(there, torch.nn.functional.linear(inputs, weights))
 
 
 # ---- what it catches -------------------------------------------------------------------------------------------------

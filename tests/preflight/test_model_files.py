@@ -85,10 +85,12 @@ def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
         said = set()
         for command in ("train", "check"):
             gc.disable()  # what other tests left to collect is not of it
-            started = time.thread_time()
-            code = main([command, str(recipe), *overrides])
-            took = time.thread_time() - started
-            gc.enable()
+            try:
+                started = time.thread_time()
+                code = main([command, str(recipe), *overrides])
+                took = time.thread_time() - started
+            finally:
+                gc.enable()
             assert code == 2 and took < 1
             out, err = capfd.readouterr()
             assert out == "" and err.endswith("\n")

@@ -81,10 +81,8 @@ async def _serve(connection: Connection, *engine: Any) -> None:
 
 
 def _main(*arguments: Any) -> None:
-    import omni_async  # noqa: F401, I001 - makes a mixed installation importable
-    import torch
+    import omni_async  # noqa: F401 - makes a mixed installation importable
 
-    torch.set_num_threads(1)
     asyncio.run(_serve(*arguments))
 
 
