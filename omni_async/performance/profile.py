@@ -252,8 +252,6 @@ def _read(path: Path) -> Profile:
     except OSError as error:
         raise ConfigError(f"emulation.profile: {path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if "unknown field `assess`" in str(error):
-            raise ConfigError(f"emulation.profile: {path}: `assess` is called `proximal` now") from None
         raise ConfigError(f"emulation.profile: {path}: not a profile: {error}") from None
     if is_empty(profile):
         raise ConfigError(

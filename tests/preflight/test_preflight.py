@@ -145,12 +145,12 @@ def test_an_emulated_job_needs_a_profile_and_nothing_else(tmp_path):
         ("h800", "no profile 'h800'; shipped are "),
         ("gone.json", "gone.json: cannot be read: No such file or directory"),
         ("recipe.json", "recipe.json: not a profile: "),
-        ("old.json", "old.json: `assess` is called `proximal` now"),
+        ("other.json", "other.json: not a profile: Object contains unknown field `speed`"),
     ],
 )
 def test_a_profile_that_cannot_be_had_is_refused(tmp_path, profile, why):
     (tmp_path / "recipe.json").write_text('{"name": "x"}')
-    (tmp_path / "old.json").write_text('{"name": "x", "assess": {}}')
+    (tmp_path / "other.json").write_text('{"name": "x", "speed": {}}')
     message = refusal(emulated(tmp_path, emulation={"profile": profile}))
     assert message.startswith("emulation.profile: ") and why in message
 
