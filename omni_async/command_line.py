@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -80,14 +81,20 @@ def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] |
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def require_json_writable(path: Path | None) -> None:
-    """Raise ConfigError, one line, before anything is simulated if the file that `--json` names cannot be written."""
+def require_writable(option: str, path: Path | None) -> None:
+    """Raise ConfigError, one line, before minutes of work if the file that `option` names cannot be written.
+
+    Its folder is made. A file that is there stays as it is, and none is left where none was."""
+    if path is None:
+        return
     try:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("ab").close()
+        there = os.path.lexists(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if not there:
+            path.unlink()
     except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from None
 
 
 def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[list[Path], int]:

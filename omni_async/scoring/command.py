@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive, write_results
+from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive, require_writable, write_results
 from omni_async.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -100,13 +100,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
         if options.grid.suffix.lower() not in Image.registered_extensions():
             raise ConfigError(f"--grid: expected an image file, such as {options.grid.stem}.png, got {options.grid}")
     for name in ("out", "json", "grid"):
-        path: Path | None = getattr(options, name)
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("ab").close()
-        except OSError as error:
-            raise ConfigError(f"--{name}: cannot write {path}: {error.strerror or error}") from None
+        require_writable(f"--{name}", getattr(options, name))
 
 
 def _conclude(options: argparse.Namespace, rows: list[Scored], code: int) -> int:

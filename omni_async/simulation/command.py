@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import add_command, live_bar, positive, require_json_writable, write_json
+from omni_async.command_line import add_command, live_bar, positive, require_writable, write_json
 from omni_async.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     if config.rollout.buckets:
         console.print("buckets are not told apart: every sample takes the profile's times and bytes")
     jobs, problems = _jobs(config, options)
-    require_json_writable(options.json)
+    require_writable("--json", options.json)
     for line in (*problems, *_notes(jobs, profile)):
         console.print(line)
     results: list[tuple[str, Config, Simulated]] = []
@@ -153,7 +153,7 @@ def _what_if(options: argparse.Namespace) -> int:
     else:
         config = load(options.recipe, _with_profile(options))
         run = MeasuredRun(config, profile_of(config, options.profile), [], None)
-    require_json_writable(options.json)
+    require_writable("--json", options.json)
     with live_bar("{task.description}", "bar", total=100) as bar:
         progress = None if bar is None else lambda made, jobs, name: bar(name, 100 * made // jobs)
         found = what_if(*run[:3], devices=run.devices, seed=options.seed, progress=progress)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import add_command, live_bar, require_json_writable, write_results
+from omni_async.command_line import add_command, live_bar, require_writable, write_results
 from omni_async.config import ConfigError, load
 from omni_async.simulation.command import add_job, profile_of
 from omni_async.tune.keys import TUNED, with_keys
@@ -75,11 +75,12 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     import msgspec
 
-    from omni_async.tune.report import require_writable
+    from omni_async.tune.report import require_another_file
 
     out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
-    require_writable(out, options.recipe)
-    require_json_writable(options.json)
+    require_writable("--out", out)
+    require_another_file(out, options.recipe)
+    require_writable("--json", options.json)
 
     from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate

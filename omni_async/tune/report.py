@@ -183,18 +183,10 @@ def number(value: float) -> str:
 _WIDTH = 140
 
 
-def require_writable(out: Path, recipe: Path) -> None:
-    """Raise ConfigError, before anything is searched, if the file cannot be written or would replace the recipe."""
+def require_another_file(out: Path, recipe: Path) -> None:
+    """Raise ConfigError, before anything is searched, if the tuned recipe would replace the one that it extends."""
     if out.exists() and out.samefile(recipe):
         raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
-    there = out.exists()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("ab").close()
-        if not there:
-            out.unlink()
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {out}: {error.strerror or error}") from None
 
 
 def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str], tuned: Tuned) -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
+from omni_async.command_line import require_writable
 from omni_async.config import ConfigError, load
 from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Resources
@@ -17,7 +18,7 @@ from omni_async.performance.profile import ServiceTime
 from omni_async.simulation.simulate import simulate
 from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
 from omni_async.tune.plot import picture
-from omni_async.tune.report import require_writable, text, write_tuned
+from omni_async.tune.report import require_another_file, text, write_tuned
 from omni_async.tune.tuning import IN_STEP, overlapped, tune
 from tests.tune.tune_world import PROFILE, RECIPE, job, simulate_by_law
 
@@ -226,14 +227,19 @@ def test_a_budget_of_staleness_with_which_training_cannot_stream_is_left_out_whe
 
 def test_the_recipe_itself_is_never_overwritten(recipe):
     with pytest.raises(ConfigError, match=r"--out: .* is the recipe itself"):
-        require_writable(recipe.parent / ".." / "recipes" / "recipe.yaml", recipe)
+        require_another_file(recipe.parent / ".." / "recipes" / "recipe.yaml", recipe)
     assert recipe.read_text() == RECIPE
 
 
-def test_a_file_that_cannot_be_written_is_one_line_and_one_that_is_there_stays(recipe, tmp_path):
+def test_a_file_that_cannot_be_written_is_one_line_and_one_that_is_there_stays(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ConfigError, match=r"--out: cannot write .*taken"):
-        require_writable(tmp_path / "taken" / "tuned.yaml", recipe)
-    require_writable(tmp_path / "taken", recipe)
-    require_writable(tmp_path / "new", recipe)
-    assert (tmp_path / "taken").exists() and not (tmp_path / "new").exists()
+    for path in (tmp_path / "taken" / "tuned.yaml", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=r"--out: cannot write .*(taken|xxx)"):
+            require_writable("--out", path)
+    for name in ("taken", "new", "folder/new"):
+        require_writable("--out", tmp_path / name)
+    require_writable("--out", None)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["taken"]
+    (tmp_path / "link").symlink_to("elsewhere")
+    require_writable("--out", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
