@@ -17,22 +17,26 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 BIN := $(VENV)/bin
 # Half of a test run is waiting: for kills to be noticed, for Ray and engines to start. Two processes take turns; a file's tests share what they start.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# A test that fails is run once more, alone, at the end (tests/second_try.py).
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --second-try
+# More options for pytest: make test ARGS=--require-browser
+ARGS ?=
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 OTHERS = $(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed-*))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 FAMILIES = $$($(BIN)/python -c 'from omni_async.families import family_names; print(*family_names())')
 
-.PHONY: help conformance install torch-cpu quickstart test test-all test-fast test-gpu lint format docs site clean
+.PHONY: help conformance install torch-cpu quickstart test test-all test-fast test-gpu resolve lint format docs site clean
 
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
-	@echo "make test         install and run every kind of test, with a slice of the long searches (about 12 minutes)"
-	@echo "make test-all     every test and every schedule (about 35 minutes)"
+	@echo "make test         install and run every kind of test, with a slice of the long searches (about 10 minutes)"
+	@echo "make test-all     every test and every schedule (about 40 minutes)"
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
 	@echo "make test-gpu     the tests for a machine that has accelerators"
 	@echo "make conformance  compare every model family with its upstream pipeline, on every engine; writes docs/models/measured.md"
+	@echo "make resolve      check that every set of packages resolves on the public Python index"
 	@echo "make lint         ruff, mypy, import contracts, hadolint"
 	@echo "make format       rewrite the code in the project's format"
 	@echo "make docs         regenerate docs/configuration.md"
@@ -67,10 +71,10 @@ quickstart: install
 	$(BIN)/omni-async train recipes/quickstart/quickstart.yaml
 
 test: install
-	$(PYTEST)
+	$(PYTEST) $(ARGS)
 
 test-all: install
-	$(PYTEST) --all
+	$(PYTEST) --all $(ARGS)
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow"
@@ -87,6 +91,10 @@ conformance: install
 # -rs says why a test was skipped: too few accelerators, or a torch that does not see them.
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu -rs
+
+# Needs no more than the environment: pip resolves without installing.
+resolve: install
+	$(BIN)/python .ci/resolve.py --venv $(VENV)
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,8 +6,8 @@
 - `@pytest.mark.sliced(floor=n)`, on a test or a module: n of its tests are run, drawn by the slice's seed.
 - the fixture `slice_of`: a run of consecutive seeds out of all that a search has.
 
-The end of the output says what was left out, and the seed that draws the same slice again. A file or a test that is
-named is run whole.
+The end of the output has what was left out, and the seed that draws the same slice again. A file or a test that is
+named runs whole, unless `--slice-seed` is given. `tests/second_try.py` runs failed tests once more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hypothesis import settings
 # Before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`).
 import omni_async  # noqa: F401
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
-from tests.browser import browser, open_page  # noqa: F401 (fixtures)
+from tests.browser import NO_CHROMIUM, browser, find_chromium, open_page  # noqa: F401 (two are fixtures)
 from tests.loops import play
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Slice:
 _SLICE = pytest.StashKey[Slice]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.import_plugin("tests.second_try")
     group = parser.getgroup("how much")
     group.addoption(
         "--all", action="store_true", dest="everything", help="every test and every schedule, not a slice of them"
@@ -79,22 +80,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="which slice of the long searches (default: another one every time)",
     )
+    group.addoption(
+        "--require-browser", action="store_true", help="end at once without Chromium, in place of skipping page tests"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    seed = config.getoption("--slice-seed")
+    if hasattr(config, "workerinput"):
+        config.stash[_SLICE] = Slice(*config.workerinput["slice"])
+        return
+    seed = config.option.slice_seed
+    named = seed is None and any(".py" in argument for argument in config.args)
     if seed is None:
-        seed = random.SystemRandom().randrange(10**6)
-    named = any(".py" in argument for argument in config.args)
-    config.stash[_SLICE] = Slice(
-        getattr(config, "workerinput", {}).get("slice_seed", seed), config.getoption("everything") or named
-    )
+        config.option.slice_seed = seed = random.SystemRandom().randrange(10**6)
+    config.stash[_SLICE] = Slice(seed, config.getoption("everything") or named)
+    if find_chromium() is None:
+        if config.getoption("--require-browser"):
+            raise pytest.UsageError(f"--require-browser: {NO_CHROMIUM}")
+        print(NO_CHROMIUM, flush=True)  # noqa: T201
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Repeats on the last line that the page tests are skipped."""
+    if not hasattr(config, "workerinput") and find_chromium() is None:
+        print(NO_CHROMIUM, flush=True)  # noqa: T201
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """Gives each process of `-n 2` the one seed: they must collect the same tests."""
-    node.workerinput["slice_seed"] = node.config.stash[_SLICE].seed
+    """Gives each process of `-n 2` the same slice: they must collect the same tests."""
+    chosen = node.config.stash[_SLICE]
+    node.workerinput["slice"] = (chosen.seed, chosen.whole)
 
 
 @pytest.hookimpl(optionalhook=True)

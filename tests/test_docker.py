@@ -23,10 +23,12 @@ def test_everything_that_is_copied_is_there_and_sent_to_the_builder() -> None:
         assert any(fnmatch.fnmatch(path.split("/")[0], allowed) for allowed in ALLOWED), path
 
 
-def test_versions_are_pinned_as_the_makefile_pins_them_and_the_user_is_not_root() -> None:
+def test_the_image_installs_what_the_makefile_installs_and_the_user_is_not_root() -> None:
     text, makefile = "\n".join(LINES), (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"^FROM nvidia/cuda:\d+\.\d+\.\d+-\S+$", text, flags=re.M)
-    [torch] = re.findall(r"torch==\S+", text)
-    assert f"-c constraints.txt {torch}" in makefile and f"-c constraints.txt {torch}" in text
+    [torch] = re.findall(r"^TORCH_cuda := (\S+)$", makefile, flags=re.M)
+    assert f'-c constraints.txt "{torch}" -e ".[cuda]"' in text
+    headless = "--force-reinstall --no-deps -c constraints.txt opencv-python-headless"
+    assert headless in text and headless in makefile
     assert re.search(r"^USER (?!0|root)\S+$", text, flags=re.M)
     assert 'ENTRYPOINT ["omni-async"]' in LINES

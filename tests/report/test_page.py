@@ -207,16 +207,6 @@ def test_what_a_run_says_is_text_and_never_markup(painted: Path, tmp_path: Path,
     assert page.locator("h1").inner_text() == page.locator(".strip figcaption").first.inner_text() == evil
 
 
-def test_a_missing_browser_is_said_with_the_way_to_get_one(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-):
-    from tests import browser
-
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(AssertionError, match="apt-get install chromium"):
-        next(browser.browser.__wrapped__())  # type: ignore[attr-defined]
-
-
 def test_a_group_is_followed_on_the_timeline_of_a_report(report: str, open_page: OpenPage):
     page = open_page(report)
     page.get_by_role("textbox", name="Group number").fill("3")
