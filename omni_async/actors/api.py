@@ -87,7 +87,7 @@ class RankApi(Protocol):
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """Join the other ranks, and load the model, and the checkpoint `resume` if there is one.
 
-        The ranks meet at `rendezvous`, a torch.distributed init method; it is None where there is one."""
+        The ranks join the store at `rendezvous` (`tcp://host:port`), which is served already; None: one rank."""
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         """Return the drifts of the group's samples that this rank was dealt, in their order."""

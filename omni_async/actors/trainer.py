@@ -8,17 +8,18 @@ that the run is over, and leaves a checkpoint of the last whole update either wa
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omni_async.actors.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, RankApi, Tracer, UpdateRule
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.aio.clock import Clock
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
 from omni_async.checkpoint.best import is_due
@@ -31,6 +32,7 @@ from omni_async.types import ReadyGroup, UpdateReport, WeightReport
 from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
 
 _MISMATCH_NATS = 1.0
+_STORE_TIMEOUT_S = 60.0  # for this process's own connection to the store that it serves
 
 
 @dataclass(eq=False)
@@ -61,10 +63,11 @@ class Trainer:
         self._preempt = False
         self._saved: int | None = None
         self._updated: float | None = None  # when the last update was made
+        self._store_of_ranks: Any = None  # serves the ranks' process group until it is released
 
     async def start(self) -> None:
         """Load the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
-        rendezvous = f"tcp://{self.host}:{_free_port(self.host)}" if len(self.ranks) > 1 else None
+        rendezvous = await self._serve_rendezvous() if len(self.ranks) > 1 else None
         resume = self.config.checkpoint.resume
         await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self.ranks))
         if resume is not None:
@@ -75,6 +78,13 @@ class Trainer:
             if _lies_in(resume, self.checkpoints):
                 self._saved = state.version  # an attempt that makes no update leaves the run's checkpoint as it is
         await self.coordinator.require_fields(trajectory_fields(self._objective, self.config))
+
+    async def _serve_rendezvous(self) -> str:
+        """Serve the store of the ranks' process group while this trainer lives. Return its `tcp://` address."""
+        from omni_async.tcp_store import serve_store  # imports torch, which a lone emulated rank does without
+
+        self._store_of_ranks = await in_daemon_thread(partial(serve_store, self.host, _STORE_TIMEOUT_S))
+        return f"tcp://{self.host}:{self._store_of_ranks.port}"
 
     async def run(self) -> None:
         await self.coordinator.phase(self._plan.said)
@@ -227,9 +237,3 @@ def _forget(rows: asyncio.Future[SharedRows]) -> None:
 
 def _lies_in(checkpoint: str, folder: str) -> bool:
     return Path(checkpoint).resolve().parent == Path(folder).resolve()
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -39,6 +39,8 @@ _GRACE_S = 5.0
 _LONGEST_TAIL = 600
 # What vLLM's processes say because another one has failed, which has printed why.
 _FOLLOWS = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed")
+# How vLLM, or a process of it, reports a port that another process has.
+_ADDRESS_IN_USE = re.compile(r"\bEADDRINUSE\b|address already in use", re.IGNORECASE)
 # What stands before the words: the process, and of what is logged its level, time and place.
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ \S+ \S+ \[[^\]]*\] )?", re.MULTILINE)
 # The line that ends a traceback, and indented ones after it, where some exceptions have their reason.
@@ -47,6 +49,10 @@ _RAISED = re.compile(r"^[\w.]+(?:Error|Exception)\b(?:: .*)?(?:\n[ \t].+){0,2}",
 
 class ServerNotStarted(RuntimeError):
     """The server ended, or did not answer in time, or serves another model."""
+
+
+class PortTaken(ServerNotStarted):
+    """Another process has the port of the server, or one that vLLM chose for its own processes."""
 
 
 def build(context: WorkerContext) -> ServiceHost:
@@ -69,14 +75,26 @@ class VllmServer(Service):
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
         self._url = ""
+        self._printed_from = 0  # where the output of the last process begins in the log
 
     async def start(self) -> str:
-        port = _free_port(self._site.host)
-        host = self._site.host
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)  # another machine may not see the run's folder
         await self._site.tell(f"{self._site.name}: vLLM loads {self._server.model}, and prints to {self._log}")
-        with self._log.open("ab") as log:
+        headers = {"Authorization": f"Bearer {self._token}"}
+        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=_ANSWER_S))
+        try:
+            await self._start_on_a_free_port()
+        except PortTaken as error:
+            await self._site.tell(f"{self._site.name}: {error}; starting once more on another port")
+            await self._end_process()
+            await self._start_on_a_free_port()
+        return self._url.replace("://", f"://:{self._token}@", 1)
+
+    async def _start_on_a_free_port(self) -> None:
+        host = self._site.host
+        with self._log.open("ab") as log, reserved_port(host) as port:
+            self._printed_from = log.tell()
+            self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             self._process = await asyncio.create_subprocess_exec(
                 *self._command(port),
                 stdin=asyncio.subprocess.PIPE,
@@ -85,10 +103,7 @@ class VllmServer(Service):
                 env=self._environment(os.environ),
                 start_new_session=True,
             )
-        headers = {"Authorization": f"Bearer {self._token}"}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=_ANSWER_S))
-        await self._until_ready()
-        return self._url.replace("://", f"://:{self._token}@", 1)
+            await self._until_ready()
 
     def _command(self, port: int) -> list[str]:
         server = self._server
@@ -116,19 +131,20 @@ class VllmServer(Service):
         assert self._process is not None
         while await self._health() != 200:
             if self._process.returncode is not None:
-                code = self._process.returncode
-                raise ServerNotStarted(f"vLLM ended with {code}: {self._tail()} (all of it is in {self._log})")
+                code, reason = self._process.returncode, self._tail()
+                error = PortTaken if _ADDRESS_IN_USE.search(reason) else ServerNotStarted
+                raise error(f"vLLM ended with {code}: {reason} (all of it is in {self._log})")
             await asyncio.sleep(_ASK_S)
         served = await self._served()
         if self._server.served_as not in served:
             raise ServerNotStarted(f"expected a server of {self._server.served_as!r}, it has {', '.join(served)}")
 
     async def _served(self) -> list[str]:
-        """Return the names of the models that the server has. ServerNotStarted if it does not know our token."""
+        """Return the names of the models that the server has. PortTaken if it does not know our token."""
         assert self._session is not None
         async with self._session.get(f"{self._url}/v1/models") as response:
             if response.status != 200:
-                raise ServerNotStarted(f"what answers at {self._url} is another server: {response.status} to our token")
+                raise PortTaken(f"what answers at {self._url} is another server: {response.status} to our token")
             return [str(one["id"]) for one in (await response.json(content_type=None))["data"]]
 
     async def _health(self) -> int | None:
@@ -160,17 +176,25 @@ class VllmServer(Service):
         finally:
             ended.cancel()
 
+    def _printed(self) -> str:
+        """Return the end of the output of the process that was started last."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(self._printed_from, log.seek(0, os.SEEK_END) - 20 * _LONGEST_TAIL))
+                return log.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+
     def _tail(self) -> str:
         """Return the end of what the server printed, as a line without its token."""
-        try:
-            text = self._log.read_bytes()[-20 * _LONGEST_TAIL :].decode("utf-8", "replace")
-        except OSError:
-            return "nothing was printed"
-        return one_line(_reason(text).replace(self._token, "***"), _LONGEST_TAIL) or "nothing was printed"
+        return one_line(_reason(self._printed()).replace(self._token, "***"), _LONGEST_TAIL) or "nothing was printed"
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         process = self._process
         if process is None:
             return
@@ -200,8 +224,14 @@ def _group_lives(group: int) -> bool:
     return True
 
 
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as one:
-        one.bind((host, 0))
-        return int(one.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """Yield a free TCP port of `host` and keep it until the context ends.
+
+    The socket that keeps it is bound and does not listen. The kernel then gives the port to no other process that asks
+    for a free one, while a server that sets SO_REUSEADDR and names the port, as vLLM does, can listen there. Another
+    program that names the port and sets the option can take it, too."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as keeping:
+        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeping.bind((host, 0))
+        yield int(keeping.getsockname()[1])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from omni_async.layout import ParallelLayout
+from omni_async.tcp_store import join_store
 
 
 def rank_device(rank: int) -> torch.device:
@@ -38,12 +41,17 @@ def init_process_group(rank: int, world: int, init_method: str, timeout: float, 
     Args:
         rank: this one.
         world: how many there are.
-        init_method: torch's (`file:///...`, `tcp://host:port`).
+        init_method: torch's `file:///...`, or `tcp://host:port`, where `tcp_store.serve_store` serves the store.
         timeout: seconds for every collective, so that ranks fail instead of hanging when another rank is gone.
         device: where this rank computes."""
+    where: dict[str, Any] = {"init_method": init_method}
+    address = urlsplit(init_method)
+    if address.scheme == "tcp":  # torch would have rank 0 open a store at this port, where one is served already
+        assert address.hostname is not None and address.port is not None
+        where = {"store": join_store(address.hostname, address.port, timeout)}
     dist.init_process_group(
         collective_backend(device),
-        init_method=init_method,
+        **where,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -273,6 +275,23 @@ def test_several_ranks_meet_at_one_address_and_others_of_the_first_copy_share_th
     assert exported == ["export 0", "share 0", "export 1", "share 1"]
     assert ["share 1" in rank.log for rank in stage.ranks] == [False, True, False, False]
     assert [snapshot.result().manifest().nbytes for snapshot in stage.publications.whole] == [1, 1]
+
+
+def test_no_other_process_can_take_the_port_at_which_the_ranks_meet(tmp_path, monkeypatch):
+    """Another program tries before each rank joins, as it could while ranks import torch."""
+    refused: list[str] = []
+
+    async def setup(self: AccountingRank, resume: str | None, rendezvous: str | None) -> None:
+        host, port = urlsplit(rendezvous).hostname, urlsplit(rendezvous).port
+        with socket.socket() as thief:
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                thief.bind((host, port))
+        refused.append(rendezvous)
+
+    monkeypatch.setattr(AccountingRank, "setup", setup)
+    Stage(tmp_path, 2, ranks=2, **ONE).play()
+    assert len(refused) == 2
 
 
 def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_path):

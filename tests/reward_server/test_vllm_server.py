@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,61 @@ async def test_one_that_does_not_start_or_has_another_model_is_named(tmp_path, b
             await made.start()
     finally:
         await made.close()
+
+
+async def test_no_other_process_is_given_the_port_while_the_server_starts(tmp_path: Path) -> None:
+    made = server_of(tmp_path, "well")
+    command, tried = made._command, list[int]()
+
+    def with_a_thief(port: int) -> list[str]:
+        tried.append(port)
+        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+            thief.bind(("127.0.0.1", port))
+        return command(port)
+
+    made._command = with_a_thief  # type: ignore[method-assign]
+    try:
+        assert (await made.start()).endswith(f":{tried[0]}")
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize("often", [1, 2])
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"], ids=["silent", "speaks HTTP"]
+)
+async def test_a_port_that_another_program_took_costs_one_more_start(tmp_path: Path, often: int, answer: bytes) -> None:
+    """Takes the port before the server binds it. One program ends each connection, the other answers /health as well as
+    a server would, and knows no token."""
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readline()
+        writer.write(answer if b"/health" in asked else answer.replace(b"200 OK", b"401 Unauthorized"))
+        writer.close()
+
+    made = server_of(tmp_path, "well")
+    command, ports, thieves = made._command, list[int](), list[asyncio.Task[asyncio.Server]]()
+
+    def stolen(port: int) -> list[str]:
+        if len(ports) < often:
+            taken = socket.create_server(("127.0.0.1", port))
+            thieves.append(asyncio.ensure_future(asyncio.start_server(meet, sock=taken)))
+        ports.append(port)
+        return command(port)
+
+    made._command = stolen  # type: ignore[method-assign]
+    try:
+        if often == 1:
+            assert (await made.start()).endswith(f":{ports[1]}") and ports[0] != ports[1]
+        else:
+            said = "401 to our token" if answer else r"vLLM ended with 1: OSError: \[Errno 98\] Address already in use"
+            with pytest.raises(ServerNotStarted, match=said):
+                await made.start()
+        assert len(ports) == 2
+    finally:
+        await made.close()
+        for thief in thieves:
+            (await thief).close()
 
 
 LOGGED = "(EngineCore pid=7) ERROR 11-23 21:34:11 [core.py:9] "

@@ -1,8 +1,8 @@
 """Tests what a machine with Ascend NPUs would meet before its first operator: device, groups, mesh, carrier. They are
 pretended, each rank in a process of its own; an Ascend has never run any of it."""
 
-import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.ranks import on_ranks
 from omni_async.accelerator import require_accelerator
 from omni_async.bench.result import describe_machine
+from omni_async.tcp_store import serve_store
 from omni_async.training.device import collective_backend, init_process_group, rank_device
 from omni_async.weights.transport.collective import DeviceCarrier, Group, Invitation, current_device
+from tests.patience import PATIENCE
 from tests.pretend_npu import pretend
 
 RANKS = 2
-TIMEOUT_S = 60.0
 
 
-def work(rank: int, ranks: int, init_method: str, port: int) -> dict[str, Any]:
+def work(rank: int, ranks: int, init_method: str) -> dict[str, Any]:
     collectives = pretend(RANKS)
     device = rank_device(rank)
     found: dict[str, Any] = {
@@ -29,27 +30,28 @@ def work(rank: int, ranks: int, init_method: str, port: int) -> dict[str, Any]:
         "backend": collective_backend(device),
         "names": describe_machine(with_gpus=True).gpus,
     }
-    init_process_group(rank, ranks, init_method, TIMEOUT_S, device)
+    ports = dist.FileStore(urlsplit(init_method).path, ranks)
+    served = [serve_store("127.0.0.1", PATIENCE) for _ in range(2)] if rank == 0 else []
+    for name, store in zip(("ranks", "weights"), served, strict=False):
+        ports.set(name, str(store.port))
+    init_process_group(rank, ranks, f"tcp://127.0.0.1:{int(ports.get('ranks'))}", PATIENCE, device)
     mesh = init_device_mesh(device.type, (RANKS,))
     found["mesh"] = [mesh.device_type, mesh.size(), mesh.get_local_rank()]
     total = torch.ones(1)
     dist.all_reduce(total)
     found["sum on the host"] = total.item()
     found["groups"] = len(collectives.made)
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
-    group = Group(Invitation("127.0.0.1", port, rank, RANKS, "device"), TIMEOUT_S, store)
+    invitation = Invitation("127.0.0.1", int(ports.get("weights")), rank, RANKS, "device")
+    group = Group(invitation, PATIENCE, served[1] if rank == 0 else None)
     group.meet("a test")
     found["carrier"] = type(group._carrier).__name__
     found["groups of the carrier"] = collectives.made[found["groups"] :]
-    dist.all_reduce(total)  # until both are done: the store is rank 0's
+    dist.all_reduce(total)  # until both are done: the stores are rank 0's
     return found
 
 
 def test_ranks_on_npus_find_their_device_their_group_and_their_carrier():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for rank, found in enumerate(on_ranks(RANKS, work, port)):
+    for rank, found in enumerate(on_ranks(RANKS, work)):
         assert found.pop("groups") >= 1
         assert found == {
             "device": f"npu:{rank}",

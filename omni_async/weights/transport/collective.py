@@ -33,6 +33,7 @@ import torch.distributed
 from torch import Tensor
 
 from omni_async.config import Config
+from omni_async.tcp_store import join_store, serve_store
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import as_tensor
 from omni_async.weights.digest import Bucket
@@ -106,20 +107,8 @@ class CollectiveSender:
             raise
 
     def _serve(self) -> Any:
-        """Serve the store, on this address alone: torch's own socket would listen on all of the machine's."""
-        with _reporting(f"serving the group's store on {self._host}", 0, self._timeout_s), socket.socket() as listening:
-            listening.bind((self._host, 0))
-            listening.listen()
-            port = listening.getsockname()[1]
-            return dist.TCPStore(
-                self._host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._timeout_s),
-                master_listen_fd=listening.detach(),
-                use_libuv=False,  # libuv's store takes no socket
-            )
+        with _reporting(f"serving the group's store on {self._host}", 0, self._timeout_s):
+            return serve_store(self._host, self._timeout_s)
 
     async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> None:
         if self._group is None:
@@ -194,7 +183,7 @@ class Group:
         timeout = timedelta(seconds=timeout_s)
         host, port = invitation.host, invitation.port
         with _reporting(f"joining the {invitation.size} ranks at {host}:{port}", invitation.rank, timeout_s):
-            self._store = store or _store_at(invitation, timeout)
+            self._store = store or join_store(host, port, timeout_s)
             _await_all_ranks(self._store, invitation)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
@@ -236,10 +225,6 @@ class Group:
             raise
 
 
-def _store_at(invitation: Invitation, timeout: timedelta) -> Any:
-    return dist.TCPStore(invitation.host, invitation.port, is_master=False, timeout=timeout, use_libuv=False)
-
-
 def _await_all_ranks(store: Any, invitation: Invitation) -> None:
     """Return once all ranks have registered. RuntimeError, on every rank, as soon as one is known to be gone."""
     if invitation.rank > 0:
@@ -257,7 +242,7 @@ def _report_gone(invitation: Invitation, timeout_s: float) -> None:
 
     It may have registered before: then the others wait for the group's own time-out."""
     with contextlib.suppress(RuntimeError, OSError):  # without the store no rank waits there any more
-        _store_at(invitation, timedelta(seconds=timeout_s)).set(_ARRIVAL.format(invitation.rank), _GONE)
+        join_store(invitation.host, invitation.port, timeout_s).set(_ARRIVAL.format(invitation.rank), _GONE)
 
 
 @contextlib.contextmanager
