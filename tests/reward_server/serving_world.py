@@ -23,6 +23,8 @@ from omni_async.reward_server.settings import load_server
 from omni_async.rewards.http import HttpScorer
 from omni_async.types import Prompt, Score
 from tests.images import as_media
+from tests.moved_clock import MovedLoop
+from tests.patience import PATIENCE, until
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,20 @@ class Held(Recorder):
 
     def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
         self.begun.set()
-        self.free.wait(60)
+        self.free.wait(PATIENCE)
+        return super().score(media, prompts)
+
+
+class HeldByFile(Recorder):
+    """A scorer in another process: it makes the file `begun` in its folder and then waits for the file `free`."""
+
+    def __init__(self, *, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
+        (self._folder / "begun").touch()
+        until((self._folder / "free").exists)
         return super().score(media, prompts)
 
 
@@ -108,12 +123,12 @@ def served(path: Path, tell: Callable[[str], None] = lambda text: None) -> Itera
 
     thread = threading.Thread(target=run)
     thread.start()
-    ready.wait(60)
+    assert ready.wait(PATIENCE)
     try:
         yield found[0]
     finally:
         loop.call_soon_threadsafe(end.set)
-        thread.join(60)
+        thread.join(PATIENCE)
         loop.close()
 
 
@@ -124,7 +139,7 @@ def command(path: Path, *overrides: str, **environment: str) -> Iterator[tuple[s
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, cwd=ROOT, env=os.environ | environment, **pipes)
     try:
-        assert process.stdout is not None and select.select([process.stdout], [], [], 120)[0]
+        assert process.stdout is not None and select.select([process.stdout], [], [], PATIENCE)[0]
         yield process, process.stdout.readline().rpartition(" ")[2].strip()
     finally:
         process.kill()
@@ -143,10 +158,10 @@ def held() -> Iterator[None]:
 
 
 class Asking:
-    """The scorer `http` on an event loop of its own, for tests that block."""
+    """The scorer `http` on an event loop of its own, whose clock can be moved, for tests that block."""
 
     def __init__(self, **params: Any) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = MovedLoop()
         self.scorer = HttpScorer(**params)
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 

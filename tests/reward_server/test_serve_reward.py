@@ -7,8 +7,7 @@ import gc
 import http.client
 import json
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import msgspec
@@ -32,13 +31,15 @@ from omni_async.rewards.cache import key_of
 from omni_async.rewards.guard import ScorerHangs
 from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.rewards.loaded import LoadedReward
-from omni_async.types import Prompt
+from omni_async.types import Prompt, Score
+from tests.patience import PATIENCE, until
 from tests.reward_server.serving_world import (
     HELD,
     MEDIA,
     PROMPTS,
     ROOT,
     Held,
+    HeldByFile,
     Recorder,
     asking,
     command,
@@ -53,13 +54,28 @@ TOKEN = "a token of the tests"
 
 def ask(url, body=b"", method="POST", path=wire.PATH, **headers):
     """Returns status, headers and body of the answer."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
     try:
         connection.request(method, path, body, {"Content-Type": wire.MSGPACK} | headers)
         response = connection.getresponse()
         return response.status, response.headers, response.read()
     finally:
         connection.close()
+
+
+def metrics_of(url):
+    return ask(url, method="GET", path="/metrics")[2]
+
+
+def refuses(url):
+    """Returns whether nobody listens at the address."""
+    try:
+        ask(url, method="GET", path="/health")
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def request_of(*samples, form=wire.MSGPACK):
@@ -93,11 +109,18 @@ def test_every_part_and_all_of_a_prompt_arrive(tmp_path):
 
 
 def test_requests_that_wait_are_scored_together(tmp_path):
-    path = write_scorers(tmp_path, {"name": f"{Recorder.__module__}:Recorder", "params": {"pause_s": 0.3}})
-    with served(path) as url, asking(url) as scorer, ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(scorer.score, MEDIA[i % 4 :][:1], [Prompt(i, str(i))]) for i in range(8)]
+    with served(write_scorers(tmp_path, HELD)) as url, asking(url) as scorer, ThreadPoolExecutor(8) as pool:
+
+        def ask_for(i: int) -> Future[list[Score]]:
+            return pool.submit(scorer.score, MEDIA[i % 4 :][:1], [Prompt(i, str(i))])
+
+        with held():
+            calls = [ask_for(0)]
+            assert Held.begun.wait(PATIENCE)
+            calls += map(ask_for, range(1, 8))
+            until(lambda: b"\nomni_async_reward_waiting 7.0\n" in metrics_of(url), "seven waiting requests")
         assert all(call.result()[0].text == "read" for call in calls)
-        assert len(Recorder.batches) < 8 and max(map(len, Recorder.batches)) <= 8
+        assert sorted(map(len, Held.batches)) == [1, 7]
 
 
 def test_a_sample_that_is_asked_for_again_is_scored_once(tmp_path):
@@ -136,7 +159,7 @@ def test_a_scorer_that_is_down_is_an_outage_and_answers_again(tmp_path):
         with pytest.raises(Outage, match="the judge is away"):
             scorer.score(MEDIA[1:2], PROMPTS[1:2])
         Recorder.error = None
-        with asking(url, retries=100) as patient:
+        with asking(url, retries=100, backoff_max_s=1.0) as patient:
             assert patient.score(MEDIA[1:2], PROMPTS[1:2])[0].text == "read"
 
 
@@ -182,7 +205,7 @@ def test_more_samples_than_may_wait_are_told_to_come_back(tmp_path):
     with served(path) as url, ThreadPoolExecutor(1) as pool:
         with held():
             first = pool.submit(ask, url, request_of(sample(), sample()))
-            assert Held.begun.wait(60)  # with one of the two
+            assert Held.begun.wait(PATIENCE)  # with one of the two
             status, headers, body = ask(url, request_of(sample(), sample()))
             assert (status, headers["Retry-After"]) == (503, "1") and b"1 samples wait already" in body
         assert first.result()[0] == 200
@@ -192,7 +215,7 @@ def test_a_body_is_held_once(tmp_path):
     with served(write_scorers(tmp_path, HELD)) as url, ThreadPoolExecutor(1) as pool:
         with held():
             asked = pool.submit(ask, url, request_of(sample()))
-            assert Held.begun.wait(60)
+            assert Held.begun.wait(PATIENCE)
             bodies = [one._read_bytes for one in gc.get_objects() if type(one) is web.Request]
             assert bodies and not any(bodies)
         assert asked.result()[0] == 200
@@ -270,7 +293,7 @@ def test_a_wrong_way_to_ask_is_a_4xx(tmp_path, how, status):
 
 def test_a_body_that_does_not_arrive_is_a_408(tmp_path):
     with served(write_scorers(tmp_path, read_s=0.1)) as url:
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
         connection.putrequest("POST", wire.PATH)
         connection.putheader("Content-Type", wire.JSON)
         connection.putheader("Content-Length", "1000")
@@ -339,24 +362,25 @@ def test_the_page_has_every_key_of_a_server_with_its_default_and_its_file_is_rig
 
 
 def test_sigterm_lets_a_request_under_way_finish(tmp_path):
-    path = write_scorers(tmp_path, {"name": f"{Recorder.__module__}:Recorder", "params": {"pause_s": 1.0}})
-    with command(path) as (process, url), asking(url, retries=0, timeout_s=60) as scorer:
-        answers = []
-        asked = threading.Thread(target=lambda: answers.extend(scorer.score(MEDIA, PROMPTS)))
-        asked.start()
-        while b"omni_async_reward_held_bytes 0.0" in ask(url, method="GET", path="/metrics")[2]:
-            pass
-        process.send_signal(signal.SIGTERM)
-        asked.join(60)
-        assert len(answers) == 4
-        assert process.wait(60) == 0
+    scorer = {"name": f"{HeldByFile.__module__}:HeldByFile", "params": {"folder": str(tmp_path)}}
+    path = write_scorers(tmp_path, scorer, grace_s=2 * PATIENCE)
+    with command(path) as (process, url), asking(url, retries=0, timeout_s=2 * PATIENCE) as client:
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(client.score, MEDIA, PROMPTS)
+            until((tmp_path / "begun").exists, "the request")
+            process.send_signal(signal.SIGTERM)
+            until(lambda: refuses(url), "the end of listening")
+            assert not answers.done()
+            (tmp_path / "free").touch()
+            assert len(answers.result()) == 4
+        assert process.wait(PATIENCE) == 0
 
 
 def test_ctrl_c_ends_it_with_130_and_nothing_on_stderr(tmp_path):
     with command(write_scorers(tmp_path, {"name": "jpeg_size"})) as (process, url):
         assert json.loads(ask(url, method="GET", path="/health")[2]) == {"status": "ok"}
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130 and process.stderr.read() == ""
+        assert process.wait(PATIENCE) == 130 and process.stderr.read() == ""
 
 
 def test_a_scorer_that_hangs_for_good_ends_the_server_with_1(tmp_path):

@@ -21,6 +21,9 @@ from omni_async.rewards import model_servers
 from omni_async.rewards.addresses import KnownAddresses, urls_of
 from omni_async.rewards.base import ScoreError
 from omni_async.services import ServiceSite
+from tests.loops import settle
+from tests.moved_clock import move_clock, on_a_moved_clock
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -52,7 +55,7 @@ async def test_a_server_is_ready_when_it_has_the_model_and_is_lost_when_its_proc
         assert made._process is not None
         assert made._token not in " ".join(psutil.Process(made._process.pid).cmdline())
         running = asyncio.ensure_future(made.run())
-        await asyncio.sleep(0.1)
+        await settle()
         assert not running.done()
         os.killpg(made._process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="vLLM ended with -9: nothing was printed"):
@@ -163,30 +166,47 @@ def test_the_reason_is_what_failed_first_and_not_what_failed_with_it(printed: st
 @pytest.mark.parametrize(
     ("behaviour", "disturb", "said"),
     [
-        ("well", signal.SIGSTOP, "vLLM did not answer /health for 1 s"),
+        ("well", signal.SIGSTOP, "vLLM did not answer /health for 60 s"),
         ("dies later", None, "vLLM answers /health with 503"),
         ("well", None, None),
     ],
 )
+@on_a_moved_clock
 async def test_a_server_that_hangs_or_is_sick_is_lost_and_a_well_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, disturb: int | None, said: str | None
 ) -> None:
-    for name, seconds in (("_WATCH_S", 0.05), ("_ANSWER_S", 1.0), ("_GRACE_S", 0.5)):
+    """Moves the clock past the time-out while the stopped server is asked; a well server is asked five times."""
+    for name, seconds in (("_WATCH_S", 0.05), ("_ANSWER_S", PATIENCE), ("_GRACE_S", PATIENCE)):
         monkeypatch.setattr(vllm_server, name, seconds)
     made = server_of(tmp_path, behaviour)
     await made.start()
     assert made._process is not None
+    health, asked, five_times = made._health, 0, asyncio.Event()
+
+    async def counted() -> int | None:
+        nonlocal asked
+        asked += 1
+        if asked == 5:
+            five_times.set()
+        if disturb is not None:
+            move_clock(PATIENCE)
+        return await health()
+
+    monkeypatch.setattr(made, "_health", counted)
     try:
         if disturb is not None:
             os.killpg(made._process.pid, disturb)
         running = asyncio.ensure_future(made.run())
-        await asyncio.wait({running}, timeout=2 if said is None else 20)
-        assert running.done() == (said is not None)
         if said is not None:
             with pytest.raises(RuntimeError, match=said):
                 await running
+        else:
+            await five_times.wait()
+            assert not running.done()
         running.cancel()
     finally:
+        if disturb is not None:  # `close` waits for the end that SIGTERM asks for
+            asyncio.get_running_loop().call_later(0.1, move_clock, PATIENCE)
         await made.close()
     assert not psutil.pid_exists(made._process.pid), "also one that does not react"
 
@@ -218,7 +238,7 @@ asyncio.run(main())
         assert worker.stdout is not None
         server = psutil.Process(int(worker.stdout.readline()))
         worker.kill()
-    assert server.wait(timeout=20) is None or not server.is_running()
+    assert server.wait(timeout=PATIENCE) is None or not server.is_running()
 
 
 def test_what_vllm_is_given(tmp_path: Path) -> None:
@@ -234,6 +254,7 @@ def test_what_vllm_is_given(tmp_path: Path) -> None:
     assert not any("CPU" in name for name in VllmServer(made._site, on_gpu, tmp_path)._environment({}))
 
 
+@pytest.mark.virtual_time
 async def test_addresses_of_a_recipe_are_known_beside_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "sesame")
     ready = asyncio.Event()
@@ -256,6 +277,7 @@ async def test_addresses_of_a_recipe_are_known_beside_those_of_the_run(monkeypat
         await without("qwen")
 
 
+@pytest.mark.virtual_time
 async def test_those_who_ask_at_once_share_one_question_to_the_run() -> None:
     asked, ready = [], asyncio.Event()
 

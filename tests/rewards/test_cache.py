@@ -89,7 +89,7 @@ def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reas
 
 
 def test_a_file_that_stays_locked_is_given_up_and_one_that_is_busy_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_async.rewards.score_file._LOCK_S", 0.01)
+    monkeypatch.setattr("omni_async.rewards.score_file._LOCK_S", 0.0)  # a lock is there for good, or not at all
     kept = cache(tmp_path / "scores", memory=0)
     kept.put({key(0): SCORE})
     with closing(sqlite3.connect(tmp_path / "scores", isolation_level=None)) as other:
@@ -121,8 +121,10 @@ def test_a_smaller_bound_is_reached_little_by_little(tmp_path):
 WRITER = """
 import sys
 from omni_async.config import schema
+from omni_async.rewards import score_file
 from omni_async.rewards.cache import ScoreCache
 from omni_async.types import Score
+score_file._LOCK_S = 60.0
 first, last = int(sys.argv[2]), int(sys.argv[3])
 kept = ScoreCache(schema.ScoreCache(path=sys.argv[1]))
 for number in range(first, last):

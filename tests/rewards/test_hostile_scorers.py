@@ -28,6 +28,8 @@ from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 from tests.config.encoders import ENCODERS
 from tests.images import as_media, score_all
+from tests.moved_clock import MovedLoop
+from tests.patience import PATIENCE
 
 IMAGE = (MediaShape("image", (3, 4, 4)),)
 MEDIA = [as_media(np.full((4, 4, 3), i, np.uint8)) for i in range(3)]
@@ -53,7 +55,9 @@ def each(*args: Any, **kwargs: Any) -> Callable[[int], Any]:
     return lambda count: [Score(*args, **kwargs) for _ in range(count)]
 
 
-def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Failure]:
+def outcomes_of(
+    answer: Callable[[int], Any], run: Callable[..., Any] = asyncio.run, **reward: Any
+) -> list[Score | Failure]:
     """Returns what a panel makes of a scorer that returns `answer(number of images)`."""
     scorer: Any = SimpleNamespace(name="hostile", score=lambda images, prompts: answer(len(images)))
 
@@ -67,7 +71,7 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
         finally:
             await panel.close()
 
-    return asyncio.run(main())
+    return run(main())
 
 
 ANSWERS = [
@@ -187,16 +191,18 @@ def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value):
 
 
 def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_another():
-    go = threading.Event()
+    go, loop = threading.Event(), MovedLoop()
     names: list[str] = []
 
     def answer(count: int) -> list[Score]:
         names.append(threading.current_thread().name)
         if len(names) == 1:
-            go.wait(20)
+            loop.move(PATIENCE)
+            go.wait(2 * PATIENCE)
         return [Score(1.0)] * count
 
-    assert outcomes_of(answer, timeout_s=0.05) == [Score(1.0, values=(1.0,))] * 3
+    assert outcomes_of(answer, loop.run_until_complete, timeout_s=PATIENCE) == [Score(1.0, values=(1.0,))] * 3
+    loop.close()
     assert len(names) == 4, "the batch that hung, and its samples"
     hanging = [thread for thread in threading.enumerate() if thread.name == "reward-0/hostile"]
     assert all(thread.daemon for thread in hanging), "the process can end without it"
@@ -207,15 +213,15 @@ async def test_calls_that_do_not_overlap_share_one_thread_and_closing_ends_idle_
     before, threads = threading.active_count(), Threads("t")
     used = {await threads.run(threading.get_ident) for _ in range(20)}
     assert threads.busy == 0
-    first, second = threading.Event(), threading.Event()
-    both = threads.run(lambda: (first.set(), second.wait(10))), threads.run(lambda: (second.set(), first.wait(10)))
+    together = threading.Barrier(2, timeout=PATIENCE)
+    both = threads.run(together.wait), threads.run(together.wait)
     assert threads.busy == 2
     await asyncio.gather(*both)
     assert threads.busy == 0
     used.add(await threads.run(threading.get_ident))
     assert len(used) <= 2
     threads.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while threading.active_count() > before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
