@@ -1,19 +1,26 @@
-"""How long a test waits for something that a healthy machine does at once.
-
-The bound only ends a test that hangs. A busy machine stalls a process for seconds, so a shorter bound fails by chance.
-"""
+"""Defines how long tests wait for real processes, threads and servers before they fail. No test passes by this time."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 60.0
+_PAUSE_S = 0.01
 
 
-def until(condition: Callable[[], object], what: str = "the condition") -> None:
-    """Wait, in a thread, until the condition holds. AssertionError once patience is over."""
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Block until `condition` holds. AssertionError, with `what`, after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, f"{what} did not come about within {PATIENCE:g} s"
-        time.sleep(0.01)
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE:g} s"
+        time.sleep(_PAUSE_S)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Return once `condition` holds, while the event loop runs. AssertionError, with `what`, after PATIENCE seconds."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE:g} s"
+        await asyncio.sleep(_PAUSE_S)

@@ -23,6 +23,7 @@ from omni_async.families import family_names
 from omni_async.rewards import registry
 from omni_async.tracking.sinks.base import SinkUnusableError
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
+from tests.patience import PATIENCE
 from tests.runtime.runtime_world import write_world
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +236,7 @@ def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
         "import sys, threading, time\n"
         "from omni_async import cli\n"
         "def listing(what):\n"
-        "    threading.Thread(target=time.sleep, args=(30,)).start()\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
         "    threading._register_atexit(lambda: print('ending', flush=True))\n"  # as Python begins to wait for threads
         "    return 0\n"
         "cli._list = listing\n"
@@ -246,7 +247,7 @@ def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
     assert process.stdout.readline() == "ending\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[1] == ""
+    assert process.communicate(timeout=PATIENCE)[1] == ""
     assert process.returncode == -signal.SIGINT
 
 
@@ -271,7 +272,7 @@ def test_a_reader_that_goes_away_changes_neither_the_exit_code_nor_what_is_writt
             stderr=nobody if code else subprocess.PIPE,
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
-            timeout=60,
+            timeout=PATIENCE,
         )
     assert (done.returncode, done.stderr or b"") == (code, b"")
     assert "--json" not in words or b'"results"' in (tmp_path / "result").read_bytes()
@@ -293,21 +294,22 @@ def test_the_committed_reference_is_what_the_schema_says(tmp_path, capsys):
 # ---- what it costs to start ------------------------------------------------------------------------------------------
 
 
-def test_nothing_heavy_is_imported_before_a_command_needs_it_and_a_list_takes_less_than_two_seconds(recipe):
-    """Measures processor time, which a busy machine does not lengthen."""
+def test_nothing_heavy_is_imported_before_a_command_needs_it_and_a_list_imports_few_modules(recipe):
+    """Counts modules: 471 take a quarter of a second to import."""
     program = (
-        "import sys, resource\n"
+        "import sys\n"
         "from omni_async import cli\n"
         "heavy = ('torch', 'ray', 'mlflow', 'diffusers', 'transformers', 'tensordict')\n"
         "loaded = lambda: [name for name in heavy if name in sys.modules]\n"
         "print(loaded())\n"
         "cli.main(['list'])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)\n"
+        "print('modules:', len(sys.modules))\n"
         f"cli.main(['check', {recipe!r}])\n"
         "print(loaded())"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert lines[0] == lines[-1] == "[]"
-    assert any(re.fullmatch(r"\d+\.\d+", line) and float(line) < 2 for line in lines)
+    [modules] = [int(line.split()[1]) for line in lines if line.startswith("modules:")]
+    assert modules < 700

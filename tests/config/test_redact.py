@@ -4,7 +4,6 @@ otherwise unchanged."""
 from __future__ import annotations
 
 import base64
-import time
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from omni_async.config.redact import (
 )
 from omni_async.config.secret_forms import find
 from omni_async.config.section import Section
+from tests.effort import LINEAR, growth
 
 SECRET = (
     "token hf_token api_key apiKey X-Api-Key Authorization PASSWORD client_secret aws_secret_access_key secret_key"
@@ -136,11 +136,12 @@ def test_known_secrets_beside_each_other_and_in_each_other(text: str, secrets: l
     assert redact_text(text, secrets) == shown
 
 
-def test_a_hostile_text_is_no_work() -> None:
-    started = time.process_time()
-    for piece in "?token a. :// token= Bearer &key _token a x= ?x= tokens=1 &tokens=1 - [ %5F".split():  # noqa: SIM905
-        redact_text(piece * (100_000 // len(piece)))
-    assert time.process_time() - started < 5
+@pytest.mark.parametrize(
+    "piece",
+    "?token a. :// token= Bearer &key _token a x= ?x= tokens=1 &tokens=1 - [ %5F".split(),  # noqa: SIM905
+)
+def test_a_hostile_text_is_no_work(piece: str) -> None:
+    assert growth(lambda length: redact_text(piece * (length // len(piece))), 12_500) < LINEAR
 
 
 def test_a_terminal_shows_control_characters_and_does_not_obey_them() -> None:
@@ -252,11 +253,7 @@ def test_a_text_without_secrets_stays_as_it_is(text: str) -> None:
     assert find(text, ["Zq7hV-unlikely-secret"]) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["\\" * 20_000, "%25" * 7_000, "&#" * 10_000, "\\u" * 10_000, "0x" * 10_000, "\\\\u0073" * 3_000, "A" * 20_000],
-)
-def test_a_hostile_text_costs_no_more_than_its_length(text: str) -> None:
-    began = time.process_time()
-    find(text, ["\\" * 30, "%25%25%25%25", "A" * 30])
-    assert time.process_time() - began < 2.0
+@pytest.mark.parametrize("piece", ["\\", "%25", "&#", "\\u", "0x", "\\\\u0073", "A"])
+def test_a_hostile_text_costs_no_more_than_its_length(piece: str) -> None:
+    secrets = ["\\" * 30, "%25%25%25%25", "A" * 30]
+    assert growth(lambda length: find(piece * (length // len(piece)), secrets), 5_000) < LINEAR

@@ -1,6 +1,5 @@
 """Tests prompt files: what is read, and that anything else in one is refused in one line that says where."""
 
-import time
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ from omni_async.config import ConfigError
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
 from omni_async.types import Prompt
+from tests.effort import LINEAR, TIMES, growth, require_lines
 
 
 def read(folder: Path, content: str | bytes, name: str = "prompts.txt") -> list[Prompt]:
@@ -111,11 +111,17 @@ def test_what_a_check_misses_in_a_prompt_is_said_with_its_line(tmp_path):
 
 
 def test_a_million_prompts_are_read_in_seconds(tmp_path):
+    """A prompt takes some 53 lines of Python, which are microseconds, and not more in a longer file."""
     line = '{"prompt": "a sign that says \\"open\\"", "target": "open", "language": "en", "n": 1}\n'
-    (tmp_path / "p.jsonl").write_text(line * 100_000)
-    started = time.process_time()
-    assert len(load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 50, [lambda prompt: None])) == 100_000
-    assert time.process_time() - started < 2
+    for number in (1000, 5000, TIMES * 5000):
+        (tmp_path / f"{number}.jsonl").write_text(line * number)
+
+    def load(number: int) -> list[Prompt]:
+        return load_prompts(str(tmp_path / f"{number}.jsonl"), "data.prompts", 50, [lambda prompt: None])
+
+    assert len(load(5000)) == 5000
+    require_lines(1000 * 100, lambda: load(1000))
+    assert growth(load, 5000) < LINEAR
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c", "\x1c"])
@@ -197,10 +203,8 @@ def test_an_image_that_is_none_is_refused_with_file_and_line(tmp_path, line, err
     draw(tmp_path / "outside.png")
     (folder / "text.png").write_text("no image")
     (folder / "cut.png").write_bytes(content[:-20])
-    began = time.perf_counter()
     said = refusal(folder, '{"prompt": "x"}\n' + line, "p.jsonl")
     assert said.startswith(f"data.prompts: {folder / 'p.jsonl'}:2: ") and error in said
-    assert time.perf_counter() - began < 1
 
 
 def test_an_image_that_changed_while_the_run_went_on_is_refused(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from omni_async.tracking.summary import Counters, ValidationPoint, read_summary,
 from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Prompt, Score, Span
 from tests.configs import make_summary
+from tests.patience import wait_for
 
 
 def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_memory_counts_descendants_once_and_only_while_they_live() -> None:
         assert child.stdout.readline() == b"up\n"
         both = process_tree_pss(os.getpid())
         assert both - alone > 190 << 20
-        time.sleep(0.2)
+        wait_for(lambda: sampler.peak_bytes >= alone + (190 << 20), "the sampler measures the child")
         child.stdin.close()
     assert process_tree_pss(child.pid) == 0
     assert sampler.stop() >= alone + (190 << 20)

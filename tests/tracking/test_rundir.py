@@ -18,6 +18,7 @@ from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, SpanLog,
 from omni_async.types import LedgerEntry, Span
 from tests.configs import build
 from tests.job_world import ENVIRONMENT
+from tests.patience import PATIENCE
 
 
 def config(folder: Path | str) -> schema.Config:
@@ -58,7 +59,7 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path) -> No
     )
     append_jsonl(tmp_path / "x.jsonl", {"update": 1, "b": 2})
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE)
     assert "cannot append to x.jsonl: File too large" in done.stderr
     append_jsonl(tmp_path / "x.jsonl", {"update": 2})
     assert (tmp_path / "x.jsonl").read_bytes() == b'{"update":1,"b":2}\n{"update":2}\n'

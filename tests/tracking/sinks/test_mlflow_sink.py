@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
-import time
+import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,11 +98,30 @@ def test_numbers_are_at_their_versions_under_names_whose_first_section_is_what_t
 
 @pytest.mark.parametrize("uri", ["http://me:hunter2@127.0.0.1:9/", "sqlite:////proc/nowhere/mlflow.db", "nonsense://x"])
 def test_an_unusable_store_is_refused_at_the_start(uri: str, runs: Path) -> None:
-    started = time.monotonic()
     with pytest.raises(SinkUnusableError, match=r"tracking\.mlflow: cannot use .*: .+; set tracking") as caught:
         MlflowSink(schema.Mlflow(tracking_uri=uri), about(runs / "r"))
     assert "hunter2" not in str(caught.value)
-    assert time.monotonic() - started < 30
+
+
+def test_a_server_that_refuses_is_asked_once(runs: Path) -> None:
+    """MLflow itself would try it again for minutes."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):  # the server is closed
+                while True:
+                    with server.accept()[0] as connection:
+                        asked.append(connection.recv(1000))
+
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(SinkUnusableError, match=r"tracking\.mlflow: cannot use "):
+            MlflowSink(schema.Mlflow(tracking_uri=address), about(runs / "r"))
+        server.shutdown(socket.SHUT_RDWR)
+        refusing.join()
+    assert len(asked) == 1
 
 
 def test_a_deleted_experiment_is_refused(runs: Path) -> None:

@@ -20,15 +20,19 @@ from omni_async.config import schema
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.sinks.wandb_sink import WandbSink
+from tests.patience import PATIENCE
 from tests.tracking.sinks.sink_world import about, tell
 
 ROOT = Path(__file__).parents[3]
 _BLOCK, _HEADER, _FIRST = 32768, struct.Struct("<IHB"), 7  # of the library's file: LevelDB's log, after 7 bytes
 
 
+_DENIED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
 @contextmanager
-def proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
-    """Makes whatever wants to reach the network ask here, and refuses; yields the environment and what was asked."""
+def proxy(answer: bytes = b"") -> Iterator[tuple[dict[str, str], list[bytes]]]:
+    """Makes whatever wants to reach the network ask here, and answers so; yields the environment and what was asked."""
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -37,6 +41,7 @@ def proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
                 try:
                     with server.accept()[0] as connection:
                         asked.append(connection.recv(1000))
+                        connection.sendall(answer)
                 except OSError:
                     return
 
@@ -136,8 +141,9 @@ def test_nothing_is_captured_or_printed_besides(offline):
 
 def test_an_account_that_cannot_be_used_is_refused_in_one_line_without_its_key(tmp_path, monkeypatch):
     key = "k" * 40
-    with proxy() as (environment, asked):
-        for name, value in {**environment, "WANDB_INIT_TIMEOUT": "3", "NO_PROXY": "", "no_proxy": ""}.items():
+    with proxy(_DENIED) as (environment, asked):
+        patience = {"WANDB_INIT_TIMEOUT": f"{PATIENCE:g}"}
+        for name, value in {**environment, **patience, "NO_PROXY": "", "no_proxy": ""}.items():
             monkeypatch.setenv(name, value)
         config = schema.Wandb(enabled=True, mode="online", api_key=key, base_url="http://wandb.invalid")
         with pytest.raises(SinkUnusableError, match=r"^tracking\.wandb: cannot start a run: .*mode=offline") as refused:
