@@ -22,6 +22,7 @@ from omni_async.media import Media
 from omni_async.tracking.images import write_media
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt
+from tests.patience import PATIENCE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
@@ -71,6 +72,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
     def opened(url: str, width: int = 1280, scheme: Literal["light", "dark"] = "light", own: str = "file:") -> Page:
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        context.set_default_timeout(1000 * PATIENCE)
         contexts.append(context)
 
         def on_console(message: ConsoleMessage) -> None:

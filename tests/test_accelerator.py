@@ -11,6 +11,7 @@ import torch
 
 from omni_async import accelerator
 from omni_async.accelerator import most_accelerators, require_accelerator
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -77,5 +78,5 @@ def test_what_torch_does_not_see_is_not_replaced_by_the_cpu() -> None:
 
 def test_counting_imports_no_torch() -> None:
     program = "import sys; from omni_async.accelerator import *; most_accelerators(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout == "False\n"

@@ -29,8 +29,7 @@ from omni_async.types import Prompt, SampleRequest, Score, ScoreJob
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
 from tests.loops import settle
-
-BLOCKED_AT_MOST_S = 5.0
+from tests.patience import PATIENCE
 
 
 class PlainPairs:
@@ -76,7 +75,7 @@ class FlatCodec:
         pixels = torch.stack([torch.as_tensor(one.image) for one in media])
         self.entered.set()
         if self.go is not None:
-            self.let_go.append(self.go.wait(BLOCKED_AT_MOST_S))
+            self.let_go.append(self.go.wait(PATIENCE))
         self.batches.append(tuple(pixels.shape))
         means = pixels.float().mean((1, 2, 3)) if self.value is None else torch.full((len(pixels),), self.value)
         return means[:, None, None].expand(-1, 6, 4)
@@ -218,7 +217,7 @@ async def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
     pairs, policy = PlainPairs(), FlatPolicy(blocked=True)
     async with on_stage(pairs, policy) as (desk, _):
         desk.offer(*(sample_of_pair(pair, 0) for pair in range(4)))
-        await asyncio.to_thread(policy.codec.entered.wait, BLOCKED_AT_MOST_S)
+        assert await asyncio.to_thread(policy.codec.entered.wait, PATIENCE)
     assert not policy.codec.let_go  # the run is over, and the thread still blocked
     policy.codec.go.set()
     assert pairs.read == [0]

@@ -204,13 +204,15 @@ async def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_
         assert stage.desk.lost == [("rollout-0", f"it did not take version 1: {str(error) or 'TimeoutError'}")]
 
 
-async def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(publisher, "_GRACE_S", 0.0)
-    async with on_stage(**{"weights.timeout_s": 0.05}) as stage:
+@pytest.mark.virtual_time
+async def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed():
+    async with on_stage(**{"weights.timeout_s": 600}) as stage:
         stage.receivers[1].gate.clear()
         stage.publish(7)
-        await stage.until(lambda: bool(stage.desk.lost))
-        assert stage.desk.lost == [("rollout-1", "it did not take version 7: not within weights.timeout_s = 0.05")]
+        await asyncio.sleep(600 + publisher._GRACE_S - 1)
+        assert (stage.held_by, stage.desk.lost) == ([("rollout-0", 7)], [])
+        await asyncio.sleep(2)
+        assert stage.desk.lost == [("rollout-1", "it did not take version 7: not within weights.timeout_s = 600")]
         assert stage.held_by == [("rollout-0", 7)]
 
 

@@ -25,6 +25,7 @@ from omni_async.types import SampleDrift, TrainGroup
 from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import BucketSet, unpack
 from omni_async.weights.snapshot import Snapshot
+from tests.loops import settle
 
 
 class Engine:
@@ -239,8 +240,10 @@ async def test_another_rank_copies_no_further_version_out_while_one_is_being_sha
     made, engine = await started(1, 2, store=Slow())
     await made.export(2)
     sharing, following = asyncio.create_task(made.share(2)), asyncio.create_task(made.export(3))
-    await asyncio.sleep(0.01)
-    assert not following.done()
+    await settle()
+    await made.discard()  # the rank's thread is done with all that it was asked to do
+    await settle()
+    assert not following.done() and engine.calls.count("snapshot 3") == 0
     opened.set()
     await following
     with pytest.raises(OSError, match="full") if fails else contextlib.nullcontext():

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from omni_async.aio.supervisor import Supervisor, TaskFailed
+from tests.patience import PATIENCE
 
 
 async def fail_after(turns: int, error: BaseException) -> None:
@@ -63,7 +64,7 @@ async def test_a_failure_before_the_wait_or_of_a_task_started_during_it_is_not_m
             supervisor.start_task("watchdog", restart())
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await asyncio.wait_for(supervisor.wait(), 2)
+            await asyncio.wait_for(supervisor.wait(), PATIENCE)
 
 
 async def test_an_error_in_the_block_still_ends_every_task() -> None:

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from omni_async.aio.threads import in_daemon_thread
+from tests.patience import PATIENCE
 
 
 async def test_what_a_call_returns_or_raises_is_the_callers() -> None:
@@ -30,4 +31,4 @@ async def test_a_cancelled_caller_leaves_a_call_behind_that_never_returns() -> N
         await waiting
     assert not ended.is_set()
     release.set()  # its answer has nobody to go to
-    assert ended.wait(60)
+    assert ended.wait(PATIENCE)

@@ -11,6 +11,7 @@ from omni_async.aio.clock import ManualClock, WallClock
 from omni_async.aio.waiting import Coalescer, Event, FairQueue, unless
 from omni_async.control.events import EventLog, Shown
 from omni_async.types import Prompt, Score
+from tests.patience import PATIENCE
 
 
 async def turns(count: int = 5) -> None:
@@ -265,7 +266,7 @@ async def test_a_delivery_that_answers_for_another_number_of_items_is_an_error()
         return items[1:]
 
     with pytest.raises(ValueError, match="shorter"):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PATIENCE):
             await Coalescer(short).send(1)
 
 

@@ -22,6 +22,7 @@ from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of
 from omni_async.config.redact import is_secret_key
 from omni_async.families import PipelineFamily, SamplingSpec, family_names, find_family
+from tests.patience import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_loading_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     script = f"""import sys, omni_async.config as config, omni_async.control.coordinator
 config.load(sys.argv[1])
 sys.exit(" ".join({heavy} & {{*sys.modules}}) or 0)"""
-    subprocess.run([sys.executable, "-c", script, tmp_path / "run.yaml"], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", script, tmp_path / "run.yaml"], timeout=PATIENCE, check=True)
 
 
 def test_buckets_are_the_shared_sampling_and_what_differs() -> None:

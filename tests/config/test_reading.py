@@ -20,6 +20,7 @@ from omni_async.performance.profile import load_profile
 from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import read_ending, read_summary
 from omni_async.tracking.timeline import read_trace
+from tests.patience import PATIENCE
 
 
 def _make_socket(path: Path) -> None:
@@ -41,7 +42,7 @@ _READERS = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize(("make", "kind"), _KINDS)
 @pytest.mark.parametrize("name", _READERS)
 def test_a_path_that_is_no_file_is_refused_at_once_with_its_kind(
@@ -54,7 +55,7 @@ def test_a_path_that_is_no_file_is_refused_at_once_with_its_kind(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("read", [read_lines, read_summary, read_trace, read_overlap])
 def test_files_of_a_run_are_not_waited_for_either(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "left.json")
@@ -63,7 +64,7 @@ def test_files_of_a_run_are_not_waited_for_either(tmp_path: Path, read: Callable
         read(tmp_path / "left.json")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(PATIENCE)
 def test_a_recipe_may_not_extend_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "base.yaml")
     (tmp_path / "own.yaml").write_text("extends: base.yaml\n")

@@ -30,8 +30,8 @@ from omni_async.types import (
 )
 from omni_async.version_spans import VersionSpans
 from tests.configs import build
+from tests.patience import PATIENCE
 
-STRANDED_AFTER_S = 20.0
 SAMPLE_BYTES = 100
 Reward = Callable[[ScoreJob], float | str]
 
@@ -276,7 +276,7 @@ class Run:
         """Plays until the run has ended and every role has returned by itself."""
         publisher = asyncio.create_task(self.publisher())
         try:
-            async with asyncio.timeout(STRANDED_AFTER_S):
+            async with asyncio.timeout(PATIENCE):
                 await asyncio.gather(
                     self.driver(),
                     self.trainer(),

@@ -29,6 +29,7 @@ from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.versions import WeightMismatch
 from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
+from tests.patience import PATIENCE
 
 CONTINUED = {"start": ControlState(version=3, next_group=11)}
 
@@ -301,7 +302,7 @@ async def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_
     await asyncio.sleep(0)
     assert not trainer.done()
     bench.generate(0, values=lambda job: 0.5)
-    (group,) = await asyncio.wait_for(trainer, 1)
+    (group,) = await asyncio.wait_for(trainer, PATIENCE)
     assert group.group == 1
 
 
@@ -323,7 +324,7 @@ async def test_stopping_sends_every_waiter_home_at_once() -> None:
     await asyncio.sleep(0)
     assert not any(waiter.done() for waiter in waiters)
     await c.stop("ctrl-c")
-    assert await asyncio.wait_for(asyncio.gather(*waiters), 1) == [[], [], []]
+    assert await asyncio.wait_for(asyncio.gather(*waiters), PATIENCE) == [[], [], []]
 
 
 async def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:

@@ -11,6 +11,7 @@ import pytest
 from control_world import Bench, distinct, now
 
 from omni_async.types import ReadyGroup, SampleRequest
+from tests.patience import PATIENCE
 
 
 def leased(**config: Any) -> Bench:
@@ -172,7 +173,7 @@ async def test_workers_that_leave_get_no_work_at_once_and_their_answers_count() 
     await asyncio.sleep(0)
     await c.engine_leaves("rollout-0")
     await c.scorer_leaves("reward-0")
-    assert await asyncio.wait_for(asking[0], 1) == await asyncio.wait_for(scoring[0], 1) == []
+    assert await asyncio.wait_for(asking[0], PATIENCE) == await asyncio.wait_for(scoring[0], PATIENCE) == []
     assert not asking[1].done() and not scoring[1].done()
     await c.engine_lost("rollout-1", "killed")  # so that there is work
     assert now(c.next_samples("rollout-0", 2, 4)) == await asking[1] == [], "the one left, the other is gone"
@@ -253,7 +254,7 @@ async def test_a_lost_engine_that_had_asked_before_it_had_weights_gets_nothing_a
     asking = asyncio.create_task(bench.c.next_samples("rollout-0", 8, 8))
     await asyncio.sleep(0)
     await bench.c.engine_lost("rollout-0", "killed")
-    assert await asyncio.wait_for(asking, 1) == []
+    assert await asyncio.wait_for(asking, PATIENCE) == []
 
 
 async def test_the_late_answer_for_a_group_that_ended_frees_a_slot_for_an_engine_that_waits() -> None:
@@ -266,7 +267,7 @@ async def test_the_late_answer_for_a_group_that_ended_frees_a_slot_for_an_engine
     await asyncio.sleep(0)
     assert not asking.done(), "one slot is the new sample's, the other that of the sample which nobody needs"
     bench.make([late], engine="rollout-1")
-    (second,) = await asyncio.wait_for(asking, 1)
+    (second,) = await asyncio.wait_for(asking, PATIENCE)
     assert (taken.group, second.group) == (1, 1)
 
 

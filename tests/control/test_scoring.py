@@ -12,6 +12,7 @@ import pytest
 from control_world import Bench, Run, distinct, make_config
 
 from omni_async.types import ScoreJob
+from tests.patience import PATIENCE
 
 
 def made(count: int = 100, **config: Any) -> Bench:
@@ -185,7 +186,7 @@ async def test_in_step_a_waiting_reward_worker_is_woken_by_the_last_answer_even_
     await asyncio.sleep(0)
     assert not worker.done(), "group 2 replaces group 1"
     bench.make(bench.lease())
-    assert samples(await asyncio.wait_for(worker, 1)) == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
+    assert samples(await asyncio.wait_for(worker, PATIENCE)) == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
 
 
 async def test_in_step_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:

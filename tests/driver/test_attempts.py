@@ -27,6 +27,8 @@ from omni_async.runtime.inputs import RunInputs
 from omni_async.tracking.attempts import read_faults
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary
+from tests.loops import settle
+from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (
     Control,
     HandCluster,
@@ -43,8 +45,8 @@ from tests.runtime.runtime_world import (
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_LAST_EVENTS_S", PATIENCE)
 
 
 def save(run: Path, version: int) -> Path:
@@ -109,15 +111,17 @@ def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp
 
 
 def test_the_updates_of_a_lost_attempt_whose_events_nobody_had_read_are_in_the_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "_LAST_EVENTS_S", 10.0)
+    dead = asyncio.Event()
 
     class Late(Control):
         async def events(self) -> list[RunEvent]:
-            await asyncio.sleep(0.05)
+            await dead.wait()
+            await settle()  # by now the driver knows of the death
             return await super().events()
 
     async def dies(control: Control) -> None:
         control.log.add("update", update(1, 0.0, 1.0).data)
+        dead.set()
         await dies_after(tmp_path, 1)(control)
 
     first = trainer(dies)

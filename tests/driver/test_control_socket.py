@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from omni_async.driver.control_socket import ControlError, ControlSocket, Request, ask
 from omni_async.tracking.rundir import RunDirectory
+from tests.patience import PATIENCE
 
 Reply = Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]]
 
@@ -40,7 +41,7 @@ def serve(path: Path, answer: Reply | None, talk: Callable[[], Any]) -> Any:
     async def main() -> Any:
         async with ControlSocket(path) as control:
             control.answer = answer
-            return await asyncio.wait_for(asyncio.to_thread(talk), 10)
+            return await asyncio.wait_for(asyncio.to_thread(talk), 2 * PATIENCE)
 
     return asyncio.run(main())
 
@@ -48,7 +49,7 @@ def serve(path: Path, answer: Reply | None, talk: Callable[[], Any]) -> Any:
 def send(path: Path, content: bytes) -> socket.socket:
     """Sends this to the socket, and returns the connection."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(5)
+    connection.settimeout(PATIENCE)
     connection.connect(str(path))
     connection.sendall(content)
     return connection
@@ -59,7 +60,7 @@ def test_an_answer_that_takes_a_while_says_what_it_waits_for(path: Path) -> None
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         tell("rollout-1: loading")
-        assert await asyncio.to_thread(heard.wait, 10), "it arrives while the answer is being waited for"
+        assert await asyncio.to_thread(heard.wait, PATIENCE), "it arrives while the answer is being waited for"
         tell("rollout-1: at work")
         return {"done": True}
 
@@ -74,7 +75,7 @@ def test_a_client_that_went_away_does_not_disturb_what_is_done(path: Path) -> No
     gone, done = threading.Event(), threading.Event()
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        await asyncio.to_thread(gone.wait, 10)
+        assert await asyncio.to_thread(gone.wait, PATIENCE)
         for _ in range(100):
             tell("rollout-1: loading")
             await asyncio.sleep(0)
@@ -84,7 +85,7 @@ def test_a_client_that_went_away_does_not_disturb_what_is_done(path: Path) -> No
     def talk() -> bool:
         send(path, b"{}\n").close()
         gone.set()
-        return done.wait(10)
+        return done.wait(PATIENCE)
 
     assert serve(path, slow, talk)
 
@@ -188,7 +189,7 @@ def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) 
         run._claim()
         run.release()
         with pytest.raises(ControlError, match=r"is not running here: .*Connection refused"):
-            ask(run.control, Request(), timeout_s=5.0)
+            ask(run.control, Request(), timeout_s=PATIENCE)
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)

@@ -19,6 +19,7 @@ from omni_async.driver.control_socket import ControlSocket, Request
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, write_summary
 from tests.configs import make_summary
+from tests.patience import PATIENCE
 
 STATUS: dict[str, Any] = {
     "progress": {
@@ -68,12 +69,13 @@ def running(run: Path) -> Iterator[list[Request]]:
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    ready.wait(10)
+    assert ready.wait(PATIENCE)
     try:
         yield asked
     finally:
         over.set()
-        thread.join(10)
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys):

@@ -25,6 +25,7 @@ from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import Span
+from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (
     OFFLINE,
     Control,
@@ -43,8 +44,8 @@ from tests.runtime.runtime_world import (
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_LAST_EVENTS_S", PATIENCE)
 
 
 def test_the_first_cause_of_an_ending_stays_and_every_status_has_its_exit_code():
@@ -63,7 +64,7 @@ def test_the_first_cause_of_an_ending_stays_and_every_status_has_its_exit_code()
 async def signalled(number: int, event: asyncio.Event) -> None:
     """Sends this process the signal, and waits until it has set the event."""
     os.kill(os.getpid(), number)
-    await asyncio.wait_for(event.wait(), 5)
+    await asyncio.wait_for(event.wait(), PATIENCE)
 
 
 async def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
@@ -79,6 +80,7 @@ async def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypat
 
 
 def test_a_signal_that_comes_twice_in_a_moment_or_at_any_time_again_as_sigterm_is_one(monkeypatch):
+    monkeypatch.setattr(session, "_SAME_S", PATIENCE)
     interruption = session.Interruption(lambda text: None)
     interruption.signalled(signal.SIGINT)
     interruption.signalled(signal.SIGINT)

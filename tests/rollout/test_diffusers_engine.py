@@ -13,6 +13,7 @@ from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
 from pipelines.qwen_image.policy import QwenImagePolicy
 from tests.fakes import load_model
+from tests.patience import PATIENCE
 from tests.rollout.conftest import (
     adapters,
     assert_same,
@@ -91,7 +92,7 @@ class Pausing(QwenImagePolicy):
     def velocity(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.calls == self.at:
             self.reached.set()
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(PATIENCE)
         self.calls += 1
         return super().velocity(*args, **kwargs)
 

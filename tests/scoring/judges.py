@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from typing import Any
 
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
 from omni_async.types import Prompt, Score
+from tests.patience import PATIENCE
 
 calls: list[Any] = []
+recorded, over = threading.Event(), threading.Event()  # for `Impatient`: it may press Ctrl-C, and the program has ended
 
 
 class Red:
@@ -59,8 +61,9 @@ class Impatient(Red):
 
     def _score(self, one: Media, prompt: Prompt) -> Score:
         if self.red(one) == 60:
-            time.sleep(0.5)  # until those before it are on record
+            assert recorded.wait(PATIENCE), "the samples before it are on record"
             os.kill(os.getpid(), signal.SIGINT)
+            over.wait(PATIENCE)  # no answer: it might be on record before the interrupt
         return super()._score(one, prompt)
 
 

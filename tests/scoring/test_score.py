@@ -24,6 +24,7 @@ from omni_async.control.events import Shown
 from omni_async.data.media_files import read_media
 from omni_async.driver.sample_files import _row
 from omni_async.media import Media
+from omni_async.scoring import scoring
 from omni_async.scoring.report import histogram
 from omni_async.scoring.samples import find_samples
 from omni_async.tracking.images import write_media
@@ -38,6 +39,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_world(tmp_path, reward=reward("Red"))
     monkeypatch.chdir(tmp_path)
     judges.calls.clear()
+    judges.recorded.clear()
+    judges.over.clear()
     return tmp_path / "recipe.yaml"
 
 
@@ -289,11 +292,23 @@ def test_where_nothing_can_be_scored_the_exit_code_says_so_and_no_grid_is_left(c
     assert not judges.calls and not Path("grid.png").exists() and found["statistics"] == {}
 
 
-def test_ctrl_c_keeps_what_was_scored(capsys):
+def test_ctrl_c_keeps_what_was_scored(capsys, monkeypatch):
+    real = scoring.score_samples
+
+    def record(config, reward, rows, checks, repeat, progress):
+        def told(number):
+            progress(number)
+            if number == 2:
+                judges.recorded.set()
+
+        return real(config, reward, rows, checks, repeat, told)
+
+    monkeypatch.setattr(scoring, "score_samples", record)
     draw("images", 10, 20, 60, 80)
     words = ["reward.scorers=[{name: 'tests.scoring.judges:Impatient'}]", "reward.batch=1"]
     found = scored("images", *words, code=130)
     assert [row["reward"] for row in found["rows"]] == [10, 20]
+    judges.over.set()
     assert "2 of 4 samples were not reached" in capsys.readouterr().err
 
 

@@ -22,8 +22,11 @@ from omni_async.report.data import SECTIONS
 from omni_async.report.shown import Shown
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Counters, summarise, write_summary
-from omni_async.watch import live
+from omni_async.watch import live, report_sections
 from omni_async.watch.command import newest
+from tests import patience
+from tests.loops import settle
+from tests.patience import PATIENCE
 from tests.watch.watch_world import Page, RunningJob, watched
 
 
@@ -42,7 +45,7 @@ async def news(page: Page) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
 
 
 async def until(messages: AsyncIterator[dict[str, Any]], condition: Any) -> dict[str, Any]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         async for message in messages:
             if condition(message):
                 return message
@@ -93,25 +96,25 @@ async def test_a_run_that_is_over_has_the_groups_of_its_summary(tmp_path: Path) 
 
 
 async def test_nothing_is_read_while_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "PAUSE_S", 0.01)
+    monkeypatch.setattr(live, "PAUSE_S", 0.0)  # whoever looked would look again at once
+    monkeypatch.setattr(live, "FRUGAL", 0.0)
+    looked: list[live.LiveRun] = []
+    former = live.LiveRun.look
+
+    async def counted(self: live.LiveRun) -> float:
+        looked.append(self)
+        return await former(self)
+
+    monkeypatch.setattr(live.LiveRun, "look", counted)
     async with watched(tmp_path) as page:
-        looks = 0
-        former = live.LiveRun.look
-
-        async def counted(self: live.LiveRun) -> float:
-            nonlocal looks
-            looks += 1
-            return await former(self)
-
-        monkeypatch.setattr(live.LiveRun, "look", counted)
-        await asyncio.sleep(0.1)
-        assert looks == 0
+        await settle()
+        assert not looked
         async with news(page) as messages:
-            await until(messages, lambda one: looks > 2)
-        await asyncio.sleep(0.3)  # the server notices that the reader has gone
-        before = looks
-        await asyncio.sleep(0.3)
-        assert looks == before
+            await until(messages, lambda one: len(looked) > 2)
+        await patience.until(lambda: not looked[0].num_viewers, "the server notices that the reader has gone")
+        before = len(looked)
+        await settle()
+        assert len(looked) == before
 
 
 async def test_the_sections_of_the_report_come_once_they_are_made(tmp_path: Path) -> None:
@@ -138,6 +141,7 @@ def test_the_section_that_needs_all_spans_is_made_more_rarely_while_the_run_goes
         return former(shown)
 
     monkeypatch.setitem(SECTIONS, "waiting", counted)
+    monkeypatch.setattr(report_sections, "FRUGAL", 1e9)  # else as long as the machine may stand still
     run = MadeRun(groups=40).write(tmp_path)
     run._claim()
     sections = live.Sections()
@@ -266,7 +270,7 @@ async def test_a_run_is_stopped_while_it_waits_for_new_workers(tmp_path: Path) -
         job.may_scale.clear()
         scaling = asyncio.create_task(page.post("/api/act", {"action": "scale", "workers": {"rollout": 3}}))
         await until(messages, lambda one: "waiting for rollout-2 to load" in str(now(one)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             assert await page.post("/api/act", {"action": "stop"}) == (200, {"result": "done"})
         assert job.stops == 1 and not job.asked
         job.may_scale.set()
@@ -324,7 +328,7 @@ def test_a_signal_ends_the_command_while_somebody_looks_and_says_nothing(
     with subprocess.Popen(command, **pipes) as server:
         assert server.stdout is not None and server.stderr is not None
         address = server.stdout.readline().split(" at ")[1].partition("/#")[0]
-        with urllib.request.urlopen(f"{address}/events", timeout=60) as events:
+        with urllib.request.urlopen(f"{address}/events", timeout=PATIENCE) as events:
             assert events.readline().startswith(b"data: ")
             server.send_signal(number)
-            assert server.wait(60) == code and server.stderr.read() == ""
+            assert server.wait(PATIENCE) == code and server.stderr.read() == ""

@@ -16,6 +16,7 @@ import pytest
 from benchmarks.run_folders import MadeRun
 from omni_async.watch.serve import serving
 from tests.browser import OpenPage, browser, open_page, played, violations, write_clips
+from tests.patience import PATIENCE
 from tests.watch.watch_world import TOKEN, RunningJob
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def serve(folder: Path, token: str | None) -> Iterator[Served]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(PATIENCE)
     yield served
     loop.call_soon_threadsafe(ended.set)
     thread.join()
@@ -131,17 +132,12 @@ def test_the_lanes_are_moved_and_zoomed_with_the_keyboard(open_page: OpenPage, l
     page = loaded(open_page, live)
     canvas = page.locator("canvas.lanes")
 
-    def picture() -> str:
-        page.wait_for_timeout(200)
-        drawn: str = canvas.evaluate("canvas => canvas.toDataURL()")
-        return drawn
-
+    changed = "before => document.querySelector('canvas.lanes').toDataURL() !== before"
     canvas.focus()
-    seen = [picture()]
     for key in ("+", "ArrowLeft", "-", "Home", "End"):
+        before = canvas.evaluate("canvas => canvas.toDataURL()")
         page.keyboard.press(key)
-        seen.append(picture())
-        assert seen[-1] != seen[-2], key
+        page.wait_for_function(changed, arg=before)
 
 
 def test_buttons_ask_first_and_what_they_did_is_recorded_and_shown(open_page: OpenPage, live: Served) -> None:
@@ -174,6 +170,7 @@ def test_without_the_key_of_the_link_the_page_can_only_look(open_page: OpenPage,
 
 def test_a_token_is_asked_for_once_and_opens_the_page_with_its_buttons(browser: object, locked: Served) -> None:
     page = browser.new_context().new_page()  # type: ignore[attr-defined]
+    page.set_default_timeout(1000 * PATIENCE)
     page.goto(locked.address)
     page.get_by_label("The token").fill("not the token of this page")
     page.get_by_role("button", name="Look").click()

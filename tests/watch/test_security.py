@@ -8,9 +8,11 @@ import random
 import socket
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp.web_protocol import RequestHandler
 
 from omni_async.cli import main
 from omni_async.reward_server.listener import address_of, listening
@@ -18,23 +20,28 @@ from omni_async.watch import guard
 from omni_async.watch.actions import Asked
 from omni_async.watch.command import Once
 from omni_async.watch.guard import HEADERS, KEY_HEADER
+from tests.loops import settle
+from tests.patience import PATIENCE
 from tests.watch.watch_world import TOKEN, Page, RunningJob, watched
 
 STOP = {"action": "stop"}
 
 
-async def raw(page: Page, request: bytes, patience_s: float = 20.0) -> bytes:
+async def raw(page: Page, request: bytes, received: Counter[int] | None = None) -> bytes:
     """Sends bytes as they are, and returns the first line of the answer; empty if the connection is just closed.
 
-    A request that is not whole gets none: its end is cut off after `patience_s`."""
+    With `received`, the bytes that the server has of each port, the request need not be whole: if there is no answer
+    although the server has all of it, it is cut off."""
     reader, writer = await asyncio.open_connection("127.0.0.1", page.port)
     try:
         writer.write(request)
-        answer = asyncio.create_task(reader.readline())
-        done, _ = await asyncio.wait({answer}, timeout=patience_s)
-        if not done:
-            writer.write_eof()
-        async with asyncio.timeout(20):
+        answer, port = asyncio.create_task(reader.readline()), writer.get_extra_info("sockname")[1]
+        async with asyncio.timeout(PATIENCE):
+            while received is not None and not answer.done() and received[port] < len(request):  # noqa: ASYNC110
+                await asyncio.sleep(0)  # the server is on this loop
+            if received is not None and not answer.done():
+                await settle()
+                writer.write_eof()
             return await answer
     except ConnectionError:
         return b""
@@ -210,6 +217,13 @@ async def test_a_session_begins_with_the_token_and_its_cookie_is_for_this_page_a
         assert (await page.get("/api/report"))[0] == 200
 
 
+@pytest.fixture
+def slow_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives no further try while a test lasts, however long the machine stands still."""
+    monkeypatch.setattr(guard, "_LOGINS_PER_S", 1e-6)
+
+
+@pytest.mark.usefixtures("slow_tries")
 async def test_tokens_cannot_be_tried_out_fast(tmp_path: Path) -> None:
     async with watched(tmp_path, TOKEN) as page:
         statuses = [(await page.post("/login", {"token": f"wrong {n}"}))[0] for n in range(15)]
@@ -217,6 +231,7 @@ async def test_tokens_cannot_be_tried_out_fast(tmp_path: Path) -> None:
         assert (await page.post("/login", {"token": TOKEN}))[0] == 429
 
 
+@pytest.mark.usefixtures("slow_tries")
 async def test_tokens_of_programs_cannot_be_tried_out_fast_and_the_right_one_is_no_try(tmp_path: Path) -> None:
     async with watched(tmp_path, TOKEN) as page:
         for _ in range(20):
@@ -314,6 +329,15 @@ async def test_malformed_requests_are_refused_and_change_nothing(
 ) -> None:
     monkeypatch.setattr(guard, "_PER_S", 1e6)  # so that every one is looked at
     monkeypatch.setattr(guard, "_BURST", 10**6)
+    received: Counter[int] = Counter()
+    former = RequestHandler.data_received
+
+    def data_received(self: RequestHandler[Any], data: bytes) -> None:
+        assert self.transport is not None
+        received[self.transport.get_extra_info("peername")[1]] += len(data)
+        former(self, data)
+
+    monkeypatch.setattr(RequestHandler, "data_received", data_received)
     rng = random.Random(20261124)
     async with watched(tmp_path) as page, RunningJob(page.folder).answering() as job:
         before = {path: path.read_bytes() for path in page.folder.rglob("*") if path.is_file()}
@@ -321,7 +345,7 @@ async def test_malformed_requests_are_refused_and_change_nothing(
 
         async def some(number: int) -> None:
             for _ in range(number):
-                words = (await raw(page, malformed(rng), 0.02)).split()
+                words = (await raw(page, malformed(rng), received)).split()
                 answers[int(words[1]) if len(words) > 1 else 0] += 1
 
         await asyncio.gather(*(some(requests // 25) for _ in range(25)))

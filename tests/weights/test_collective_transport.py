@@ -30,20 +30,32 @@ from omni_async.weights.transport.collective import (
     current_device,
     group_on,
 )
+from tests.patience import PATIENCE
 from tests.training.training_world import make_config
 from tests.weights.conftest import Packed, make_packed
 
-LONG_S, SHORT_S = 60.0, 0.5
+LONG_S, SHORT_S = PATIENCE, 0.5
+SHORT = timedelta(seconds=SHORT_S)
 CPU = torch.device("cpu")
 
 
 class World:
-    def __init__(self, engines: int, timeout_s: float = LONG_S, carrier: Any = "cpu") -> None:
-        self.sender = CollectiveSender("127.0.0.1", carrier, timeout_s)
-        self.receivers = [CollectiveReceiver(f"rollout-{i}", timeout_s) for i in range(engines)]
+    def __init__(self, engines: int, carrier: Any = "cpu") -> None:
+        self.sender = CollectiveSender("127.0.0.1", carrier, LONG_S)
+        self.receivers = [CollectiveReceiver(f"rollout-{i}", LONG_S) for i in range(engines)]
 
     async def connect(self):
         await self.sender.init({str(i): receiver.init for i, receiver in enumerate(self.receivers)})
+        return self
+
+    async def connect_and_hurry(self):
+        """Connects with time to do so, and then waits for nobody any longer than SHORT_S."""
+        await self.connect()
+        for participant in (self.sender, *self.receivers):
+            group = participant._group
+            assert group is not None
+            participant._timeout_s = group._timeout_s = SHORT_S
+            group._gloo._set_default_timeout(SHORT)
         return self
 
     async def carry(self, packed: Packed) -> list[Packed]:
@@ -112,14 +124,26 @@ JOINING = r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights
 @pytest.mark.parametrize(
     ("join", "error", "said"), [(absent, TransportError, JOINING), (dead, ConnectionError, "the actor died")]
 )
-async def test_an_engine_that_does_not_join_is_reported_and_ends_the_others_wait_within_the_timeout(join, error, said):
-    world = World(1, SHORT_S)
+async def test_an_engine_that_does_not_join_is_reported_and_ends_the_others_wait_within_the_timeout(
+    join, error, said, monkeypatch
+):
+    serve = CollectiveSender._serve
+
+    def serve_and_hurry(sender: CollectiveSender) -> Any:
+        store = serve(sender)
+        store.set_timeout(SHORT)
+        sender._timeout_s = SHORT_S
+        return store
+
+    monkeypatch.setattr(CollectiveSender, "_serve", serve_and_hurry)
+    world = World(1)
+    world.receivers[0]._timeout_s = SHORT_S
     with pytest.raises(error, match=said):
         await world.sender.init({"0": world.receivers[0].init, "1": join})
 
 
 async def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout():
-    world = await World(2, SHORT_S).connect()
+    world = await World(2).connect_and_hurry()
     packed = make_packed()
     outcomes: list[BaseException] = []
     said = r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within"
@@ -130,13 +154,13 @@ async def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_t
 
 
 async def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout():
-    world = await World(1, SHORT_S).connect()
+    world = await World(1).connect_and_hurry()
     with pytest.raises(TransportError, match=r"the broadcast of version 3 failed on rank 1.*weights\.timeout_s = 0\.5"):
         await receive(world.receivers[0], make_packed()[0], Parcel(None, [4, 4]))
 
 
 async def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follows_from_it():
-    world = await World(1, SHORT_S).connect()
+    world = await World(1).connect_and_hurry()
     with pytest.raises(LookupError, match="an engine died"):
         async with sending(world.sender, *make_packed()):
             raise LookupError("an engine died")
@@ -209,7 +233,7 @@ def test_a_rank_that_does_not_come_ends_the_broadcast_within_the_timeout():
     store, over = dist.HashStore(), threading.Event()
 
     def take_part(rank: int) -> None:
-        carrier = DeviceCarrier(CPU, store, rank, 2, SHORT_S)
+        carrier = DeviceCarrier(CPU, store, rank, 2, LONG_S)
         if rank == 1:
             over.wait(LONG_S)
             return
@@ -244,7 +268,7 @@ async def test_an_engine_that_does_not_come_ends_the_wait_before_the_device_is_e
     monkeypatch.setattr(collective, "current_device", lambda: CPU)
     entered: list[Any] = []
     monkeypatch.setattr(DeviceCarrier, "broadcast", lambda self, bucket, timeout_s: entered.append(bucket))
-    world = await World(1, SHORT_S, "device").connect()
+    world = await World(1, "device").connect_and_hurry()
     with pytest.raises(TransportError, match="the broadcast of version 3 failed on rank 0; a participant is gone"):
         async with asyncio.timeout(LONG_S), sending(world.sender, *make_packed()):
             """No engine receives."""
