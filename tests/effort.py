@@ -6,15 +6,17 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 TIMES = 8
 # Linear work grows 8 times, with some room for noise; quadratic work grows 64 times.
 LINEAR = 24.0
 
 
-def require_lines(most: int, work: Callable[[], Any]) -> int:
-    """Run `work` and return how many lines of Python it ran. AssertionError as soon as they are more than `most`.
+def require_lines(most: int, work: Callable[[], T]) -> T:
+    """Return the result of `work`. AssertionError as soon as it has run more than `most` lines of Python.
 
     Lines of everything that it calls in this thread count; work inside a function written in C does not."""
     count = 0
@@ -29,10 +31,9 @@ def require_lines(most: int, work: Callable[[], Any]) -> int:
     former = sys.gettrace()
     sys.settrace(trace)
     try:
-        work()
+        return work()
     finally:
         sys.settrace(former)
-    return count
 
 
 def growth(work: Callable[[int], Any], size: int, tries: int = 5) -> float:

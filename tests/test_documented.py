@@ -122,6 +122,7 @@ TRAINED = [p for p in COMMANDS if p.values[0][0] in ("train", "check")]
 CHECKED = [p for p in TRAINED if not any(needed in " ".join(p.values[0]) for needed in NEED_MORE)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("words", "shown"), CHECKED)
 def test_what_is_trained_in_the_documentation_passes_check(words, shown, workplace, capsys):
     code = cli.main(["check", *words[1:]])
@@ -133,6 +134,7 @@ def test_what_is_trained_in_the_documentation_passes_check(words, shown, workpla
         assert (code, said) == (0, "")
 
 
+@pytest.mark.thorough
 def test_the_documented_way_to_a_recipe_of_ones_own_leads_to_one(workplace, capsys):
     words = next(p.values[0] for p in COMMANDS if p.values[0][0] == "init" and "--model" in p.values[0])
     assert words[1] == STAND_INS["my_recipe.yaml"]  # which is there
@@ -150,6 +152,7 @@ _SIMULATED = {tuple(p.values[0]) for p in COMMANDS if p.values[0][0] == "simulat
 _QUICK = sorted(words for words in _SIMULATED if not any(slow in " ".join(words) for slow in SLOW))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", _QUICK, ids=" ".join)
 def test_a_documented_simulation_runs(words, workplace, capsys):
     assert cli.main(words) == 0
@@ -212,6 +215,7 @@ def test_code_on_the_page_about_model_families_is_that_of_the_file_it_names(exce
             assert any(line.strip() == other.strip() for other in there), line
 
 
+@pytest.mark.thorough
 def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -> None:
     """Begins with a quickstart run whose weights are those it began with plus one."""
     import torch

@@ -66,6 +66,7 @@ def test_some_examples_are_cheap_enough_to_run() -> None:
     assert {words[0] for words in CHEAP} == {"check", "list", "docs", "init", "score", "simulate"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", CHEAP, ids=" ".join)
 def test_a_cheap_example_works(words, tmp_path, monkeypatch, capsys):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

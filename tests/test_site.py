@@ -54,6 +54,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_front_page_leads_everywhere_and_is_readable_at_every_width(site: str, open_page: OpenPage) -> None:
     for width in (390, 1280):
         page = open_page(site, width=width, own=site)
@@ -69,6 +70,7 @@ def test_the_front_page_leads_everywhere_and_is_readable_at_every_width(site: st
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_searched_for_is_found_without_a_network_in_the_dark(site: str, open_page: OpenPage) -> None:
     page = open_page(site, scheme="dark", own=site)
     assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"

@@ -96,7 +96,7 @@ def test_a_whole_run_keeps_its_secrets(tmp_path, capfd):
     assert not shown(secret, said.out, said.err)
 
 
-@few(40)
+@few(12)
 @given(secret=SECRETS)
 @example(secret="abc%40def@gh/ij")
 def test_no_secret_is_in_a_configuration_that_is_shown(tmp_path, secret, capsys):

@@ -194,6 +194,7 @@ SHOWN = [words for words in [*(found.values[0] for found in COMMANDS), *helped()
 assert len(SHOWN) > 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", sorted({shlex.join(words) for words in SHOWN}))
 def test_a_printed_example_works_as_it_stands(command, folder, by_law, capsys):
     (folder / "recipes").symlink_to(ROOT / "recipes")

@@ -68,35 +68,41 @@ _EMULATED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_runs_on_ray_publish_by_every_transport(tmp_path):
+# Other runs on Ray publish by the object store.
+_LEFT = {"object_store": [], "disk": ["version-000003.safetensors"], "collective": []}
+
+
+@pytest.fixture(scope="module")
+def ray():
     pytest.importorskip("ray")
     from benchmarks.weights_measure import ray_session
 
-    recipe = write_recipe_file(tmp_path / "recipe.yaml", _EMULATED, {})
-    left: dict[str, list[str]] = {}
     with ray_session(0):
-        for transport in ("object_store", "disk", "collective"):
-            finished = run(recipe, f"weights.transport={transport}")
-            assert_both_engines_swapped(finished)
-            left[transport] = [path.name for path in (finished.path / "weights").glob("*")]
-    assert left == {"object_store": [], "disk": ["version-000003.safetensors"], "collective": []}
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.sliced(floor=1)
+@pytest.mark.parametrize("transport", [pytest.param("object_store", marks=pytest.mark.thorough), "disk", "collective"])
+def test_runs_on_ray_publish_by_every_transport(transport, ray, tmp_path):
+    recipe = write_recipe_file(tmp_path / "recipe.yaml", _EMULATED, {})
+    finished = run(recipe, f"weights.transport={transport}")
+    assert_both_engines_swapped(finished)
+    assert [path.name for path in (finished.path / "weights").glob("*")] == _LEFT[transport]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.thorough
 @pytest.mark.parametrize("transport", ["object_store", "disk", "collective"])
-def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trained(tmp_path, checkpoint, transport):
-    pytest.importorskip("ray")
-    from benchmarks.weights_measure import ray_session
-
+def test_two_ranks_on_ray_publish_their_rows_and_engines_draw_with_what_was_trained(
+    tmp_path, checkpoint, transport, ray
+):
     halves = ("placement.trainer.cpus=0.5", "placement.reward.cpus=0.5")
     ranks = ("run.runtime=ray", "trainer.workers=2", "rollout.workers=2", *halves)
-    with ray_session(0):
-        recipe = write_recipe(tmp_path, checkpoint)
-        finished = run(recipe, *ranks, "weights.bucket_mb=1", f"weights.transport={transport}")
+    recipe = write_recipe(tmp_path, checkpoint)
+    finished = run(recipe, *ranks, "weights.bucket_mb=1", f"weights.transport={transport}")
     assert_both_engines_swapped(finished)
     if transport == "disk":
         assert_file_is_what_was_trained(finished)
