@@ -24,7 +24,7 @@ from omni_async.rewards.http import HttpScorer
 from omni_async.types import Prompt, Score
 from tests.images import as_media
 from tests.moved_clock import MovedLoop
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE, wait_for
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ class HeldByFile(Recorder):
 
     def score(self, media: list[Any], prompts: list[Prompt]) -> list[Score]:
         (self._folder / "begun").touch()
-        until((self._folder / "free").exists)
+        wait_for((self._folder / "free").exists, "the release of the scorer")
         return super().score(media, prompts)
 
 

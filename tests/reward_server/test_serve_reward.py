@@ -32,7 +32,7 @@ from omni_async.rewards.guard import ScorerHangs
 from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE, wait_for
 from tests.reward_server.serving_world import (
     HELD,
     MEDIA,
@@ -118,7 +118,7 @@ def test_requests_that_wait_are_scored_together(tmp_path):
             calls = [ask_for(0)]
             assert Held.begun.wait(PATIENCE)
             calls += map(ask_for, range(1, 8))
-            until(lambda: b"\nomni_async_reward_waiting 7.0\n" in metrics_of(url), "seven waiting requests")
+            wait_for(lambda: b"\nomni_async_reward_waiting 7.0\n" in metrics_of(url), "seven waiting requests")
         assert all(call.result()[0].text == "read" for call in calls)
         assert sorted(map(len, Held.batches)) == [1, 7]
 
@@ -367,9 +367,9 @@ def test_sigterm_lets_a_request_under_way_finish(tmp_path):
     with command(path) as (process, url), asking(url, retries=0, timeout_s=2 * PATIENCE) as client:
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(client.score, MEDIA, PROMPTS)
-            until((tmp_path / "begun").exists, "the request")
+            wait_for((tmp_path / "begun").exists, "the request")
             process.send_signal(signal.SIGTERM)
-            until(lambda: refuses(url), "the end of listening")
+            wait_for(lambda: refuses(url), "the end of listening")
             assert not answers.done()
             (tmp_path / "free").touch()
             assert len(answers.result()) == 4
