@@ -158,13 +158,14 @@ class RewardFormula:
         if not abs(value) <= self._config.max_abs:
             raise NoReward(f"{whose}: a reward of {value:g}, beyond reward.max_abs = {self._config.max_abs:g}")
 
-    def is_whole(self, prompt: Prompt, score: Score) -> bool:
-        """Return whether every scorer that was asked for the sample has a part in its score."""
+    def unanswered(self, prompt: Prompt, score: Score) -> list[str]:
+        """Return the labels of the scorers that were asked for the sample and have no part in its score."""
         if not self._optional:
-            return True
+            return []
         asked = set(self.asked(prompt))
         columns = zip(self.columns, score.values, strict=True)
-        return all(value is not None for column, value in columns if column.scorer in asked)
+        absent = {column.scorer for column, value in columns if value is None and column.scorer in asked}
+        return [self.labels[number] for number in sorted(absent)]
 
     # ---- groups ------------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def test_a_scorer_that_failed_one_sample_is_left_out_of_the_whole_group():
     assert (first.values, second.values) == ((1.0, None, None), (2.0, None, None))
     assert first.parts["b/value"] == 5.0, "what it said is still shown"
     assert made.level(INK, [whole, whole]) == ([whole, whole], ())
-    assert made.is_whole(INK, whole) and not made.is_whole(INK, half), "a validation round goes on without the second"
+    assert made.unanswered(INK, whole) == [] and made.unanswered(INK, half) == ["b"], "a validation round leaves it out"
     gated = made.combine({0: Score(0.1), 1: Score(5.0)})
     assert made.level(INK, [gated, half])[0][0].value == 0.0
 

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from omni_async.bench.plan import Job, Plan
 from omni_async.bench.result import RunRecord
 from omni_async.tracking.console import UpdateView
+from omni_async.tracking.summary import ValidationPoint
 
 _REFRESH_PER_S = 2  # the display runs beside what is measured
 
@@ -116,7 +117,7 @@ class RunConsole:
     def update(self, view: UpdateView) -> None:
         self._progress.show(f"{self._name}: update {view.get('update', '?')}/{self._updates}")
 
-    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
+    def validation(self, point: ValidationPoint) -> None:
         pass
 
     def note(self, text: str) -> None:

@@ -2,7 +2,8 @@
 
 A round is made due by a multiple of `validation.every`, and a checkpoint is written at each of them. It begins once
 every engine holds that version; engines that took a newer one over meanwhile are validated at that one, at most
-`staleness.max_updates` updates later. Its reward then stands for the checkpoint that made it due.
+`staleness.max_updates` updates later. Its reward then stands for the checkpoint that made it due. How rounds are
+compared, and which cannot be the best, is in `control/rounds.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
+from omni_async.control.rounds import Round, ranked
 
 
 def is_due(config: Config, version: int) -> bool:
@@ -29,39 +31,42 @@ def worth_keeping(config: Config, versions: Collection[int], control: ControlSta
         control: the run so far."""
     if config.validation is None or config.checkpoint.keep_best == 0:
         return set()
-    rewards = rewards_of(config, versions, ((one.version, one.reward) for one in control.rounds))
+    measured = rounds_of(config, versions, control.rounds)
     over = -1 if control.validated is None else control.validated
     # The round of a version that engines passed over begins at a later one.
     open_ = {v for v in versions if _is_validated(config, v) and v + config.staleness.max_updates > over}
-    return {*best_first(rewards)[: config.checkpoint.keep_best], *(open_ - rewards.keys())}
+    return {*best_first(measured, control.rounds)[: config.checkpoint.keep_best], *(open_ - measured.keys())}
 
 
-def rewards_of(
-    config: Config, versions: Collection[int], rounds: Iterable[tuple[int, float | None]]
-) -> dict[int, float]:
-    """Return the validation reward of each of the checkpoints that have one.
+def rounds_of(config: Config, versions: Collection[int], rounds: Iterable[Round]) -> dict[int, Round]:
+    """Return the validation round of each of the checkpoints that have one with a reward.
 
     Args:
         config: the run's.
         versions: the checkpoints'.
-        rounds: the finished ones: the version each began with, and its mean reward; None and NaN are no reward."""
+        rounds: the finished ones."""
     every = 1 if config.validation is None else config.validation.every
-    own: dict[int, float] = {}
-    passed_over: dict[int, float] = {}
-    for began, reward in rounds:
-        if reward is None or not math.isfinite(reward):
+    own: dict[int, Round] = {}
+    passed_over: dict[int, Round] = {}
+    for one in rounds:
+        if one.reward is None or not math.isfinite(one.reward):
             continue
-        due = began - began % every
-        if began in versions:
-            own[began] = reward
-        elif due in versions and began - due <= config.staleness.max_updates:
-            passed_over[due] = reward
+        due = one.version - one.version % every
+        if one.version in versions:
+            own[one.version] = one
+        elif due in versions and one.version - due <= config.staleness.max_updates:
+            passed_over[due] = one
     return passed_over | own
 
 
-def best_first(rewards: Mapping[int, float]) -> list[int]:
-    """Return the versions, that of the highest reward first; of equal ones the newer, which was trained for longer."""
-    return sorted(rewards, key=lambda version: (rewards[version], version), reverse=True)
+def best_first(measured: Mapping[int, Round], rounds: Iterable[Round]) -> list[int]:
+    """Return the versions of the checkpoints whose round may be the best, the best first.
+
+    Args:
+        measured: checkpoint -> its round.
+        rounds: all of the run's: their order does not depend on which checkpoints are left."""
+    checkpoint_of = {one.version: version for version, one in measured.items()}
+    return [checkpoint_of[one.version] for one in ranked(rounds) if one.version in checkpoint_of]
 
 
 def _is_validated(config: Config, version: int) -> bool:

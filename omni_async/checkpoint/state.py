@@ -140,6 +140,9 @@ def _impossible(state: State) -> str | None:
         return "a group that waits for the trainer has no samples"
     if len(control.rewards) > control.version:
         return f"it has rewards of {len(control.rewards)} updates, and is at update {control.version}"
+    for round_ in control.rounds:
+        if any(len(column) != round_.asked for column in round_.scores.values()):
+            return f"the validation round of version {round_.version} has not a score for each of its samples"
     groups = [*(one.group for one in control.unfinished), *(one.group for one in control.ready)]
     if len(set(groups)) != len(groups):
         return "a group stands there twice"
@@ -154,9 +157,11 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
     yield from (("admitted", ledger.admitted), ("ledger.size", ledger.size))
     # A run whose first round is under way has validated the version below its first.
     yield "validated", 0 if control.validated in (None, -1) else control.validated
-    yield from (*ledger.events.items(), *ledger.reasons.items())
+    yield from (*ledger.events.items(), *ledger.reasons.items(), *ledger.drop_reasons.items())
     yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
-    yield from (("a validation round", one.version) for one in control.rounds)
+    for round_ in control.rounds:
+        counts = (round_.version, round_.scored or 0, round_.asked or 0, *round_.reasons.values())
+        yield from (("a validation round", number) for number in counts)
     for one in control.unfinished:
         yield from (("an unfinished group", one.group), ("attempts", one.attempts))
     for group in control.ready:

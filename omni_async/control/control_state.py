@@ -13,14 +13,16 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from omni_async.control.rounds import Round
 from omni_async.types import ReadyGroup
 
 
 class LedgerState(Struct, frozen=True):
     """Totals over the ledger's lines so far.
 
-    How many groups were admitted, how they ended, why, and how old they were when trained; how many bytes the lines
-    are, and their digest."""
+    How many groups were admitted, how they ended, why (`reasons` of rejected ones, `drop_reasons` of dropped ones), and
+    how old they were when trained; how many bytes the lines are, and their digest. A state recorded before counts all
+    reasons in `reasons`."""
 
     admitted: int = 0
     events: dict[str, int] = {}
@@ -28,6 +30,7 @@ class LedgerState(Struct, frozen=True):
     staleness: dict[int, int] = {}
     size: int = 0
     digest: str = ""
+    drop_reasons: dict[str, int] = {}
 
     @property
     def lines(self) -> int:
@@ -43,23 +46,14 @@ class Unfinished(Struct, frozen=True):
     attempts: int = 1
 
 
-class Round(Struct, frozen=True):
-    """A validation round that is over: its version, the mean reward and the means of the scorer's parts.
-
-    A mean is null where it is not finite."""
-
-    version: int
-    reward: float | None
-    parts: dict[str, float | None] = {}
-
-
 class ControlState(Struct, frozen=True):
     """The control plane between two updates.
 
     `version` is the policy's, `next_group` the first number that was not given out, `images` those generated for
     training, `validated` the last version a validation round began with. `ready` groups wait for the trainer; their
     references lead to trajectories that the checkpoint holds too. `unfinished` groups are generated again. `rewards`
-    has the mean reward of each of the run's updates (null: it was not finite), `rounds` its validation."""
+    has the mean reward of each of the run's updates (null: it was not finite), `rounds` its validation, with every
+    sample's score: what rounds are compared by."""
 
     version: int = 0
     next_group: int = 0

@@ -40,6 +40,7 @@ from omni_async.control.ending import Ending
 from omni_async.control.events import Bulletin
 from omni_async.control.group_table import Group, GroupTable, TooStale
 from omni_async.control.ledger import Ledger
+from omni_async.control.reasons import count
 from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
 from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
 from omni_async.control.sample_table import Outcome, Sample, SampleTable
@@ -205,6 +206,8 @@ class Coordinator(Bulletin):
             seconds = self._backoff.pause_s(outcome.sample.score_failures)
             self._pauses.call(outcome.sample.request.sample_id, seconds, partial(self._resume, outcome.sample))
         elif isinstance(owner, ValidationRound):
+            if outcome.event != "complete":
+                owner.leave_out(outcome.sample, outcome.reason)
             self._end_round(owner)  # if that was its last sample, scored or without a score
         elif isinstance(owner, Group):
             if outcome.event != "complete":
@@ -240,8 +243,9 @@ class Coordinator(Bulletin):
             return
         del self._validation.rounds[round_.version]
         round_.leave_incomplete(self._formula)
-        self._record.validated(round_.version, round_.means())
-        self._log.add("validation", *round_event(round_, self._config.tracking.images))
+        result = round_.result(name_scorer=len(self._formula.labels) > 1)
+        self._record.validated(result)
+        self._log.add("validation", *round_event(round_, result, self._config.tracking.images))
         self._samples.end_samples(round_)
         self._finish_if_complete()
 
@@ -480,6 +484,8 @@ class Coordinator(Bulletin):
         return {
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),
+            "reasons": count(self.ledger.reasons),
+            "drop_reasons": count(self.ledger.drop_reasons),
             "engines": dict(self.versions.engines),
             "scorers": self._scorers.now(),
             "addresses": {name: redact_text(address) for name, address in self._addresses.items()},

@@ -48,7 +48,8 @@ class Ledger:
         self._last_group = -1
         self.admitted = start.admitted
         self.events: Counter[str] = Counter({"trained": 0, "rejected": 0, "dropped": 0} | start.events)
-        self.reasons: Counter[str] = Counter(start.reasons)
+        self.reasons: Counter[str] = Counter(start.reasons)  # of rejected groups
+        self.drop_reasons: Counter[str] = Counter(start.drop_reasons)
         self.staleness: Counter[int] = Counter(start.staleness)
         self._size, self._digest = start.size, start.digest
 
@@ -71,7 +72,7 @@ class Ledger:
         self._live.remove(entry.group)
         self.events[entry.event] += 1
         if entry.reason is not None:
-            self.reasons[entry.reason] += 1
+            (self.drop_reasons if entry.event == "dropped" else self.reasons)[entry.reason] += 1
         if entry.staleness is not None:
             self.staleness[entry.staleness] += 1
         line = encode_line(entry)
@@ -94,7 +95,13 @@ class Ledger:
         """Return the totals of everything but the live groups, which a resumed run admits again."""
         admitted = self.admitted - len(self._live)
         return LedgerState(
-            admitted, dict(self.events), dict(self.reasons), dict(self.staleness), self._size, self._digest
+            admitted,
+            dict(self.events),
+            dict(self.reasons),
+            dict(self.staleness),
+            self._size,
+            self._digest,
+            dict(self.drop_reasons),
         )
 
     def counters(self) -> dict[str, int]:
@@ -103,7 +110,8 @@ class Ledger:
     def summary(self) -> dict[str, Any]:
         """Return how all groups ended: how many, why, and how old they were when trained."""
         staleness = {str(age): count for age, count in sorted(self.staleness.items())}
-        return {"conservation": self.counters(), "reasons": dict(self.reasons), "staleness": staleness}
+        why = {"reasons": dict(self.reasons), "drop_reasons": dict(self.drop_reasons)}
+        return {"conservation": self.counters(), **why, "staleness": staleness}
 
 
 class JsonlSink:

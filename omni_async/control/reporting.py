@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from omni_async.config import Config
-from omni_async.control.control_state import ControlState, Round
+from omni_async.control.control_state import ControlState
 from omni_async.control.events import Shown
 from omni_async.control.group_table import GroupTable
 from omni_async.control.requests import GroupSource
+from omni_async.control.rounds import Round
 from omni_async.control.sample_table import SampleTable
 from omni_async.control.validation import Validation, ValidationRound, mean_parts
 from omni_async.control.versions import Versions
@@ -55,16 +58,18 @@ def update_event(
     return data, _spread(shown, config.tracking.images)
 
 
-def round_event(finished: ValidationRound, num_shown: int) -> tuple[dict[str, Any], tuple[Shown, ...]]:
-    """Return a round's event data, and up to `num_shown` of its scored samples."""
-    samples, error = finished.precision()
+def round_event(finished: ValidationRound, result: Round, num_shown: int) -> tuple[dict[str, Any], tuple[Shown, ...]]:
+    """Return a round's event data, and some of its scored samples.
+
+    Args:
+        finished: the round, with its samples.
+        result: what is recorded of it.
+        num_shown: how many samples are shown at most."""
     data = {
         "version": finished.version,
+        "round": msgspec.to_builtins(result),
         "versions": list(finished.versions),
-        "parts": finished.means(),
-        "samples": samples,
-        "standard_error": error,
-        "failed": len(finished.failed),
+        "standard_error": finished.standard_error(),
     }
     shown = [
         Shown(one.result.media, one.request.prompt, one.score)
@@ -129,13 +134,9 @@ class Record:
         """Add the mean reward of the update that was just made."""
         self.rewards.append(_finite(reward))
 
-    def validated(self, version: int, means: Mapping[str, float]) -> None:
-        """Add the round of `version`, whose `means` hold `reward` and the scorer's parts.
-
-        Adds nothing if no sample of it could be scored."""
-        if "reward" in means:
-            parts = {name: _finite(value) for name, value in means.items()}
-            self._rounds.append(Round(version, parts.pop("reward"), parts))
+    def validated(self, finished: Round) -> None:
+        """Add a round, also one of which no sample could be scored."""
+        self._rounds.append(finished)
 
     def rounds(self, until: int | None) -> tuple[Round, ...]:
         """Return the rounds of versions up to `until`; a resumed run makes later ones again."""

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import stdev
 
+import msgspec
+import xxhash
+
 from omni_async.config import Config
-from omni_async.control.sample_table import SampleSet, SampleState
+from omni_async.control.reasons import count
+from omni_async.control.rounds import REWARD, Round
+from omni_async.control.sample_table import Sample, SampleSet, SampleState
 from omni_async.reward_formula import RewardFormula
 from omni_async.types import SampleRequest, Score
 
@@ -25,12 +30,25 @@ def mean_parts(scores: Iterable[Score]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
+def digest_of(requests: Sequence[SampleRequest]) -> str:
+    """Return the digest of what decides a round's samples, but for the policy: rounds are compared sample by sample."""
+    drawn = [
+        [
+            [one.prompt.text, one.prompt.target, one.prompt.metadata, [image.digest for image in one.prompt.images]],
+            [one.seed, one.initial_seed, one.spec, one.num_inference_steps, one.calls],
+        ]
+        for one in requests
+    ]
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(drawn, enc_hook=str, order="sorted"))
+
+
 class ValidationRound(SampleSet):
-    """The samples of one round. Failed samples are counted, and never enter a mean."""
+    """The samples of one round. Failed samples are counted with their reasons, and never enter a mean."""
 
     def __init__(self, version: int, requests: list[SampleRequest]) -> None:
         super().__init__("validation", version, requests)
         self.version = version
+        self._why: dict[str, str] = {}  # sample -> why it has no score
 
     @property
     def failed(self) -> list[str]:
@@ -38,11 +56,39 @@ class ValidationRound(SampleSet):
         left = (each for each in self.samples if each.state in (SampleState.FAILED, SampleState.SCORED))
         return [each.request.sample_id for each in left if each.score is None]
 
+    def leave_out(self, sample: Sample, reason: str) -> None:
+        """Record why a sample has no score."""
+        self._why[sample.request.sample_id] = reason
+
     def leave_incomplete(self, formula: RewardFormula) -> None:
-        """Go on without samples that a scorer has failed, and is left out of: their rewards are not comparable."""
+        """Leave out samples that an optional scorer has failed: their rewards are not comparable."""
         for sample in self.samples:
-            if sample.score is not None and not formula.is_whole(sample.request.prompt, sample.score):
+            if sample.score is not None and (absent := formula.unanswered(sample.request.prompt, sample.score)):
+                self.leave_out(sample, f"no answer of {', '.join(absent)}")
                 sample.score = None
+
+    def result(self, name_scorer: bool = True) -> Round:
+        """Return the round as it is recorded: means, every sample's score, and why samples have none.
+
+        Args:
+            name_scorer: whether reasons name the scorer that failed."""
+        means = {name: value if math.isfinite(value) else None for name, value in self.means().items()}
+        scores = [sample.score for sample in self.samples]
+        columns = {name: tuple(None if one is None else _number(one, name) for one in scores) for name in means}
+        reasons: dict[str, int] = defaultdict(int)
+        for sample in self.samples:
+            if sample.score is None:
+                reasons[self._why.get(sample.request.sample_id, "")] += 1
+        return Round(
+            self.version,
+            means.pop(REWARD, None),
+            means,
+            scored=sum(one is not None for one in scores),
+            asked=len(scores),
+            reasons=count(reasons, name_scorer),
+            drawn=digest_of([sample.request for sample in self.samples]),
+            scores=columns,
+        )
 
     def means(self) -> dict[str, float]:
         """Return the means of `reward` and of every part over the scored samples."""
@@ -50,8 +96,8 @@ class ValidationRound(SampleSet):
         reward = {"reward": sum(score.value for score in scores) / len(scores)} if scores else {}
         return reward | mean_parts(scores) | reward  # a part of that name does not take its place
 
-    def precision(self) -> tuple[int, float | None]:
-        """Return how many samples were scored, and the standard error of their mean reward; None of one prompt.
+    def standard_error(self) -> float | None:
+        """Return the standard error of the mean reward of the scored samples; None of one prompt.
 
         Prompts are what differs independently: it is that of the mean over the prompts' own means."""
         rewards: dict[int, list[float]] = defaultdict(list)
@@ -59,14 +105,18 @@ class ValidationRound(SampleSet):
             if sample.score is not None:
                 rewards[sample.request.prompt.index].append(sample.score.value)
         means = [sum(values) / len(values) for values in rewards.values()]
-        error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-        return sum(map(len, rewards.values())), error
+        return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
 
     @property
     def versions(self) -> tuple[int, int]:
         """Return the oldest and newest version that a sample of this round started with."""
         versions = [s.result.version for s in self.samples if s.result is not None]
         return (min(versions), max(versions)) if versions else (self.version, self.version)
+
+
+def _number(score: Score, name: str) -> float | None:
+    value = score.value if name == REWARD else score.parts.get(name)
+    return value if value is not None and math.isfinite(value) else None
 
 
 class Validation:

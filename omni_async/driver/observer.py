@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,8 +20,10 @@ from omni_async.config import Config
 from omni_async.config.schedule import num_existing_devices
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
+from omni_async.control.rounds import NotComparable, Round, compare, first_and_last
 from omni_async.driver.sample_files import SampleFiles
 from omni_async.role_table import WORKING
+from omni_async.runs.rounds import line_of
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
 from omni_async.tracking.attempts import Fault
@@ -66,7 +68,7 @@ class Observer:
         self.owns = owns
         self.has_something = owns  # to record, even if recording it failed
         self.made = 0  # updates of this attempt, including those that were lost again
-        self._held_rounds: list[tuple[dict[str, float], int, dict[str, float | None]]] = []
+        self._held_rounds: list[tuple[Round, float | None]] = []
         self._untaken: deque[RunEvent] = deque()
         self._samples = SampleFiles(run, sinks, console.note)
         if self.owns:
@@ -108,10 +110,7 @@ class Observer:
         conservation = {**events, "admitted": ledger.lines, "live": 0}
         self._last: dict[str, Any] = {"conservation": conservation, "images": start.images}
         self._rewards = [_number(reward) for reward in start.rewards]
-        self._validation = [
-            ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()})
-            for one in start.rounds
-        ]
+        self._rounds = [*start.rounds]
         updates = range(start.version - len(start.rewards) + 1, start.version + 1)
         if (gaps := self._run.metrics_gaps(updates, [one.version for one in start.rounds])) is not None:
             self._console.note(
@@ -133,8 +132,8 @@ class Observer:
         for fault in self.faults:
             append_jsonl(self._run.faults, fault)
         held, self._held_rounds = self._held_rounds, []
-        for numbers, version, precision in held:
-            self._log(numbers, version, precision)
+        for finished, error in held:
+            self._log_round(finished, error)
         self._samples.may_save.set()
 
     def fault(self, fault: Fault) -> None:
@@ -280,7 +279,7 @@ class Observer:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
             eta = (self._config.trainer.updates - last) * (until - since) / (last - first)
         rewards = self._rewards[-_RECENT:] if self._config.data.preferences is None else []
-        validation = self._validation[-1] if self._validation else None
+        newest = max(self._rounds, key=lambda one: one.version, default=None)
         return {
             "update": self.version,
             "updates": self._config.trainer.updates,
@@ -288,7 +287,7 @@ class Observer:
             "reward": sum(rewards) / len(rewards) if rewards else None,
             **{name: self._latest.get(name) for name in ("staleness/mean", "staleness/max", "images_per_s")},
             **{name: self._latest[name] for name in _SHOWN if name in self._latest},
-            "validation": None if validation is None else msgspec.to_builtins(validation),
+            "validation": None if newest is None else msgspec.to_builtins(ValidationPoint.of(newest)),
             "told": self._told,
         }
 
@@ -309,23 +308,30 @@ class Observer:
         return busy_fractions(self.spans.recent(start), start, now)
 
     def _validated(self, data: dict[str, Any]) -> None:
-        parts = dict(data["parts"])
-        value = parts.pop("reward", None)
-        if value is None:
-            self._console.note(f"validation of version {data['version']}: no sample could be scored")
-            return
-        self._validation.append(ValidationPoint(data["version"], value, parts))
-        self._console.validation(data["version"], value, parts)
-        numbers = {f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}
-        precision = {name: data[name] for name in ("samples", "standard_error")}
+        finished = msgspec.convert(data["round"], Round)
+        self._rounds.append(finished)
+        self._console.validation(ValidationPoint.of(finished))
         if self.owns:
-            self._log(numbers, data["version"], precision)
+            self._log_round(finished, data["standard_error"])
         else:
-            self._held_rounds.append((numbers, data["version"], precision))
+            self._held_rounds.append((finished, data["standard_error"]))
 
-    def _log(self, numbers: dict[str, float], version: int, more: Mapping[str, float | None]) -> None:
-        self._run.append_metrics(version, {**numbers, **more})
-        self._sinks.metrics(numbers, version)
+    def _log_round(self, finished: Round, error: float | None) -> None:
+        means = {f"validation/{name}": value for name, value in {"reward": finished.reward, **finished.parts}.items()}
+        counts = {"not_scored": (finished.asked or 0) - (finished.scored or 0), **self._gain(finished)}
+        self._run.append_metrics(finished.version, line_of(finished, means, {**counts, "standard_error": error}))
+        self._sinks.metrics({name: one for name, one in (means | counts).items() if one is not None}, finished.version)
+        if left_out := finished.left_out:
+            self._sinks.remark("not_scored", f"version {finished.version}: {left_out}", finished.version)
+
+    def _gain(self, finished: Round) -> dict[str, float]:
+        """Return what the reward has gained since the first round, over the samples that both have scored."""
+        ends = first_and_last(one for one in self._rounds if one.version <= finished.version)
+        try:
+            change = None if ends is None or ends[1] != finished else compare(*ends)
+        except NotComparable:
+            return {}
+        return {} if change is None else {"validation_gain": change.reward[1] - change.reward[0]}
 
     def summary(
         self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]
@@ -352,7 +358,8 @@ class Observer:
             spans=spans,
             devices=num_existing_devices(self._config),
             reject_reasons=ended.get("reasons"),
-            validation=self._validation,
+            drop_reasons=ended.get("drop_reasons"),
+            rounds=self._rounds,
             peak_memory_bytes=peak_memory,
             wall_before=self._wall_before,
             untimed_images=self._untimed_images,

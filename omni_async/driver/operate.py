@@ -21,9 +21,13 @@ from omni_async.config.section import size_text
 from omni_async.driver.control_socket import MOST_WORKERS, ControlError, NotRunning, Request, ask
 from omni_async.driver.next_steps import next_steps
 from omni_async.role_table import scalable_roles
-from omni_async.tracking.console import columns, duration, validated, validation_curve
+from omni_async.runs.record import ended_groups, is_entry
+from omni_async.runs.rounds import read_rounds
+from omni_async.tracking.console import columns, duration, groups_left_out, validated, validation_lines
+from omni_async.tracking.files import read_records
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
+from omni_async.types import LedgerEntry
 from omni_async.worker import BUILT_IN_ROLES
 
 _STATUS = """\
@@ -130,7 +134,7 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
     if "doing" in status:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
-    lines.append(_groups(status["conservation"]))
+    lines += _groups(status["conservation"], status.get("reasons", {}), status.get("drop_reasons"))
     if (told := status.get("progress", {}).get("told")) is not None:
         lines.append(f"last told{_at(told['at'])}: {told['text']}")
     head = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
@@ -163,7 +167,7 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
         numbers.append(f"images/s {found['images_per_s']:.1f}")
     lines = [f"update {found['update']}/{found['updates']}, {left}", *filter(None, [", ".join(numbers)])]
     if (validation := found["validation"]) is not None:
-        lines.append(validated(validation["version"], validation["value"], validation["parts"]))
+        lines.append(validated(msgspec.convert(validation, ValidationPoint)))
     return lines
 
 
@@ -181,8 +185,10 @@ def _buffer(name: str, held: Mapping[str, int]) -> list[str]:
     return [name, str(taken), str(held["capacity"]), str(held.get("ready", ""))]
 
 
-def _groups(counts: Mapping[str, int]) -> str:
-    return "groups: " + ", ".join(f"{counts[name]} {name}" for name in _GROUPS)
+def _groups(counts: Mapping[str, int], rejected: Mapping[str, int], dropped: Mapping[str, int] | None) -> list[str]:
+    counted = ", ".join(f"{counts[name]} {name}" for name in _GROUPS)
+    why = groups_left_out(counts, rejected, dropped) if rejected or dropped else []
+    return [f"groups: {counted}", *why]
 
 
 # ---- a run that does not answer --------------------------------------------------------------------------------------
@@ -192,7 +198,8 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run that does not answer.
 
     running: another process has it all the same, on another machine perhaps. update: the last one in its metrics, 0 if
-    there is none; numbers: that update's. checkpoint: the newest folder."""
+    there is none; numbers: that update's. checkpoint: the newest folder. ended: groups by how they ended, and why, by
+    the ledger."""
 
     run: str
     running: bool
@@ -202,6 +209,9 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     numbers: dict[str, float]
     validation: ValidationPoint | None
     checkpoint: str | None
+    ended: dict[str, int] = {}
+    reject_reasons: dict[str, int] = {}
+    drop_reasons: dict[str, int] = {}
 
 
 def left_behind(folder: Path) -> LeftBehind:
@@ -210,12 +220,12 @@ def left_behind(folder: Path) -> LeftBehind:
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
         # The file may have been edited: what is no number is ignored.
-        lines = [*run.read_metrics()]
+        lines, ended = [*run.read_metrics()], _endings(run)
         metrics = [{name: one for name, one in line.items() if isinstance(one, int | float)} for line in lines]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
     updates = [line for line in metrics if "finished" in line]
-    rounds = [line for line in metrics if line.get("validation/reward") is not None]
+    rounds = read_rounds(lines)
     last: Mapping[str, Any] = updates[-1] if updates else {}
     learned = ("accuracy", "margin") if "accuracy" in last else ("reward",)  # of preferences that is not their reward
     return LeftBehind(
@@ -225,15 +235,16 @@ def left_behind(folder: Path) -> LeftBehind:
         update=int(last.get("update", 0)),
         finished=last.get("finished"),
         numbers={name: last[name] for name in (*learned, "staleness/mean", "images_per_s") if name in last},
-        validation=_round(rounds[-1]) if rounds else None,
+        validation=ValidationPoint.of(rounds[-1]) if rounds else None,
+        **ended,
         checkpoint=next((str(path) for path in newest_first(run.checkpoints)), None),
     )
 
 
-def _round(line: Mapping[str, Any]) -> ValidationPoint:
-    start = "validation/"
-    parts = {name.removeprefix(start): value for name, value in line.items() if name.startswith(start)}
-    return ValidationPoint(line["update"], parts.pop("reward"), parts)
+def _endings(run: RunDirectory) -> dict[str, dict[str, int]]:
+    """Return how groups ended by the ledger, and why; what cannot be read of it is left out."""
+    entries = [entry for entry in read_records(run.ledger, LedgerEntry) if is_entry(entry)]
+    return dict(zip(("ended", "reject_reasons", "drop_reasons"), ended_groups(entries), strict=True))
 
 
 def left_behind_lines(found: LeftBehind) -> list[str]:
@@ -249,7 +260,9 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
         numbers = "".join(f", {name} {value:.3g}" for name, value in found.numbers.items())
         lines.append(f"the last update was {found.update}{_at(found.finished)}{numbers}")
     if (point := found.validation) is not None:
-        lines.append(validated(point.version, point.value, point.parts))
+        lines.append(validated(point))
+    if found.ended:
+        lines += groups_left_out(found.ended, found.reject_reasons, found.drop_reasons)
     return lines if found.running else [*lines, *_goes_on(found)]
 
 
@@ -267,12 +280,13 @@ def _ended(summary: Summary) -> list[str]:
     if (first := summary.first_reward) is not None and (last := summary.last_reward) is not None:
         lines.append(f"reward {first:.3f} -> {last:.3f} (means of the first and the last 5 updates)")
     if summary.validation:
-        lines.append(validation_curve(summary.validation))
+        lines += validation_lines(summary.validation, summary.validation_change)
     if trained := sum(summary.staleness.values()):
         mean = sum(age * count for age, count in summary.staleness.items()) / trained
         ages = f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most"
         lines.append(f"{ages}; images/s {summary.images_per_s:.1f}")
-    return [*lines, _groups(msgspec.to_builtins(summary.counters))]
+    counts = msgspec.to_builtins(summary.counters)
+    return [*lines, *_groups(counts, summary.reject_reasons, summary.drop_reasons)]
 
 
 def _goes_on(found: LeftBehind) -> list[str]:

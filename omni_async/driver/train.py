@@ -37,7 +37,7 @@ from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.keeper import GaveUp, Restarts
 from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.console import Console, validation_curve
+from omni_async.tracking.console import Console, groups_left_out, validation_lines
 from omni_async.tracking.live_console import for_stream
 from omni_async.tracking.memory import MemorySampler
 from omni_async.tracking.rundir import RunDirectory
@@ -275,12 +275,10 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
         there = f"this attempt's updates are in the ledger and checkpoints of {run.path}, but not in its results"
         return [f"{ended}: {there if observer.has_something else nothing}", *lost]
     lines = [f"{ended}: {made} in {summary.wall_s:.0f} s after loading"]
-    if reasons := summary.reject_reasons:
-        most = max(reasons, key=reasons.__getitem__)
-        rejected, admitted = summary.counters.rejected, summary.counters.admitted
-        lines.append(f"{rejected} of {admitted} groups were rejected, most often: {most}")
+    counts = msgspec.to_builtins(summary.counters)
+    lines += groups_left_out(counts, summary.reject_reasons, summary.drop_reasons)
     if summary.validation:
-        lines.append(validation_curve(summary.validation))
+        lines += validation_lines(summary.validation, summary.validation_change)
     names = ("images", "metrics", "ledger", "summary", "profile", "timeline")
     paths = (run.samples, run.metrics, run.ledger, run.summary, run.profile, run.trace)
     files = dict(zip(names, paths, strict=True))

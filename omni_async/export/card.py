@@ -11,17 +11,20 @@ import yaml
 
 from omni_async import __version__
 from omni_async.config.yaml_text import to_yaml
+from omni_async.control.rounds import NotComparable, compare, first_and_last
 from omni_async.export.base import CARD
 from omni_async.export.curves import plot_curves
 from omni_async.export.how_to_load import Loading, base_name
 from omni_async.runs.chosen import Chosen
-from omni_async.runs.record import Run, read_run
+from omni_async.runs.record import Run, ended_groups, read_run
+from omni_async.tracking.console import groups_left_out
 
 _LICENCE = ("license", "license_name", "license_link")
 _UNKNOWN = (
     "**The licence is not known**: the base model's folder has no card that names one. It is that of the base model;"
     " fill in `license` above before you share this."
 )
+_MOST_ROUNDS = 3  # of which it is said that samples have no score
 _CURVES, _RECIPE, _SAMPLES = "curves.png", "recipe.yaml", "samples"
 
 
@@ -48,7 +51,7 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
         f"```python\n{loading.code}\n```",
         *loading.notes,
         "## How it was trained",
-        _table(_facts(chosen, policy, base)),
+        _table({**_facts(chosen, policy, base), **_measured(run)}),
         f"`{_RECIPE}` is the whole recipe.",
         *([f"![Mean reward by update]({_CURVES})"] if has_curves else []),
         *(["## Samples"] if pictures else []),
@@ -67,7 +70,7 @@ def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
         "trained": f"{', '.join(chosen.components)}: {trained}",
         "algorithm": config.algorithm.name,
         "reward": ", ".join(f"{scorer.weight:g} x {scorer.name}" for scorer in config.reward.scorers) or "preferences",
-        "validation reward of this checkpoint": "not measured" if chosen.reward is None else f"{chosen.reward:.4g}",
+        "validation reward of this checkpoint": chosen.shown_reward or "not measured",
         "policy": {"old": "the old policy, which drew the samples", "ema": "moving average of the weights"}.get(policy),
         "updates": chosen.version,
         "prompts per update x samples": f"{config.trainer.groups_per_update} x {config.rollout.group_size}",
@@ -77,6 +80,26 @@ def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
         **{f"sampling: {name}": value for name, value in sampling.items()},
         "seed": config.run.seed,
     }
+
+
+def _measured(run: Run) -> dict[str, str]:
+    """Return how validation changed over the run, and what of validation and of training was left out."""
+    counted = groups_left_out(*ended_groups(run.ledger))
+    found = {"groups that were not trained": "; ".join(counted)} if counted else {}
+    ends = first_and_last(run.validation)
+    if ends is not None:
+        name = f"validation reward, update {ends[0].version} -> {ends[1].version}"
+        try:
+            change = compare(*ends)
+            found[name] = f"{change.reward[0]:.4g} -> {change.reward[1]:.4g}{change.over}"
+        except NotComparable as error:
+            found[name] = f"not comparable: {error}"
+    incomplete = [(one.version, one.left_out) for one in run.validation]
+    said = [f"update {version}: {text}" for version, text in incomplete if text]
+    if said:
+        more = f"; and {len(said) - _MOST_ROUNDS} earlier rounds" if len(said) > _MOST_ROUNDS else ""
+        found["validation samples without a score"] = "; ".join(said[-_MOST_ROUNDS:]) + more
+    return found
 
 
 def _table(facts: Mapping[str, Any]) -> str:

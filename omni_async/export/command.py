@@ -97,7 +97,7 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
     try:
         trained = TrainedWeights(chosen.folder, options.policy)
         if not trained.drew:
-            chosen = replace(chosen, reward=None)  # which is another policy's
+            chosen = replace(chosen, round=None)  # which is another policy's
         if lora is None or options.merged:
             base = BaseModel(chosen.base, chosen.components)
             content, loading = FullModel(base, trained, scale, dtype, options.link), full_loading(chosen, options.out)
@@ -109,7 +109,7 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
             write_card(folder, chosen, trained.policy, loading)
     except TrainingError as error:
         raise ConfigError(str(error)) from None
-    reward = "" if chosen.reward is None else f", validation reward {chosen.reward:.4g}"
+    reward = f", validation reward {chosen.shown_reward}" if chosen.shown_reward else ""
     sys.stdout.write(f"{options.out}: {loading.what} of update {chosen.version} of {chosen.run.run_id}{reward}\n")
     if is_mixed():
         sys.stdout.write("in this environment, import omni_async before diffusers (docs/export.md says why)\n")

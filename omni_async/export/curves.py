@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from omni_async.runs.rounds import read_rounds
+
 # Okabe and Ito's, which colour-blind readers tell apart.
 _UPDATES, _ROUNDS, _CHOSEN = "#0072B2", "#D55E00", "#009E73"
 
@@ -31,6 +33,10 @@ def plot_curves(
         if found:
             axes.plot(*zip(*sorted(found), strict=True), color=color, marker=marker, label=label, linewidth=1.2)
             drawn = True
+    left_out = {one.version: one.reward for one in read_rounds(rounds) if one.reward is not None and one.is_incomplete}
+    if left_out:
+        at, means = [*left_out], [*left_out.values()]
+        axes.plot(at, means, color=_ROUNDS, marker="x", markersize=10, linestyle="", label="not all samples scored")
     if not drawn:
         return False
     axes.axvline(version, color=_CHOSEN, linestyle="--", linewidth=1.0, label=f"exported: update {version}")

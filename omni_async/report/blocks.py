@@ -141,13 +141,14 @@ class Strip(msgspec.Struct, frozen=True):
 class Samples(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
     """Samples over time, with a slider.
 
-    `values`: the reward of each version's round. `paired`: the first version is shown beside the chosen one.
-    `pixelated`: small images, enlarged without smoothing."""
+    `values`: the reward of each version's round, `over`: of which samples, where these are not all. `paired`: the first
+    version is shown next to the chosen one. `pixelated`: small images, enlarged without smoothing."""
 
     id: str
     versions: list[int]
     strips: list[Strip]
     values: list[float | None]
+    over: list[str]
     paired: bool = True
     pixelated: bool = False
     note: str = ""

@@ -10,6 +10,8 @@ from omni_async.report.blocks import Axis, Chart, Section, Series, Text, finite,
 from omni_async.report.seeds import with_bands
 from omni_async.report.shown import Shown, axes, positions
 
+_MOST_NAMED = 5  # rounds
+
 
 def curves(shown: Sequence[Shown]) -> Section:
     """Return the section of reward and validation curves, and of what the reward is made of."""
@@ -59,8 +61,21 @@ def _validation(shown: Sequence[Shown], key: str, title: str) -> Chart:
         axes(),
         Axis(key.partition("/")[2]),
         curves_,
-        note=thinning_note(curves_),
+        note=" ".join(filter(None, [_incomplete(shown), thinning_note(curves_)])),
     )
+
+
+def _incomplete(shown: Sequence[Shown]) -> str:
+    """Name the rounds whose point is a mean over some of their samples; nothing if there is none."""
+    found = [
+        f"{each.version} ({each.scored} of {each.asked}{f', {one.label}' if len(shown) > 1 else ''})"
+        for one in shown
+        for each in one.run.validation
+        if each.is_incomplete
+    ]
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    named = ", ".join(found[:_MOST_NAMED]) + more
+    return f"Means over the samples that were scored; not comparable as they are: {named}." if found else ""
 
 
 def _parts(shown: Sequence[Shown]) -> list[str]:

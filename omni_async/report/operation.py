@@ -195,11 +195,11 @@ def _endings(one: Shown) -> list[Block]:
     total = events.total()
     rows: list[list[Cell]] = [[event, f"{count:,}", f"{count / total:.1%}"] for event, count in events.most_common()]
     blocks: list[Block] = [Table("endings", "Endings", ["ending", "groups", "share"], rows)]
-    reasons = Counter(line.reason for line in one.run.ledger if line.reason is not None)
+    reasons = Counter((line.event, line.reason) for line in one.run.ledger if line.reason is not None)
     if reasons:
-        rows = [[reason, f"{count:,}"] for reason, count in reasons.most_common(_MOST_REASONS)]
+        rows = [[event, reason, f"{count:,}"] for (event, reason), count in reasons.most_common(_MOST_REASONS)]
         hint = f"The {_MOST_REASONS} most frequent of {len(reasons):,}." if len(reasons) > _MOST_REASONS else ""
-        blocks.append(Table("reasons", "Why groups were not trained", ["reason", "groups"], rows, hint))
+        blocks.append(Table("reasons", "Why groups were not trained", ["ending", "reason", "groups"], rows, hint))
     again = Counter(line.attempts for line in one.run.ledger)
     if len(again) > 1:
         rows = [[times, f"{count:,}"] for times, count in sorted(again.items())]

@@ -79,8 +79,10 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
     note += "Some media are left out, to keep the page small; the samples folder has them." if full else ""
     versions = [grid.version for grid in chosen]
     values = [means.get(version) for version in versions]
+    counted = {one.version: f" over {one.scored} of {one.asked} samples" for one in run.validation if one.is_incomplete}
+    over = [counted.get(version, "") for version in versions]
     small = 0 < max(sides, default=0) <= _KEPT_SIDE
-    return Samples("samples", versions, strips, values, pixelated=small, note=note.strip())
+    return Samples("samples", versions, strips, values, over, pixelated=small, note=note.strip())
 
 
 def _evenly(count: int, most: int) -> list[int]:
@@ -108,7 +110,7 @@ def _training(grids: Sequence[Grid], address: Address) -> Samples:
     note = "Training samples: prompts and noise differ from update to update. With a validation section they would not."
     versions = [grid.version for grid in chosen]
     strip = Strip("training samples", None, frames)
-    return Samples("samples", versions, [strip], [None] * len(versions), paired=False, note=note)
+    return Samples("samples", versions, [strip], [None] * len(versions), [""] * len(versions), paired=False, note=note)
 
 
 def _frame(version: int, tile: Tile, address: Address) -> Frame:

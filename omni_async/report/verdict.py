@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from omni_async.control.rounds import NotComparable, Round, common, compare, first_and_last, mean
 from omni_async.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text, finite
 from omni_async.report.numbers import Estimate, counted, difference, estimate, number, seconds, with_interval
 from omni_async.report.seeds import seeds_of
 from omni_async.report.shown import Shown, recipes_of, tabs
+from omni_async.runs.record import ended_groups
+from omni_async.tracking.console import groups_left_out
 
 LEARNED = "It learned"
 _ENDS = 5  # updates, as in the summary
@@ -24,12 +28,15 @@ _STATUS = {
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A number before and after training. `sure`: whether the 95 % interval of the difference is away from zero."""
+    """A number before and after training.
+
+    `sure`: whether the 95 % interval of the difference is away from zero. `over`: of which samples, if not of all."""
 
     before: Estimate
     after: Estimate
     gain: Estimate
     sure: bool
+    over: str = ""
 
 
 def verdict(shown: Sequence[Shown]) -> Section:
@@ -52,7 +59,7 @@ def sentence(one: Shown) -> str:
     name, change = _decides(one)
     if change is None:
         return f"Too early to say: {made} so far" if one.run.status == "running" else f"Too short to say: {made}"
-    return f"{_learned(change)}: {name} {number(change.before.mean)} → {number(change.after.mean)}"
+    return f"{_learned(change)}: {name} {number(change.before.mean)} → {number(change.after.mean)}{change.over}"
 
 
 def _decides(one: Shown) -> tuple[str, Change | None]:
@@ -89,19 +96,64 @@ def reward_change(one: Shown) -> Change | None:
 
 
 def validation_change(one: Shown) -> Change | None:
-    """Compare the first with the last validation round; None unless there are two with a reward."""
-    found = [line for line in one.run.rounds if finite(line["validation/reward"]) is not None]
-    lines = sorted(found, key=lambda line: line["update"])
-    if len(lines) < 2:
+    """Compare the first with the last validation round, over the samples that both have scored.
+
+    None unless there are two with a reward, which are comparable."""
+    ends = first_and_last(one.run.validation)
+    if ends is None:
         return None
-    before, after = _round(lines[0]), _round(lines[-1])
+    try:
+        compared = compare(*ends)
+    except NotComparable:
+        return None
+    if compared.samples == compared.asked:  # or both are unknown
+        before, after = (_whole(one, end.version, mean) for end, mean in zip(ends, compared.reward, strict=True))
+    else:
+        before, after = _shared(one, *ends)
     gain = difference(before, after)
-    return Change(before, after, gain, gain.half is not None and abs(gain.mean) > gain.half)
+    return Change(before, after, gain, gain.half is not None and abs(gain.mean) > gain.half, compared.over)
 
 
-def _round(line: dict[str, Any]) -> Estimate:
+def _whole(one: Shown, version: int, mean: float) -> Estimate:
+    """Return a round's mean with the interval that it recorded."""
+    line = next(line for line in one.run.rounds if line["update"] == version)
     error = finite(line.get("standard_error"))
-    return Estimate(line["validation/reward"], None if error is None else 1.96 * error)
+    return Estimate(mean, None if error is None else 1.96 * error)
+
+
+def _shared(one: Shown, first: Round, last: Round) -> tuple[Estimate, Estimate]:
+    """Return the means of two rounds over the samples that both have scored; prompts are what differs independently."""
+    given = one.run.setting("validation.samples_per_prompt", 1)
+    per_prompt = given if isinstance(given, int) and given > 0 else 1
+    positions = common(first, last)
+
+    def over(rewards: Sequence[float | None]) -> Estimate:
+        prompts: dict[int, list[float]] = defaultdict(list)
+        for at in positions:
+            prompts[at // per_prompt].append(rewards[at] or 0.0)
+        spread = estimate([mean(values) for values in prompts.values()])
+        whole = [value for values in prompts.values() for value in values]
+        return Estimate(mean(whole), None if spread is None else spread.half)
+
+    return over(first.rewards), over(last.rewards)
+
+
+_MOST_ROUNDS = 5  # of which it is said that samples have no score
+
+
+def incomplete_rounds(one: Shown) -> list[Block]:
+    """Say of the newest validation rounds with samples that have no score how many these are, and why."""
+    rounds = one.run.validation
+    found = [(each, text) for each in rounds if (text := each.left_out)]
+    said = [f"Validation of version {each.version}: {text}." for each, text in found[-_MOST_ROUNDS:]]
+    if len(found) > _MOST_ROUNDS:
+        said.insert(0, f"{len(found)} of {len(rounds)} validation rounds have samples that were not scored.")
+    if (ends := first_and_last(rounds)) is not None:
+        try:
+            compare(*ends)
+        except NotComparable as error:
+            said.append(f"Validation rounds {ends[0].version} and {ends[1].version} are not comparable: {error}.")
+    return [Text(text, "warning") for text in said]
 
 
 def _one(one: Shown) -> list[Block]:
@@ -113,6 +165,7 @@ def _one(one: Shown) -> list[Block]:
     of = f" of {planned:,}" if isinstance(planned, int) else ""
     blocks.append(Text(f"{ended}{of}. {_endings(one)}".strip()))
     blocks.append(Facts(facts))
+    blocks += incomplete_rounds(one)
     blocks += [Text(f"{name}: {why}; it is missing on this page.", "warning") for name, why in run.left_out.items()]
     unwritten = run.summary.unwritten if run.summary else {}
     blocks += [
@@ -134,7 +187,9 @@ def _learning(one: Shown) -> list[Fact]:
 def _fact(label: str, found: Change, what: str) -> Fact:
     sure = " (95 % interval)" if found.gain.half is not None else "; the spread was not recorded"
     return Fact(
-        label, f"{number(found.before.mean)} → {number(found.after.mean)}", f"{_signed(found.gain)}{sure}, {what}"
+        label,
+        f"{number(found.before.mean)} → {number(found.after.mean)}",
+        f"{_signed(found.gain)}{sure}, {what}{found.over}",
     )
 
 
@@ -157,11 +212,10 @@ def _endings(one: Shown) -> str:
     ended, trained = len(one.run.ledger), sum(line.event == "trained" for line in one.run.ledger)
     if not ended:
         return ""
-    return (
-        f"All of its {ended:,} groups were trained."
-        if trained == ended
-        else f"{trained:,} of {ended:,} groups were trained."
-    )
+    if trained == ended:
+        return f"All of its {ended:,} groups were trained."
+    left_out = groups_left_out(*ended_groups(one.run.ledger))
+    return " ".join([f"{trained:,} of {ended:,} groups were trained.", *(f"{line}." for line in left_out)])
 
 
 def _comparison(shown: Sequence[Shown]) -> Table:
@@ -175,7 +229,7 @@ def _comparison(shown: Sequence[Shown]) -> Table:
                 one.run.status,
                 len(one.run.updates),
                 *(
-                    f"{number(found.before.mean)} → {number(found.after.mean)}" if found else None
+                    f"{number(found.before.mean)} → {number(found.after.mean)}{found.over}" if found else None
                     for found in (rounds, rewards)
                 ),
                 *(pace.get(name) for name in ("time", "images", "device-hours")),
@@ -191,15 +245,15 @@ def _seeds(shown: Sequence[Shown]) -> list[tuple[str, str]]:
     for runs in recipes_of(shown):
         rounds = [one for one in runs if validation_change(one) is not None]
         gains = [found.gain.mean for one in rounds if (found := validation_change(one)) is not None]
-        mean = estimate(gains)
-        if mean is None or mean.half is None:
+        average = estimate(gains)
+        if average is None or average.half is None:
             continue
         name, learned = (
             runs[0].run.setting("run.name", "recipe"),
             sum(_learned(_decides(one)[1]) == LEARNED for one in runs),
         )
-        title = f"{name} learned in {learned} of {seeds_of(runs)}: validation reward {_gain(mean.mean)} on average"
-        said.append((title, f"{name}: validation reward {_signed(mean)} over {seeds_of(rounds)} (95 % interval)."))
+        title = f"{name} learned in {learned} of {seeds_of(runs)}: validation reward {_gain(average.mean)} on average"
+        said.append((title, f"{name}: validation reward {_signed(average)} over {seeds_of(rounds)} (95 % interval)."))
     return said
 
 

@@ -271,6 +271,22 @@ def scorer_fails(seen: Seen) -> Alert | None:
     )
 
 
+def not_scored(seen: Seen) -> Alert | None:
+    """Report samples of the newest validation round that have no score."""
+    newest = seen.validation[-1] if seen.validation else None
+    left_out = "" if newest is None else newest.left_out
+    if newest is None or not left_out:
+        return None
+    return Alert(
+        "not_scored",
+        "warning",
+        f"Validation of version {newest.version}: {left_out}. Its mean is over the other samples alone.",
+        "Compare rounds over the samples that both have scored, as the verdict and --which best do, and look at what"
+        " the reasons name.",
+        "run-directory.md#the-best-checkpoint",
+    )
+
+
 def dropped(seen: Seen) -> Alert | None:
     """Report groups that are lost to failures."""
     lost = [reason for event, reason in seen.endings if event == "dropped" and not _ends_a_run(reason)]
@@ -332,6 +348,7 @@ CHECKS: tuple[Callable[[Seen], Alert | None], ...] = (
     masked,
     clipped,
     scorer_fails,
+    not_scored,
     dropped,
     starved_trainer,
     idle_devices,

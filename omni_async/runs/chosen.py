@@ -6,17 +6,20 @@ Imports no torch. `omni_async.training.trained` reads the tensors of what is fou
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omni_async.checkpoint.best import best_first, rewards_of
+from omni_async.checkpoint.best import best_first, rounds_of
 from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, require_whole, version_of
 from omni_async.checkpoint.state import CheckpointError, State, read_state
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.load import read_model_index
+from omni_async.control.reasons import listed
+from omni_async.control.rounds import NotComparable, Round, compare, ranked
 from omni_async.families import PipelineFamily, find_family
+from omni_async.runs.rounds import read_rounds
 from omni_async.tracking.rundir import RunDirectory
 
 
@@ -25,8 +28,8 @@ class Chosen:
     """A whole checkpoint of trained weights, and what they are trained weights of.
 
     folder: the checkpoint's. run: its run. config: the run's. family: the model's. base: the model folder that training
-    began with. components: the folders in `base` that were trained. reward: that of the validation round of this
-    version, None if there was none. notes: one line each, for the console."""
+    began with. components: the folders in `base` that were trained. round: the validation round of this version, None
+    if there was none with a reward. notes: one line each, for the console."""
 
     folder: Path
     run: RunDirectory
@@ -35,8 +38,18 @@ class Chosen:
     family: PipelineFamily
     base: Path
     components: tuple[str, ...]
-    reward: float | None
+    round: Round | None
     notes: tuple[str, ...] = ()
+
+    @property
+    def reward(self) -> float | None:
+        """Mean validation reward over the samples that were scored, None if there is none."""
+        return None if self.round is None else self.round.reward
+
+    @property
+    def shown_reward(self) -> str:
+        """Format `0.9`, or `1.039 over 1 of 2 samples, not scored: no face found`; nothing if there is none."""
+        return "" if self.round is None else _shown(self.round)
 
     @property
     def version(self) -> int:
@@ -57,12 +70,12 @@ def choose(given: Path, which: str | None = None, base: Path | None = None) -> C
     run = _run_of(given, which)
     config = _config_of(run, base)
     found = by_version(run.checkpoints)
-    rounds = [*_rounds(run)]
-    rewards = rewards_of(config, found, rounds)
+    rounds = _rounds(run)
+    measured = rounds_of(config, found, rounds)
     notes: list[str] = []
     folder = given
     if run.path == given:
-        version, notes = _select(run, [*found], rewards, rounds, which or "last")
+        version, notes = _select(run, [*found], measured, rounds, which or "last")
         folder = found[version]
     state = _state_of(folder, run, [path for path in found.values() if path != folder])
     family, model = _family_of(folder, state, config), Path(config.model.path)
@@ -70,7 +83,7 @@ def choose(given: Path, which: str | None = None, base: Path | None = None) -> C
     components = tuple(name for name in family.components if (model / name).is_dir())
     if not components:
         raise ConfigError(f"model.path: {model} has no {family.components[0]}/, which {folder} was trained from")
-    return Chosen(folder, run, config, state, family, model, components, rewards.get(state.version), tuple(notes))
+    return Chosen(folder, run, config, state, family, model, components, measured.get(state.version), tuple(notes))
 
 
 def base_model(run: Path) -> Path:
@@ -111,34 +124,22 @@ def _config_of(run: RunDirectory, base: Path | None) -> Config:
 
 
 def _select(
-    run: RunDirectory,
-    versions: list[int],
-    rewards: Mapping[int, float],
-    rounds: Iterable[tuple[int, float | None]],
-    which: str,
+    run: RunDirectory, versions: list[int], measured: Mapping[int, Round], rounds: Sequence[Round], which: str
 ) -> tuple[int, list[str]]:
     """Return the version that `which` means, of those that are there, the newest first; and notes."""
     if not versions:
         raise ConfigError(f"{run.path}: it has no checkpoint yet")
-    best = next(iter(best_first(rewards)), None)
+    best = next(iter(best_first(measured, rounds)), None)
     match which:
         case "last":
             if best is None or best == versions[0]:
                 return versions[0], []
-            own = f"{rewards[versions[0]]:.4g}" if versions[0] in rewards else "not measured"
-            return versions[0], [
-                f"update {best} has the best validation reward, {rewards[best]:.4g} (this one: {own}): --which best"
-            ]
+            return versions[0], [_better(best, measured[best], measured.get(versions[0]))]
         case "best":
             if best is None:
-                raise ConfigError(f"--which best: no checkpoint of {run.path} has a validation reward; use last")
-            others = {version: reward for version, reward in rounds if reward is not None and version not in rewards}
-            higher = [version for version in best_first(others) if others[version] > rewards[best]][:1]
-            return best, [
-                f"the round of update {version} had {others[version]:.4g}, above the {rewards[best]:.4g} of update"
-                f" {best}, and has no checkpoint{' (it is the base model)' if version == 0 else ''}"
-                for version in higher
-            ]
+                few = "enough samples of a round scored" if measured else "a validation reward"
+                raise ConfigError(f"--which best: no checkpoint of {run.path} has {few}; use last")
+            return best, [*_without_checkpoint(best, measured, rounds), *_barred(best, measured)]
         case _ if which.isdecimal() and len(which) < 19 and int(which) in versions:
             return int(which), []
     there = ", ".join(map(str, sorted(versions)))
@@ -147,16 +148,52 @@ def _select(
     raise ConfigError(f"--which: expected best, last or an update, got {which!r}; {run.path} has {there}")
 
 
-def _rounds(run: RunDirectory) -> Iterator[tuple[int, float | None]]:
-    """Yield the finished validation rounds: the version that each began with, and its mean reward."""
+def _better(best: int, its: Round, last: Round | None) -> str:
+    """Compare the best checkpoint with the last one, over the samples that both rounds have scored."""
+    reward, own, over = _shown(its), "not measured" if last is None else _shown(last), ""
+    if last is not None and last.may_be_best:
+        with suppress(NotComparable):
+            change = compare(last, its)
+            own, reward, over = f"{change.reward[0]:.4g}", f"{change.reward[1]:.4g}", change.over
+    return f"update {best} has the best validation reward, {reward} (this one: {own}{over}): --which best"
+
+
+def _without_checkpoint(best: int, measured: Mapping[int, Round], rounds: Sequence[Round]) -> Iterator[str]:
+    """Yield a note about the best round, if it is above that of the best checkpoint and has none."""
+    first, its = ranked(rounds)[0], measured[best]
+    if first.version == its.version:
+        return
+    base = " (it is the base model)" if first.version == 0 else ""
+    with suppress(NotComparable):
+        change = compare(its, first)
+        yield (
+            f"the round of update {first.version} had {change.reward[1]:.4g}, above the {change.reward[0]:.4g} of"
+            f" update {best}{change.over}, and has no checkpoint{base}"
+        )
+
+
+def _barred(best: int, measured: Mapping[int, Round]) -> Iterator[str]:
+    """Yield a note about each checkpoint that has a higher mean over too few samples."""
+    for version, one in sorted(measured.items()):
+        if not one.may_be_best and (one.reward or 0.0) > (measured[best].reward or 0.0):
+            yield f"update {version} scored too few samples to be the best: its validation reward is {_shown(one)}"
+
+
+def _shown(one: Round) -> str:
+    """Format a round's reward, and over how many samples it is if these are not all."""
+    reward = "no reward" if one.reward is None else f"{one.reward:.4g}"
+    if not one.is_incomplete:
+        return reward
+    why = f", not scored: {listed(one.reasons)}" if one.reasons else ""
+    return f"{reward} over {one.scored} of {one.asked} samples{why}"
+
+
+def _rounds(run: RunDirectory) -> list[Round]:
+    """Return the finished validation rounds by version."""
     try:
-        lines = run.read_metrics()
+        return read_rounds(run.read_metrics())
     except OSError as error:
         raise ConfigError(f"{run.metrics} cannot be read: {error.strerror or error}") from None
-    for line in lines:
-        reward: Any = line.get("validation/reward")
-        if "finished" not in line and isinstance(line["update"], int) and isinstance(reward, int | float):
-            yield line["update"], reward
 
 
 def _state_of(folder: Path, run: RunDirectory, others: list[Path]) -> State:

@@ -18,9 +18,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from omni_async.control.rounds import Round
 from omni_async.runs.columns import Columns
 from omni_async.runs.line_files import Block, GrowingFile
 from omni_async.runs.record import is_entry
+from omni_async.runs.rounds import is_round, read_round
 from omni_async.runs.rows import Records, Rows
 from omni_async.runs.spans import Placed, SpanLine, SpanStore, Where
 from omni_async.runs.trace_file import NotATrace, TraceEvent, trace_spans
@@ -134,12 +136,13 @@ class Ended:
 class Follower:
     """What a run folder holds, as of the last `poll`.
 
-    `updates` and `rounds`: the lines of metrics of the two kinds. `changes` counts the times that something of it
+    `updates` and `rounds`: what the lines of metrics of the two kinds hold. `changes` counts how often something of it
     changed."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
-        self.updates, self.rounds = Columns(), Columns()
+        self.updates = Columns()
+        self.rounds: list[Round] = []
         self.ended = Ended()
         self.spans = SpanStore()
         self.faults: list[Fault] = []
@@ -202,8 +205,10 @@ class Follower:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 self.lines_cut += 1
                 continue
-            if isinstance(record.get("update"), int):
-                (self.updates if "finished" in record else self.rounds).add(record)
+            if is_round(record):
+                self.rounds.append(read_round(record))
+            elif isinstance(record.get("update"), int):
+                self.updates.add(record)
 
     def _forget_metrics(self) -> None:
         self.updates.clear()

@@ -7,6 +7,8 @@ that another version wrote, are left out and counted (`Run.left_out`). Imports n
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +20,8 @@ from omni_async.checkpoint.folders import by_version
 from omni_async.config import ConfigError
 from omni_async.config.reading import open_file, read_file
 from omni_async.config.yaml_text import parse_yaml
+from omni_async.control.rounds import Round
+from omni_async.runs.rounds import is_round, read_rounds
 from omni_async.runs.spans import is_in_time
 from omni_async.tracking.attempts import Attempt, Fault
 from omni_async.tracking.rundir import RunDirectory
@@ -106,6 +110,11 @@ class Run:
         return value
 
     @cached_property
+    def validation(self) -> list[Round]:
+        """The validation rounds by version, as they are compared."""
+        return read_rounds(self.rounds)
+
+    @cached_property
     def grids(self) -> list[Grid]:
         """Read the tables of samples, validation rounds first, each by version. Emulated runs have none."""
         found = []
@@ -162,7 +171,7 @@ def read_run(folder: Path) -> Run:
         status=run_status(run, summary, attempts, updates[-1]["finished"] if updates else 0.0),
         config=run_config(run, left_out),
         updates=updates,
-        rounds=[line for line in metrics if "validation/reward" in line],
+        rounds=[line for line in metrics if is_round(line)],
         ledger=[entry for entry in lines(run.ledger, LedgerEntry) if is_entry(entry)],
         faults=lines(run.faults, Fault),
         attempts=attempts,
@@ -201,6 +210,17 @@ def _lines(path: Path, kind: type[T]) -> tuple[list[T], str | None]:
     except OSError as error:
         return records, f"cannot be read: {error.strerror or error}"
     return records, f"{bad} {'line' if bad == 1 else 'lines'} cannot be read" if bad else None
+
+
+def ended_groups(ledger: Iterable[LedgerEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Return how groups ended, with all as `admitted`; the reasons of rejected, and of dropped ones -> their number."""
+    events, rejected, dropped = Counter[str](), Counter[str](), Counter[str]()
+    for entry in ledger:
+        events[entry.event] += 1
+        if entry.reason is not None:
+            (dropped if entry.event == "dropped" else rejected)[entry.reason] += 1
+    counts = {"admitted": events.total(), **{name: events[name] for name in ("trained", "rejected", "dropped")}}
+    return counts, dict(rejected), dict(dropped)
 
 
 def _summary(run: RunDirectory, left_out: dict[str, str]) -> Summary | None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from omni_async.control.rounds import Round
 from omni_async.runs.columns import Columns
 from omni_async.runs.follow import EVENTS, Follower
 from omni_async.runs.record import Run, RunStatus
+from omni_async.runs.rounds import in_order
 from omni_async.tracking.attempts import Fault
 
 _RECENT = 5  # updates whose median is a level
@@ -25,13 +27,13 @@ class Seen:
     that a scorer is down, say. now: seconds since the epoch."""
 
     updates: Columns
-    rounds: Columns
     endings: Sequence[tuple[str, str | None]] = ()
     faults: Sequence[Fault] = ()
     status: RunStatus = "done"
     told: str | None = None
     now: float = 0.0
     labels: tuple[str, ...] = ()  # of scorers
+    validation: Sequence[Round] = ()
 
     def rewards(self, newest: int) -> npt.NDArray[np.float64]:
         """Return the rewards of the newest updates; none of a run on preferences, which has no reward."""
@@ -41,10 +43,13 @@ class Seen:
         return rewards[np.isfinite(rewards)]
 
     def rounds_since(self, updates: int) -> npt.NDArray[np.float64]:
-        """Return the validation rewards of versions among so many newest updates."""
+        """Return the validation rewards of versions among so many newest updates.
+
+        Rounds that have scored other samples than the newest one are left out: their means are not comparable."""
         first = self.updates.column("update", updates)[:1]
-        values, versions = self.rounds.column("validation/reward"), self.rounds.column("update")
-        return values[np.isfinite(values) & (versions >= (first[0] if len(first) else 0.0))]
+        known = [one for one in self.validation if one.version >= (first[0] if len(first) else 0.0)]
+        alike = [one for one in known if one.may_be_best and one.same_samples(known[-1])]
+        return np.array([one.reward for one in alike], np.float64)
 
     def last(self, name: str) -> float:
         """Return a metric of the newest update; 0 if there is none."""
@@ -60,12 +65,11 @@ class Seen:
 
 def seen_of_run(run: Run) -> Seen:
     """Return what alerts need of a run that was read whole."""
-    updates, rounds = Columns(), Columns()
-    for lines, columns in ((run.updates, updates), (run.rounds, rounds)):
-        for line in lines:
-            columns.add(line)
+    updates = Columns()
+    for line in run.updates:
+        updates.add(line)
     endings = [(entry.event, entry.reason) for entry in run.ledger[-_ENDINGS:]]
-    return _seen(updates, rounds, endings, run.faults, run.status, None, 0.0)
+    return _seen(updates, run.validation, endings, run.faults, run.status, None, 0.0)
 
 
 def seen_of(follower: Follower, status: RunStatus, told: str | None, now: float) -> Seen:
@@ -75,12 +79,13 @@ def seen_of(follower: Follower, status: RunStatus, told: str | None, now: float)
         (EVENTS[row["event"]], None if row["reason"] < 0 else ended.reasons[row["reason"]])
         for row in ended.newest(_ENDINGS)
     ]
-    return _seen(follower.updates, follower.rounds, endings, follower.faults, status, told, now)
+    validation = in_order(follower.rounds)
+    return _seen(follower.updates, validation, endings, follower.faults, status, told, now)
 
 
 def _seen(
     updates: Columns,
-    rounds: Columns,
+    validation: Sequence[Round],
     endings: Sequence[tuple[str, str | None]],
     faults: Sequence[Fault],
     status: RunStatus,
@@ -88,4 +93,4 @@ def _seen(
     now: float,
 ) -> Seen:
     labels = {name.split("/")[1] for name in updates if name.startswith("scorer/")}
-    return Seen(updates, rounds, endings, faults, status, told, now, tuple(sorted(labels)))
+    return Seen(updates, endings, faults, status, told, now, tuple(sorted(labels)), validation)

@@ -75,6 +75,14 @@ _GOAL = (
         "validation/reward", Group.GOAL, "mean reward of the samples that were scored", better="up", source="validation"
     ),
     Metric(
+        "validation_gain",
+        Group.GOAL,
+        "reward minus that of the first round, over the samples that both have scored",
+        better="up",
+        source="validation",
+    ),
+    Metric("not_scored", Group.GOAL, "samples that have no score", "samples", "down", source="validation"),
+    Metric(
         "accuracy",
         Group.GOAL,
         "Diffusion-DPO: pairs that the policy orders rightly; 0.5 is chance",

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TextIO, TypedDict
 
 from omni_async.config.redact import one_line
+from omni_async.control.reasons import count, listed
+from omni_async.control.rounds import Change, not_scored
 from omni_async.tracking.summary import ValidationPoint
 
 
@@ -36,13 +38,8 @@ class Console(Protocol):
     def update(self, view: UpdateView) -> None:
         """Show a finished update."""
 
-    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        """Show a finished validation round.
-
-        Args:
-            version: the policy that was validated.
-            value: its mean reward.
-            parts: means of the scorers' parts, by name."""
+    def validation(self, point: ValidationPoint) -> None:
+        """Show a finished validation round."""
 
     def note(self, text: str) -> None:
         """Show a notice on a line of its own."""
@@ -61,7 +58,7 @@ class LineConsole:
     def __init__(self, stream: TextIO, total_updates: int) -> None:
         self._stream = stream
         self._total = total_updates
-        self._validation: float | None = None
+        self._validation = ""
         self._closed = False
 
     def phase(self, text: str) -> None:
@@ -74,14 +71,14 @@ class LineConsole:
             "staleness": f"{view['staleness']:.1f}" if "staleness" in view else None,
             "busy": " ".join(f"{role} {fraction:.0%}" for role, fraction in view.get("busy", {}).items()),
             "images/s": f"{view['images_per_s']:.1f}" if "images_per_s" in view else None,
-            "validation reward": None if self._validation is None else f"{self._validation:.3f}",
+            "validation reward": self._validation,
         }
         words = (f"{name} {text}" for name, text in shown.items() if text)
         self._line(" ".join([f"update {view.get('update', '?')}/{self._total}", *words]))
 
-    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        self._validation = value
-        self._line(validated(version, value, parts))
+    def validation(self, point: ValidationPoint) -> None:
+        self._validation = validation_reward(point)
+        self._line(validated(point))
 
     def note(self, text: str) -> None:
         self._line(text)
@@ -107,26 +104,88 @@ class LineConsole:
 # ---- numbers for people ----------------------------------------------------------------------------------------------
 
 
-def validated(version: int, value: float, parts: Mapping[str, float]) -> str:
-    """Format `validation of version 20: reward 0.412, ocr_exact 0.278`.
+def validated(point: ValidationPoint) -> str:
+    """Format `validation of version 20: reward 0.412, ocr_exact 0.278`, and how many samples have no score, and why."""
+    numbers = {"reward": point.value, **point.parts}
+    shown = ", ".join(f"{name} {number:.3f}" for name, number in numbers.items() if number is not None)
+    left_out = not_scored(point.samples, point.asked, point.reasons)
+    return f"validation of version {point.version}: {shown or 'no reward'}" + (f"; {left_out}" if left_out else "")
+
+
+def validation_reward(point: ValidationPoint) -> str:
+    """Format `0.412`, or `1.039 (1 of 2 samples)`; nothing if there is no reward."""
+    if point.value is None:
+        return ""
+    is_whole = point.asked is None or point.samples == point.asked
+    return f"{point.value:.3f}" + ("" if is_whole else f" ({point.samples} of {point.asked} samples)")
+
+
+_MOST_ROUNDS = 3  # of which it is said that samples have no score
+
+
+def validation_lines(points: Sequence[ValidationPoint], change: Change | None) -> list[str]:
+    """Format how the first and the last round compare, then the rounds with samples that have no score.
+
+    As `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`.
 
     Args:
-        version, value, parts: as `Console.validation` takes them."""
-    numbers = {"reward": value, **parts}
-    return f"validation of version {version}: " + ", ".join(f"{name} {number:.3f}" for name, number in numbers.items())
+        points: the rounds by version, at least one.
+        change: the first and the last over the samples that both have scored; None: they are not comparable, or it was
+            not recorded."""
+    with_reward = [one for one in points if one.value is not None]
+    if len(with_reward) < 2:
+        return [validated(one) for one in points[-_MOST_ROUNDS:]]
+    first, last = with_reward[0], with_reward[-1]
+    title = f"validation of versions {first.version} to {last.version} ({len(points)} rounds)"
+    if change is None and _are_known(first, last):
+        why = "not comparable: no sample has a score in both, or their prompts, noise or sampling differ"
+        return [f"{title}: {why}", validated(first), validated(last)]
+    numbers, over = (_as_recorded(first, last), "") if change is None else (change.numbers, change.over)
+    changes = ", ".join(f"{name} {before:.3f} -> {after:.3f}" for name, (before, after) in numbers.items())
+    incomplete = [(one, text) for one in points if (text := not_scored(one.samples, one.asked, one.reasons))]
+    lines = [f"  version {one.version}: {text}" for one, text in incomplete[-_MOST_ROUNDS:]]
+    if more := len(incomplete) - len(lines):
+        lines.insert(0, f"  {more} earlier round{'s' * (more != 1)} with samples that were not scored")
+    return [f"{title}: {changes}{over}", *lines]
 
 
-def validation_curve(points: Sequence[ValidationPoint]) -> str:
-    """Format the change of the numbers that the first and the last round have.
+def _are_known(*points: ValidationPoint) -> bool:
+    return all(point.asked is not None for point in points)
 
-    As `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`."""
-    first, last = points[0], points[-1]
-    if len(points) == 1:
-        return validated(first.version, first.value, first.parts)
-    both = {"reward": (first.value, last.value)}
-    both |= {name: (value, last.parts[name]) for name, value in first.parts.items() if name in last.parts}
-    changes = ", ".join(f"{name} {before:.3f} -> {after:.3f}" for name, (before, after) in both.items())
-    return f"validation of versions {first.version} to {last.version} ({len(points)} rounds): {changes}"
+
+def _as_recorded(first: ValidationPoint, last: ValidationPoint) -> dict[str, tuple[float, float]]:
+    """Return the means of rounds of which it was not recorded whether all samples were scored."""
+    before, after = ({"reward": one.value, **one.parts} for one in (first, last))
+    return {
+        name: (value, other)
+        for name, value in before.items()
+        if value is not None and (other := after.get(name)) is not None
+    }
+
+
+def groups_left_out(
+    counts: Mapping[str, int], rejected: Mapping[str, int], dropped: Mapping[str, int] | None
+) -> list[str]:
+    """Format `2 of 5 groups were dropped: generation failed: ...`, a line per ending; nothing if all were trained.
+
+    Args:
+        counts: groups by how they ended, and all that were `admitted`.
+        rejected: reasons of rejected groups -> their number.
+        dropped: those of dropped ones; None: they are counted among the others, in a run that was recorded before."""
+    why = {"rejected": rejected, "dropped": dropped or {}}
+    ended = [event for event in why if counts[event]]
+    if dropped is None or sum(rejected.values()) > counts["rejected"]:  # which reason is of which ending is unknown
+        together = {**rejected, **(dropped or {})}
+        if len(ended) > 1:
+            lines = [_ended(counts[event], counts["admitted"], event, {}) for event in ended]
+            return [*lines, f"groups were rejected or dropped because: {listed(count(together))}"]
+        why = dict.fromkeys(why, together)
+    return [_ended(counts[event], counts["admitted"], event, why[event]) for event in ended]
+
+
+def _ended(number: int, admitted: int, how: str, why: Mapping[str, int]) -> str:
+    reasons = listed(count(why))
+    return f"{number} of {admitted} groups {'was' if number == 1 else 'were'} {how}" + (f": {reasons}" * bool(reasons))
 
 
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:

@@ -17,7 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_async.config.redact import one_line
-from omni_async.tracking.console import Console, LineConsole, UpdateView, indented, staleness, validated
+from omni_async.tracking.console import (
+    Console,
+    LineConsole,
+    UpdateView,
+    indented,
+    staleness,
+    validated,
+    validation_reward,
+)
+from omni_async.tracking.summary import ValidationPoint
 
 _BAR_WIDTH = 24
 _REFRESH_PER_S = 4
@@ -64,9 +73,9 @@ class LiveConsole:
             self._progress.update(self._task, completed=view["update"])
         self._live.refresh()
 
-    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        self._validation = f"{value:.3f} (version {version})"
-        self._rich.print(Text(one_line(validated(version, value, parts)), style="bold"))
+    def validation(self, point: ValidationPoint) -> None:
+        self._validation = f"{validation_reward(point) or 'none'} (version {point.version})"
+        self._rich.print(Text(one_line(validated(point)), style="bold"))
 
     def note(self, text: str) -> None:
         self._rich.print(Text(one_line(text)))

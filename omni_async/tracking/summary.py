@@ -11,6 +11,7 @@ import msgspec
 
 from omni_async.config.reading import read_file
 from omni_async.config.redact import redact_text
+from omni_async.control.rounds import Change, NotComparable, Round, compare, first_and_last
 from omni_async.tracking.files import write_atomic
 from omni_async.tracking.timeline import busy_fractions, overlap_fraction
 from omni_async.types import Span
@@ -34,9 +35,23 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 class ValidationPoint(msgspec.Struct, frozen=True):
+    """The means of a validation round over the samples that were scored, `samples` of `asked`.
+
+    `value` and a part are null where no sample has one. `reasons`: why samples have no score -> how many. `samples` and
+    `asked` are null where they were not recorded."""
+
     version: int
-    value: float
-    parts: dict[str, float] = {}
+    value: float | None
+    parts: dict[str, float | None] = {}
+    samples: int | None = None
+    asked: int | None = None
+    reasons: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, finished: Round) -> ValidationPoint:
+        """Return the numbers of a round without those of its samples."""
+        counts = finished.scored, finished.asked, finished.reasons
+        return cls(finished.version, finished.reward, finished.parts, *counts)
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -45,7 +60,9 @@ class Summary(msgspec.Struct, frozen=True):
     `wall_s`: seconds after loading, of every attempt that led here. `images_per_s`: generated training images over that
     time, by the whole job; divided by *all* its devices (trainer's and reward workers' included) it is
     `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates. `staleness`: how
-    many trained groups had each staleness.
+    many trained groups had each staleness. `reject_reasons` and `drop_reasons`: reason -> groups; a summary that was
+    recorded before has no `drop_reasons`, and those of dropped groups among the others. `validation_change`: the first
+    and the last round over the samples that both have scored; null if they are not comparable, or there are not two.
 
     Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
     `peak_memory_bytes` and `faults` (parts that were lost and came back). `unwritten`: file of the run folder -> why it
@@ -73,6 +90,8 @@ class Summary(msgspec.Struct, frozen=True):
     peak_memory_bytes: int | None
     faults: int = 0
     unwritten: dict[str, str] = {}
+    drop_reasons: dict[str, int] | None = None
+    validation_change: Change | None = None
 
 
 def summarise(
@@ -89,7 +108,8 @@ def summarise(
     devices: float,
     reason: str | None = None,
     reject_reasons: dict[str, int] | None = None,
-    validation: Iterable[ValidationPoint] = (),
+    drop_reasons: dict[str, int] | None = None,
+    rounds: Iterable[Round] = (),
     peak_memory_bytes: int | None = None,
     wall_before: float = 0.0,
     untimed_images: int = 0,
@@ -110,7 +130,8 @@ def summarise(
         devices: every accelerator of the job, or every CPU where there is none.
         reason: why it ended, if it is not done; credentials are masked.
         reject_reasons: groups by the reason for which they were rejected.
-        validation: the finished rounds, in any order.
+        drop_reasons: groups by the reason for which they were dropped.
+        rounds: the finished validation rounds, in any order.
         peak_memory_bytes: the most that all processes held at once.
         wall_before: seconds of earlier attempts.
         untimed_images: of `images`, those of earlier attempts whose time was not recorded.
@@ -118,6 +139,7 @@ def summarise(
     wall = wall_before + max(0.0, finished - started)
     rate = (images - untimed_images) / wall if wall > 0 else 0.0
     counts = dict(sorted(Counter(staleness).items()))
+    ordered = sorted(rounds, key=lambda one: one.version)
     return Summary(
         run=run,
         status=status,
@@ -137,7 +159,9 @@ def summarise(
         reject_reasons=dict(sorted((reject_reasons or {}).items())),
         first_reward=_mean(rewards[:_ENDS]),
         last_reward=_mean(rewards[-_ENDS:]),
-        validation=tuple(sorted(validation, key=lambda point: point.version)),
+        drop_reasons=dict(sorted((drop_reasons or {}).items())),
+        validation=tuple(ValidationPoint.of(one) for one in ordered),
+        validation_change=_change(ordered),
         peak_memory_bytes=peak_memory_bytes,
         faults=faults,
     )
@@ -163,6 +187,14 @@ def read_ending(path: Path) -> tuple[Status | None, int]:
     except (OSError, ValueError, RecursionError):
         return None, 0
     return ending.status, ending.updates
+
+
+def _change(rounds: Sequence[Round]) -> Change | None:
+    ends = first_and_last(rounds)
+    try:
+        return None if ends is None else compare(*ends)
+    except NotComparable:
+        return None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -30,7 +30,8 @@ from omni_async.actors.update import PolicyGradient
 from omni_async.aio.clock import ManualClock
 from omni_async.checkpoint import State, read_state, require_whole
 from omni_async.checkpoint.state import write_state
-from omni_async.control.control_state import ControlState, Round, Unfinished
+from omni_async.control.control_state import ControlState, Unfinished
+from omni_async.control.rounds import Round
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import ReadyGroup
 from omni_async.weights.snapshot import Snapshot

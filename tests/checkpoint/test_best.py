@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.checkpoint.best import is_due, rewards_of, worth_keeping
+from omni_async.checkpoint.best import best_first, is_due, rounds_of, worth_keeping
 from omni_async.config import Config
-from omni_async.control.control_state import ControlState, Round
+from omni_async.control.control_state import ControlState
+from omni_async.control.rounds import Round
 from tests.configs import build
 
 VALIDATED = {"validation": {"every": 10, "prompts": "v.txt"}, "trainer": {"updates": 95}}
@@ -60,6 +61,30 @@ def test_as_many_are_kept_as_was_asked_for(found: dict[int, float], most: int) -
     rounds = {10 * number: reward for number, reward in found.items()}
     versions = {10 * number for number in range(1, 10)}
     kept = worth_keeping(config(**{"checkpoint.keep_best": most}), versions, control(rounds, 95))
-    rewards = rewards_of(config(), versions, rounds.items())
+    measured = rounds_of(config(), versions, control(rounds, 95).rounds)
+    rewards = {version: one.reward or 0.0 for version, one in measured.items()}
     assert len(kept) == min(most, len(rewards))
     assert not kept or min(rewards[one] for one in kept) >= max((rewards[o] for o in rewards.keys() - kept), default=0)
+
+
+def of_samples(version: int, *rewards: float | None) -> Round:
+    there = [one for one in rewards if one is not None]
+    counts = {"scored": len(there), "asked": len(rewards)}
+    return Round(version, sum(there) / len(there), drawn="d", scores={"reward": rewards}, **counts)
+
+
+def test_the_best_is_that_over_the_samples_that_both_have_and_a_round_with_too_few_is_not_kept() -> None:
+    easy, hard = [0.9] * 9, 0.0
+    rounds = (of_samples(10, *easy, hard), of_samples(20, *[0.8] * 9, None), of_samples(30, *[1.0] * 5, *[None] * 5))
+    state = ControlState(validated=95, rounds=rounds)
+    assert worth_keeping(config(), {10, 20, 30}, state) == {10}
+    assert worth_keeping(config(**{"checkpoint.keep_best": 3}), {10, 20, 30}, state) == {10, 20}
+
+
+def test_which_is_the_best_does_not_depend_on_which_checkpoints_are_left() -> None:
+    rounds = [of_samples(10 * n, *[(n * k) % 7 / 7 if (n + k) % 11 else None for k in range(12)]) for n in range(1, 9)]
+    there = {one.version for one in rounds}
+    order = best_first(rounds_of(config(), there, rounds), rounds)
+    for gone in there:
+        left = best_first(rounds_of(config(), there - {gone}, rounds), rounds)
+        assert left == [one for one in order if one != gone]

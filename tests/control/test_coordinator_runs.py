@@ -145,7 +145,7 @@ def test_what_is_generated_does_not_depend_on_engines_or_timing_nor_training_on_
 def test_validation_comes_first_at_every_multiple_and_last() -> None:
     run = play(make_config(S=1, P=1, updates=7, validation={"every": 3, "samples_per_prompt": 2}), validation_prompts=3)
     assert [event["version"] for event in run.of_kind("validation")] == [0, 3, 6, 7]
-    assert all(event["failed"] == 0 and event["parts"] == {"reward": 0.5} for event in run.of_kind("validation"))
+    assert all(event["round"]["reward"] == 0.5 and not event["round"]["reasons"] for event in run.of_kind("validation"))
     requests = [r for r in run.requests if r.kind == "validation"]
     assert len(requests) == 4 * 3 * 2
     assert all(r.noise_level == 0 and r.window is None and r.fields == () for r in requests)
@@ -188,7 +188,10 @@ def test_failed_validation_samples_are_counted_and_enter_no_mean() -> None:
     run = play(make_config(validation={"every": 100, "samples_per_prompt": 2}), reward=reward, generate=generate)
     assert run.outcome == ("done", None)
     first = run.of_kind("validation")[0]
-    assert (first["failed"], first["parts"]) == (3, {"reward": 1.0})
+    finished = first["round"]
+    assert (finished["scored"], finished["asked"], finished["reward"]) == (1, 4, 1.0)
+    assert finished["reasons"] == {"HTTP 503": 2, "generation failed: CUDA out of memory": 1}
+    assert finished["scores"] == {"reward": (None, None, None, 1.0)}
 
 
 def test_validation_says_which_versions_its_samples_started_with() -> None:

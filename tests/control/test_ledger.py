@@ -53,7 +53,8 @@ def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
     assert recorded == events, "recorded at once and in order"
     assert ledger.counters() == {"admitted": 4, "trained": 1, "rejected": 1, "dropped": 1, "live": 1}
     assert ledger.live == {3}
-    assert dict(ledger.reasons) == {"zero reward variance": 1, "run interrupted": 1}
+    assert dict(ledger.reasons) == {"zero reward variance": 1}
+    assert dict(ledger.drop_reasons) == {"run interrupted": 1} == ledger.state().drop_reasons
     assert dict(ledger.staleness) == {0: 1}
     ledger.check({3})
 

@@ -93,7 +93,7 @@ async def test_a_sample_that_its_validation_round_is_done_with_is_not_made_again
     again = bench.lease()
     assert attempts(again) == made_again(request for request in requests if request.sample_id != done.sample_id)
     bench.complete(again)
-    assert [round_["failed"] for round_ in bench.data("validation")] == [failed]
+    assert [sum(round_["round"]["reasons"].values()) for round_ in bench.data("validation")] == [failed]
     assert bench.buffers()["trajectories"]["reserved"] == 2, "the training samples, which are leased"
 
 

@@ -167,7 +167,9 @@ async def test_a_final_failure_is_not_tried_again_and_ends_its_group_but_not_its
     for job in (bad, train):
         bench.fail(job, "misspelt", fault="reject")
     assert bench.lines() == [(0, "rejected", "misspelt")], "the bare reason"
-    assert [(round_["parts"]["reward"], round_["failed"]) for round_ in bench.data("validation")] == [(2.0, 1)]
+    assert [(round_["round"]["reward"], round_["round"]["reasons"]) for round_ in bench.data("validation")] == [
+        (2.0, {"misspelt": 1})
+    ]
 
 
 # ---- in step ---------------------------------------------------------------------------------------------------------

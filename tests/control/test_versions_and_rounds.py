@@ -141,8 +141,18 @@ def test_means_are_over_scored_samples_only() -> None:
         sample.result = make_result(sample.request, "rollout-0", (), version=version)
         sample.score = score
     assert round_.means() == {"reward": 2.0, "ocr": 0.5, "jpeg": 2.0}
-    assert round_.precision() == (2, None)  # both are of one prompt
+    assert round_.standard_error() is None  # both are of one prompt
+    round_.leave_out(round_.samples[2], "scorer 's': ValueError: no face")
+    result = round_.result(name_scorer=False)
+    assert (result.reward, result.parts, result.scored, result.asked) == (2.0, {"ocr": 0.5, "jpeg": 2.0}, 2, 4)
+    assert result.reasons == {"no face": 1, "no reason was given": 1}
+    assert result.scores == {
+        "reward": (1.0, 3.0, None, None),
+        "ocr": (0.5, None, None, None),
+        "jpeg": (None, 2.0, None, None),
+    }
     assert round_.versions == (4, 5)
     round_.samples[2].score = round_.samples[3].score = Score(8.0)
-    count, error = round_.precision()
-    assert count == 4 and error == pytest.approx(3.0)  # prompts of 2 and 8: standard deviation 3 sqrt(2), over sqrt(2)
+    assert round_.standard_error() == pytest.approx(
+        3.0
+    )  # prompts of 2 and 8: standard deviation 3 sqrt(2), over sqrt(2)

@@ -23,9 +23,12 @@ from omni_async.driver.observer import Observer
 from omni_async.media import Media
 from omni_async.scoring.samples import find_samples
 from omni_async.tracking.attempts import Fault, read_faults
+from omni_async.tracking.console import validation_lines
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.sinks.base import Sink
 from omni_async.tracking.sinks.feed import Sinks
-from omni_async.types import Prompt, Score, Span
+from omni_async.tracking.summary import read_summary, write_summary
+from omni_async.types import Prompt, Score, ScoreJob, Span
 from tests.control import control_world
 from tests.loops import play
 from tests.runtime.runtime_world import (
@@ -39,15 +42,32 @@ from tests.runtime.runtime_world import (
 )
 
 
+class TellingSink(Sink):
+    """A sink that remembers the numbers and remarks of validation rounds."""
+
+    label = "Telling"
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+        if "not_scored" in numbers:
+            self._calls.append(f"{step} {numbers}")
+
+    def remark(self, name: str, text: str, step: int) -> None:
+        self._calls.append(f"{step} {name}: {text}")
+
+
 class Watched(control_world.Run):
     """A run of the control plane's world whose driver is an Observer."""
 
-    def __init__(self, config: Config, folder: Path, **kwargs: Any) -> None:
+    def __init__(self, config: Config, folder: Path, sink: Sink | None = None, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
+        self.sinks = Sinks([sink] if sink else [])
         self.clock = ManualClock(1000.0)
         self.console = RememberingConsole()
         self.run = RunDirectory.create(write_world(folder), self.clock)
-        self.observer = Observer(config, self.run, self.console, Sinks(), self.clock)
+        self.observer = Observer(config, self.run, self.console, self.sinks, self.clock)
 
     async def driver(self) -> None:
         store = ImageStore()
@@ -58,6 +78,7 @@ class Watched(control_world.Run):
         await watching
         self.clock.advance(8.0)
         await self.observer.samples_written(10.0)
+        self.sinks.finish("done")
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
@@ -81,7 +102,7 @@ def validated(version: int, *references: Any) -> RunEvent:
     """Makes a round of reward 0.5 that shows samples of these references."""
     shown = tuple(Shown(reference, Prompt(0, "a prompt"), Score(1.0)) for reference in references)
     return RunEvent(
-        "validation", {"version": version, "parts": {"reward": 0.5}, "samples": 4, "standard_error": 0.1}, shown
+        "validation", {"version": version, "round": {"version": version, "reward": 0.5}, "standard_error": 0.1}, shown
     )
 
 
@@ -162,10 +183,52 @@ def test_emulated_media_are_not_drawn_and_a_metrics_file_that_is_none_is_not_wai
 
 def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tmp_path):
     watched = watch(tmp_path, reward=lambda job: "offline" if job.kind == "validation" else control_world.distinct(job))
-    assert any("validation of version 0: no sample could be scored" in note for note in watched.console.notes)
-    assert not watched.console.validations
-    assert not [line for line in watched.metrics() if "validation/reward" in line]
-    assert watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all()).validation == ()
+    assert watched.console.validations == [(0, None), (2, None), (4, None)]
+    rounds = [line for line in watched.metrics() if "validation/reward" in line]
+    for line in rounds:
+        counts = (line["validation/reward"], line["samples"], line["asked"], line["not_scored"])
+        assert counts == (None, 0, 2, 2) and line["standard_error"] is None
+        assert line["reasons"] == [{"reason": "offline", "samples": 2}]
+    summary = watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all())
+    assert [(one.value, one.samples, one.asked) for one in summary.validation] == [(None, 0, 2)] * 3
+    assert summary.validation_change is None
+    write_summary(tmp_path / "summary.json", summary)
+    assert read_summary(tmp_path / "summary.json") == summary
+    said = "validation of version 4: no reward; 2 of 2 samples not scored: offline; it cannot be the best"
+    assert validation_lines(summary.validation, None)[-1] == said
+
+
+def test_the_summary_and_trackers_compare_rounds_over_the_samples_that_both_have_scored(tmp_path):
+    """Scores the second prompt, the hard one, in the first round alone."""
+
+    def reward(job: ScoreJob) -> float | str:
+        if job.kind == "train":
+            return control_world.distinct(job)
+        hard, first = ".p1." in job.sample_id, job.sample_id.startswith("v0.")
+        return (0.0 if first else "no face found") if hard else 0.5 + 0.125 * (not first)
+
+    calls: list[str] = []
+    watched = watch(tmp_path, reward=reward, sink=TellingSink(calls))
+    summary = watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all())
+    assert [one.value for one in summary.validation] == [0.25, 0.625, 0.625]
+    change = summary.validation_change
+    assert change is not None and change.numbers == {"reward": (0.5, 0.625)}
+    assert (change.samples, change.asked) == (1, 2)
+    left_out = "1 of 2 samples not scored: no face found; it cannot be the best"
+    assert validation_lines(summary.validation, change) == [
+        "validation of versions 0 to 4 (3 rounds): reward 0.500 -> 0.625 over the 1 of 2 samples that both have scored",
+        f"  version 2: {left_out}",
+        f"  version 4: {left_out}",
+    ]
+    rounds = [line for line in watched.metrics() if "validation/reward" in line]
+    assert [line.get("validation_gain") for line in rounds] == [None, 0.125, 0.125]
+    assert calls == [
+        "0 {'validation/reward': 0.25, 'not_scored': 0}",
+        "2 {'validation/reward': 0.625, 'not_scored': 1, 'validation_gain': 0.125}",
+        f"2 not_scored: version 2: {left_out}",
+        "4 {'validation/reward': 0.625, 'not_scored': 1, 'validation_gain': 0.125}",
+        f"4 not_scored: version 4: {left_out}",
+    ]
 
 
 def changed(lines: list[bytes], **values: Any) -> list[bytes]:

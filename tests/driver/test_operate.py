@@ -15,17 +15,20 @@ from typing import Any
 import pytest
 
 from omni_async.cli import main
+from omni_async.control.rounds import Round
 from omni_async.driver.control_socket import ControlSocket, Request
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, write_summary
+from omni_async.tracking.rundir import RunDirectory, append_jsonl
+from omni_async.tracking.summary import Counters, Status, Summary, write_summary
+from omni_async.types import LedgerEntry
 from tests.configs import make_summary
 from tests.patience import PATIENCE
 
+LEFT_OUT: dict[str, Any] = {"samples": 29, "asked": 30, "reasons": {"no face found": 1}}
 STATUS: dict[str, Any] = {
     "progress": {
         **{"update": 42, "updates": 100, "eta_s": 200.4, "reward": 0.4312, "images_per_s": 21.34, "grad_norm": 0.0141},
         **{"staleness/mean": 1.24, "staleness/max": 2},
-        "validation": {"version": 40, "value": 0.52, "parts": {"ocr_exact": 0.5}},
+        "validation": {"version": 40, "value": 0.52, "parts": {"ocr_exact": 0.5}, **LEFT_OUT},
         "told": {"at": 1_800_000_000.0, "text": "reward-0: ocr is down"},
     },
     "parts": {
@@ -37,7 +40,9 @@ STATUS: dict[str, Any] = {
         "replay": {"capacity": 16, "reserved": 4, "ready": 1},
         "bytes": {"capacity": 2**33, "reserved": 3 * 2**30, "ready": 2**30, "most": 2**31},
     },
-    "conservation": {"admitted": 9, "trained": 6, "rejected": 1, "dropped": 0, "live": 2},
+    "conservation": {"admitted": 9, "trained": 4, "rejected": 1, "dropped": 2, "live": 2},
+    "reasons": {"zero reward variance": 1},
+    "drop_reasons": {"generation failed: CUDA out of memory": 2},
     "engines": {"rollout-0.2": 7, "rollout-1": -1},
     "scorers": {
         "ocr": {"in_flight": 8, "queued": 2, "answer_s/p50": 0.25, "answer_s/p95": 1.5},
@@ -86,13 +91,15 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert json.loads(capsys.readouterr().out) == STATUS
     lines = said.splitlines()
     learned = "reward 0.431 (mean of the last 5 updates), grad_norm 0.0141"
-    assert lines[:4] == [
+    assert lines[:6] == [
         "update 42/100, about 3 min 20 s left",
         f"{learned}, staleness 1.2 updates on average, 2 at most, images/s 21.3",
-        "validation of version 40: reward 0.520, ocr_exact 0.500",
-        "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
+        "validation of version 40: reward 0.520, ocr_exact 0.500; 1 of 30 samples not scored: no face found",
+        "groups: 9 admitted, 4 trained, 1 rejected, 2 dropped, 2 live",
+        "1 of 9 groups was rejected: zero reward variance",
+        "2 of 9 groups were dropped: generation failed: CUDA out of memory",
     ]
-    assert lines[4].startswith("last told, at 2027-01-15 ") and lines[4].endswith(":00: reward-0: ocr is down")
+    assert lines[6].startswith("last told, at 2027-01-15 ") and lines[6].endswith(":00: reward-0: ocr is down")
     cells = [line.split() for line in lines]
     assert ["rollout-0.2", "12", "version", "7"] in cells and ["rollout-1", "13", "none", "yet"] in cells
     assert ["slots", "3", "6"] in cells and ["replay", "4", "16", "1"] in cells
@@ -139,10 +146,10 @@ def left(
 
 
 def over(status: Status, reason: str | None = None) -> Summary:
-    rounds = [ValidationPoint(0, 0.25, {"ocr_exact": 0.2}), ValidationPoint(2, 0.5, {"ocr_exact": 0.4})]
+    rounds = [Round(0, 0.25, {"ocr_exact": 0.2}), Round(2, 0.5, {"ocr_exact": 0.4})]
     counters = Counters(admitted=3, trained=3, rejected=0, dropped=0, live=0)
     made = {"images": 4000, "rewards": [0.25, 0.75], "staleness": [1, 1, 2], "counters": counters}
-    return make_summary(status=status, reason=reason, started=0.0, finished=200.0, validation=rounds, **made)
+    return make_summary(status=status, reason=reason, started=0.0, finished=200.0, rounds=rounds, **made)
 
 
 def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys):
@@ -186,6 +193,24 @@ def test_a_run_that_was_killed_is_shown_from_its_metrics(tmp_path, capsys, numbe
     assert lines[1].startswith("the last update was 2, at ") and lines[1].endswith(f", {shown}, staleness/mean 0.5")
     assert lines[2] == "validation of version 2: reward 0.520, ocr_exact 0.500"
     assert lines[3].endswith(f"checkpoint.resume={folder} goes on with it")
+
+
+def test_a_run_that_was_killed_counts_the_groups_of_its_ledger_that_were_not_trained(tmp_path, capsys):
+    folder = left(tmp_path / "run")
+    endings = [("trained", None), ("dropped", "generation failed 3 times: 3608 tokens"), ("rejected", "no face found")]
+    for group, (event, reason) in enumerate(endings):
+        entry = LedgerEntry("run", group, 0, event, reason, 0, None, None, None, 1, None)
+        append_jsonl(folder / "ledger.jsonl", entry)
+    scored = {"samples": 1, "asked": 2, "reasons": [{"reason": "no face found", "samples": 1}]}
+    RunDirectory(folder).append_metrics(3, {"validation/reward": 1.0, **scored})
+    assert main(["status", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    left_out = "1 of 2 samples not scored: no face found; it cannot be the best"
+    assert lines[2] == f"validation of version 3: reward 1.000; {left_out}"
+    assert lines[3:5] == [
+        "1 of 3 groups was rejected: no face found",
+        "1 of 3 groups was dropped: generation failed: 3608 tokens",
+    ]
 
 
 def test_edited_metrics_show_what_numbers_they_still_have_and_a_run_that_another_process_has_is_running_all_the_same(

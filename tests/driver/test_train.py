@@ -10,12 +10,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from omni_async.aio.supervisor import TaskFailed
 from omni_async.aio.waiting import Stopped, first_of, unless
+from omni_async.control.rounds import Round
 from omni_async.driver import results, session
 from omni_async.driver import train as runtime
 from omni_async.driver.session import Ending, interrupts, listen
@@ -135,8 +137,9 @@ def test_a_run_that_ends_well_leaves_its_files_and_says_where_and_the_numbers_of
 
     async def validates(control: Control) -> None:
         for version, exact in ((0, 0.125), (4, 0.875)):
-            parts = {"reward": exact / 2, "ocr_exact": exact, "sharp": 1.0}
-            control.log.add("validation", {"version": version, "parts": parts, "samples": 4, "standard_error": None})
+            finished = Round(version, exact / 2, {"ocr_exact": exact, "sharp": 1.0}, scored=4, asked=4)
+            data = {"version": version, "round": msgspec.to_builtins(finished), "standard_error": None}
+            control.log.add("validation", data)
         control.end("done")
 
     roles = {"trainer": validates, "rollout-0": until_the_end}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.run_folders import MadeRun
+from omni_async.control.rounds import Round
 from omni_async.runs.alerts import CHECKS, Alert, alerts
 from omni_async.runs.columns import Columns
 from omni_async.runs.follow import Follower
@@ -29,12 +30,11 @@ def seen(
     labels: tuple[str, ...] = (),
     **more: Any,
 ) -> Seen:
-    lines, validation = Columns(), Columns()
+    lines = Columns()
     for number, line in enumerate(updates, 1):
         lines.add({"update": number, **line})
-    for version, value in (rounds or {}).items():
-        validation.add({"update": version, "validation/reward": value})
-    return Seen(lines, validation, labels=labels, **more)
+    validation = [Round(version, value) for version, value in (rounds or {}).items()]
+    return Seen(lines, labels=labels, **{"validation": validation, **more})
 
 
 def names(found: Seen) -> set[str]:
@@ -214,6 +214,26 @@ def test_a_run_that_was_killed_says_how_it_goes_on() -> None:
     assert names(seen(status="interrupted")) == set()
 
 
+def test_samples_of_the_newest_round_without_a_score_are_a_warning_with_their_reasons() -> None:
+    incomplete = Round(4, 1.0, scored=1, asked=2, reasons={"no face found": 1})
+    [one] = alerts(seen(validation=[Round(0, 0.5, scored=2, asked=2), incomplete]))
+    assert (one.name, one.level) == ("not_scored", "warning")
+    assert "version 4: 1 of 2 samples not scored: no face found" in one.says
+    assert names(seen(validation=[incomplete, Round(8, 0.5, scored=2, asked=2)])) == set()
+    assert names(seen(validation=[Round(8, 0.5, scored=2), Round(9, 0.5)])) == set()
+
+
+def test_rounds_over_other_samples_are_no_rise_of_validation() -> None:
+    """Checks that a reward is flat although the last round, of which the hard samples failed, is the highest."""
+    rising = [
+        Round(10 * n, 0.5 + 0.01 * n, scored=20, asked=20, drawn="d", scores={"reward": (0.5,) * 20}) for n in (1, 2)
+    ]
+    lucky = Round(90, 0.9, scored=19, asked=20, drawn="d", scores={"reward": (0.9,) * 19 + (None,)})
+    flat = rewards(0.0)
+    assert "reward_flat" not in names(seen(flat, {10: 0.5, 50: 0.6, 90: 0.9}))
+    assert "reward_flat" in names(seen(flat, validation=[*rising, lucky]))
+
+
 # ---- of all ----------------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +249,7 @@ def worlds() -> list[Seen]:
         seen(rewards(0.0), status="killed"),
         seen(rewards(-0.1)),
         seen([{"busy/trainer": 0.97, "busy/rollout": 0.3}] * 5),
+        seen(validation=[Round(4, 1.0, scored=1, asked=2, reasons={"no face found": 1})]),
     ]
 
 

@@ -19,6 +19,7 @@ from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.tracking.sinks.base import Ended, Sink
+from omni_async.tracking.summary import ValidationPoint
 from omni_async.types import LedgerEntry
 from tests.configs import write_recipe_file
 from tests.images import as_media
@@ -76,7 +77,7 @@ class RememberingConsole:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.updates: list[dict[str, Any]] = []
-        self.validations: list[tuple[int, float]] = []
+        self.validations: list[tuple[int, float | None]] = []
         self.notes: list[str] = []
         self.closed = False
 
@@ -86,8 +87,8 @@ class RememberingConsole:
     def update(self, view: Any) -> None:
         self.updates.append(dict(view))
 
-    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        self.validations.append((version, value))
+    def validation(self, point: ValidationPoint) -> None:
+        self.validations.append((point.version, point.value))
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -6,7 +6,16 @@ import contextlib
 import io
 import os
 
-from omni_async.tracking.console import LineConsole, UpdateView, duration, staleness, validated, validation_curve
+from omni_async.control.rounds import Change
+from omni_async.tracking.console import (
+    LineConsole,
+    UpdateView,
+    duration,
+    groups_left_out,
+    staleness,
+    validated,
+    validation_lines,
+)
 from omni_async.tracking.live_console import LiveConsole, for_stream
 from omni_async.tracking.summary import ValidationPoint
 
@@ -37,7 +46,7 @@ def test_a_pipe_sees_one_flushed_line_per_update() -> None:
         console.update(VIEW)
         line = "update 12/120 reward 0.431 loss -0.00123 staleness 1.2 busy rollout 97% trainer 50% images/s 21.3\n"
         assert os.read(read, 10_000).decode() == line
-        console.validation(12, 0.52, {"ocr_exact": 0.5})
+        console.validation(ValidationPoint(12, 0.52, {"ocr_exact": 0.5}))
         console.update({"update": 13})
         console.note("two\nlines")
         lines = ["validation of version 12: reward 0.520, ocr_exact 0.500", "update 13/120 validation reward 0.520"]
@@ -67,7 +76,7 @@ def test_a_terminal_gets_a_live_display() -> None:
     console._live.refresh()
     assert "60/120" in terminal.getvalue(), "it begins at the updates made before"
     console.update(VIEW)
-    console.validation(12, 0.52, {"ocr_exact": 0.5})
+    console.validation(ValidationPoint(12, 0.52, {"ocr_exact": 0.5}))
     console.update({**VIEW, "update": 73})
     console.note("[not markup]")
     console.close()
@@ -94,9 +103,42 @@ def test_the_last_words_say_the_same_numbers_as_the_rounds_did() -> None:
     first = ValidationPoint(0, 0.253, {"ocr_exact": 0.278, "old": 1.0})
     last = ValidationPoint(100, 0.9, {"ocr_exact": 0.956})
     said = "validation of versions 0 to 100 (3 rounds): reward 0.253 -> 0.900, ocr_exact 0.278 -> 0.956"
-    assert validation_curve([first, ValidationPoint(50, 0.5, {}), last]) == said
+    assert validation_lines([first, ValidationPoint(50, 0.5, {}), last], None) == [said]
     said = "validation of version 100: reward 0.900, ocr_exact 0.956"
-    assert validation_curve([last]) == validated(100, 0.9, {"ocr_exact": 0.956}) == said
+    assert validation_lines([last], None) == [validated(last)] == [said]
+
+
+def test_rounds_over_other_samples_are_not_compared_by_their_means() -> None:
+    first = ValidationPoint(0, 0.5, {}, 2, 2)
+    last = ValidationPoint(4, 1.0, {}, 1, 2, {"no face found": 1})
+    left_out = "1 of 2 samples not scored: no face found; it cannot be the best"
+    assert validated(last) == f"validation of version 4: reward 1.000; {left_out}"
+    change = Change(0, 4, {"reward": (1.0, 1.0)}, 1, 2)
+    title = "validation of versions 0 to 4 (2 rounds)"
+    assert validation_lines([first, last], change) == [
+        f"{title}: reward 1.000 -> 1.000 over the 1 of 2 samples that both have scored",
+        f"  version 4: {left_out}",
+    ]
+    title, *both = validation_lines([first, last], None)
+    assert "not comparable" in title and both == [validated(first), validated(last)]
+    empty = ValidationPoint(9, None, {}, 0, 2, {"no face found": 2})
+    assert validation_lines([empty], None) == [validated(empty)]
+    assert "no reward; 2 of 2 samples not scored" in validated(empty)
+
+
+def test_groups_that_were_not_trained_are_counted_by_how_they_ended() -> None:
+    counts = {"admitted": 5, "trained": 3, "rejected": 0, "dropped": 2, "live": 0}
+    dropped = {"generation failed 3 times: 3608 tokens": 1, "generation failed 2 times: 3608 tokens": 1}
+    said = ["2 of 5 groups were dropped: generation failed: 3608 tokens"]
+    assert groups_left_out(counts, {}, dropped) == said
+    assert groups_left_out(counts, dropped, None) == said, "recorded before: all reasons together"
+    both = counts | {"trained": 2, "rejected": 1}
+    equal = {"zero reward variance": 1}
+    assert groups_left_out(both, equal, dropped) == ["1 of 5 groups was rejected: zero reward variance", *said]
+    unknown = groups_left_out(both, equal | dropped, None)
+    assert unknown[:2] == ["1 of 5 groups was rejected", "2 of 5 groups were dropped"] and "because" in unknown[2]
+    assert groups_left_out(both, {}, {}) == ["1 of 5 groups was rejected", "2 of 5 groups were dropped"]
+    assert groups_left_out(counts | {"dropped": 0}, {}, {}) == []
 
 
 def test_ages_and_seconds_in_words() -> None:
@@ -120,7 +162,7 @@ def test_a_terminal_obeys_nothing_that_a_reward_server_named_or_raised() -> None
     console.phase(EVIL)
     console.note(EVIL)
     console.update({**VIEW, "extra": {EVIL: 1.0}, "busy": {EVIL: 0.5}, "buffers": {EVIL: (1, 2)}})
-    console.validation(12, 0.52, {EVIL: 0.5})
+    console.validation(ValidationPoint(12, 0.52, {EVIL: 0.5}))
     console.close([f"failed {EVIL}", f"  images    {EVIL}\r\x0b"])
     shown = terminal.getvalue()
     assert "\x1b]0" not in shown and "\x1b[2J" not in shown and "\x07" not in shown

@@ -14,11 +14,12 @@ import pytest
 import soundfile
 from PIL import Image
 
+from omni_async.control.rounds import Round
 from omni_async.media import Media
 from omni_async.tracking import images
 from omni_async.tracking.images import Typeface, _wrap, caption, image_grid, tile, write_media
 from omni_async.tracking.memory import MemorySampler, process_tree_pss
-from omni_async.tracking.summary import Counters, ValidationPoint, read_summary, write_summary
+from omni_async.tracking.summary import Counters, read_summary, write_summary
 from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Prompt, Score, Span
 from tests.configs import make_summary
@@ -31,7 +32,7 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
         **{"images": 40, "rewards": [0.0] * 5 + [0.5] + [1.0] * 5, "staleness": [0, 1, 1], "peak_memory_bytes": 5},
         counters=Counters(admitted=6, trained=3, rejected=1, dropped=1, live=1),
         spans=[Span(*each) for each in work],
-        validation=[ValidationPoint(5, 0.5), ValidationPoint(0, 0.1, {"ocr": 0.1})],
+        rounds=[Round(5, 0.5), Round(0, 0.1, {"ocr": 0.1})],
         reject_reasons={"zero variance": 1},
     )
     write_summary(tmp_path / "summary.json", summary)

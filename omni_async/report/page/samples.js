@@ -39,7 +39,7 @@ omniAsync.samples = (() => {
       const position = Number(slider.value);
       const [version, value] = [data.versions[position], data.values[position]];
       const when = version === 0 ? "before training" : `after update ${version}`;
-      const text = value === null ? when : `${when}: reward ${numbers.format(value)}`;
+      const text = value === null ? when : `${when}: reward ${numbers.format(value)}${data.over[position]}`;
       said.textContent = text;
       slider.setAttribute("aria-valuetext", text);
       strips.replaceChildren(...data.strips.map((one) => strip(one, position, data.paired)));

@@ -85,6 +85,9 @@ class Sink:
     def media(self, path: Path, kind: str, step: int) -> None:
         """Record the video or sound of a sample, a file; the rest as of `image`."""
 
+    def remark(self, name: str, text: str, step: int) -> None:
+        """Record a text about an update or a round, which takes the place of an earlier one of that name."""
+
     def artifact(self, path: Path) -> None:
         """Record a file of the run folder."""
 

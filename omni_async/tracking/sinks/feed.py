@@ -57,6 +57,9 @@ class Sinks:
     def media(self, path: Path, kind: str, step: int) -> None:
         self._put(lambda sink: sink.media(path, kind, step))
 
+    def remark(self, name: str, text: str, step: int) -> None:
+        self._put(lambda sink: sink.remark(name, text, step))
+
     def artifact(self, path: Path) -> None:
         """Record a file, as it is when the thread comes to it."""
         self._put(lambda sink: sink.artifact(path))

@@ -113,6 +113,9 @@ class MlflowSink(Sink):
     def media(self, path: Path, kind: str, step: int) -> None:
         self._client.log_artifact(self.run_id, str(path), "samples")
 
+    def remark(self, name: str, text: str, step: int) -> None:
+        self._client.set_tag(self.run_id, name, text[:_MAX_TAG_CHARS])
+
     def artifact(self, path: Path) -> None:
         self._client.log_artifact(self.run_id, str(path))
 

@@ -49,7 +49,8 @@ class PrometheusSink(Sink):
             metric, labels = find(name)
             gauge = self._gauge(name, _OWN, ()) if metric is None else self._gauge(*described(metric), metric.labels)
             (gauge.labels(**labels) if labels else gauge).set(value)
-        newest = "validation_update" if all(name.startswith("validation/") for name in numbers) else "update"
+        sources = {metric.source for name in numbers if (metric := find(name)[0]) is not None}
+        newest = "validation_update" if sources == {"validation"} else "update"
         self._gauge(newest, _NEWEST[newest], ()).set(step)
 
     def finish(self, status: Ended | None) -> None:

@@ -49,6 +49,10 @@ class TensorboardSink(Sink):
         if self._writer is not None:
             self._writer.add_image(f"{Group.GOAL}/{kind}", np.asarray(image), step, dataformats="HWC")
 
+    def remark(self, name: str, text: str, step: int) -> None:
+        if self._writer is not None:
+            self._writer.add_text(f"{Group.GOAL}/{name}", text, step)
+
     def finish(self, status: Ended | None) -> None:
         if self._writer is not None:
             self._writer.close()

@@ -98,6 +98,10 @@ class WandbSink(Sink):
         shown = Audio(str(path)) if path.suffix == ".wav" else Video(str(path), format="mp4")
         self._log({f"samples/{kind}_{path.stem.rpartition('-')[2]}_{path.suffix[1:]}": shown}, step)
 
+    def remark(self, name: str, text: str, step: int) -> None:
+        if self._run is not None:
+            self._run.summary[name] = text
+
     def artifact(self, path: Path) -> None:
         if self._run is not None:
             self._run.save(str(path), base_path=str(path.parent), policy="now")

@@ -1,0 +1,195 @@
+"""Defines a finished validation round, and compares rounds over the samples that both have scored. Pure functions.
+
+A mean over the samples that happen to have a score is no measure of a policy: a round whose hard samples fail has a
+higher mean. So two rounds are compared over their common samples: the same prompt, target, noise and sampling, which
+the digest `drawn` stands for, at the same position of `scores`.
+
+Such comparisons can be cyclic: A beats B, B beats C and C beats A, each over other samples. `ranked` therefore goes
+through the rounds in the order of their versions, and puts each above the highest one that it equals or beats. A later
+round never changes the order of earlier ones, so what was the best stays so until a later round beats it.
+
+A round recorded before samples were counted has no `scores`, perhaps no `scored` and no `asked`: they are unknown, and
+its mean is compared as it was recorded, unless the numbers of scored samples are known and differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from omni_async.control.reasons import listed
+
+# A round with a smaller share of its samples scored cannot be the best.
+LEAST_SHARE = 0.9
+REWARD = "reward"
+
+
+class Round(Struct, frozen=True):
+    """A validation round that is over.
+
+    `version` is the policy's. `reward` and `parts` are means over the samples that were scored, `scored` of `asked`;
+    null where none was, or not finite. `reasons`: why the others have no score -> how many. `scores`: `reward` and
+    every part -> a value per sample in the order of the requests, null where it has none. `drawn`: the digest of the
+    prompts, the noise and the sampling. None and empty fields are unknown, of a round that was recorded before."""
+
+    version: int
+    reward: float | None
+    parts: dict[str, float | None] = {}
+    scored: int | None = None
+    asked: int | None = None
+    reasons: dict[str, int] = {}
+    drawn: str = ""
+    scores: dict[str, tuple[float | None, ...]] = {}
+
+    @property
+    def may_be_best(self) -> bool:
+        """Return whether it has a reward, and enough samples have a score, as far as that is known."""
+        return self.reward is not None and math.isfinite(self.reward) and not too_few(self.scored, self.asked)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Return whether samples are known to have no score."""
+        return self.scored is not None and self.asked is not None and self.scored < self.asked
+
+    @property
+    def left_out(self) -> str:
+        """Format `1 of 2 samples not scored: no face found; it cannot be the best`; nothing if none is known."""
+        return not_scored(self.scored, self.asked, self.reasons)
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """Return the reward of every sample, None where it has none; empty if they were not recorded."""
+        return self.scores.get(REWARD, ())
+
+    def same_samples(self, other: Round) -> bool:
+        """Return whether both have scored the same samples, so that their means can be compared as they are."""
+        if self.scores and other.scores:
+            return self.drawn == other.drawn and self._missing == other._missing
+        return self.scored == other.scored or None in (self.scored, other.scored)
+
+    @property
+    def _missing(self) -> list[int]:
+        return [position for position, reward in enumerate(self.rewards) if reward is None]
+
+
+class Change(Struct, frozen=True):
+    """The numbers of two rounds over the `samples` that both have scored, of `asked`.
+
+    `before` and `after` are versions; `numbers`: `reward` and the parts that both have -> mean before and after.
+    `samples` is None where it was not recorded which samples were scored."""
+
+    before: int
+    after: int
+    numbers: dict[str, tuple[float, float]]
+    samples: int | None = None
+    asked: int | None = None
+
+    @property
+    def reward(self) -> tuple[float, float]:
+        return self.numbers[REWARD]
+
+    @property
+    def over(self) -> str:
+        """Format ` over the 1 of 2 samples that both have scored`; nothing if these are all or unknown."""
+        if self.samples is None or self.samples == self.asked:
+            return ""
+        return f" over the {self.samples} of {self.asked} samples that both have scored"
+
+
+class NotComparable(ValueError):
+    """Raised for two rounds without a number over the same samples; the text says why."""
+
+
+def too_few(scored: int | None, asked: int | None) -> bool:
+    """Return whether fewer than 90 % of a round's samples have a score; False where that is unknown."""
+    return scored is not None and asked is not None and scored < LEAST_SHARE * asked
+
+
+def not_scored(scored: int | None, asked: int | None, reasons: dict[str, int]) -> str:
+    """Format `1 of 2 samples not scored: no face found; it cannot be the best`; nothing if all have a score.
+
+    Nothing either if that is unknown."""
+    if scored is None or asked is None or scored >= asked:
+        return ""
+    why = f": {listed(reasons)}" if reasons else ""
+    barred = "; it cannot be the best" if too_few(scored, asked) else ""
+    return f"{asked - scored} of {asked} samples not scored{why}{barred}"
+
+
+def common(before: Round, after: Round) -> list[int]:
+    """Return the positions of the samples that both rounds have scored. Raises NotComparable if there is none."""
+    if before.drawn != after.drawn:
+        raise NotComparable("their prompts, noise or sampling differ")
+    pairs = zip(before.rewards, after.rewards, strict=False)
+    found = [position for position, pair in enumerate(pairs) if None not in pair]
+    if not found:
+        raise NotComparable("no sample has a score in both")
+    return found
+
+
+def compare(before: Round, after: Round) -> Change:
+    """Return the numbers of two rounds over the samples that both have scored. Raises NotComparable."""
+    if before.reward is None or after.reward is None:
+        raise NotComparable("one of them has no reward")
+    if not (before.scores and after.scores):
+        return _as_recorded(before, after)
+    positions = common(before, after)
+    numbers: dict[str, tuple[float, float]] = {}
+    for name in before.scores.keys() & after.scores.keys():
+        columns = before.scores[name], after.scores[name]
+        pairs = [(columns[0][at], columns[1][at]) for at in positions]
+        both = [(one, other) for one, other in pairs if one is not None and other is not None]
+        if both:
+            numbers[name] = (mean([one for one, _ in both]), mean([other for _, other in both]))
+    ordered = {name: numbers[name] for name in before.scores if name in numbers}
+    return Change(before.version, after.version, ordered, len(positions), after.asked)
+
+
+def _as_recorded(before: Round, after: Round) -> Change:
+    """Compare the means of rounds of which one was recorded without its samples' scores."""
+    if None not in (before.scored, after.scored) and before.scored != after.scored:
+        raise NotComparable(
+            f"{before.scored} and {after.scored} samples were scored, and it was not recorded which these are"
+        )
+    numbers = {
+        name: (one, other)
+        for name, one in {REWARD: before.reward, **before.parts}.items()
+        if one is not None and (other := {REWARD: after.reward, **after.parts}.get(name)) is not None
+    }
+    return Change(before.version, after.version, numbers)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one number."""
+    return sum(values) / len(values)
+
+
+def first_and_last(rounds: Iterable[Round]) -> tuple[Round, Round] | None:
+    """Return the rounds of the oldest and the newest version that have a reward; None unless there are two."""
+    found = sorted((one for one in rounds if one.reward is not None), key=lambda one: one.version)
+    return (found[0], found[-1]) if len(found) > 1 else None
+
+
+def ranked(rounds: Iterable[Round]) -> list[Round]:
+    """Return the rounds that may be the best, the best first; of equal ones the newer, which was trained for longer."""
+    order: list[Round] = []
+    for one in sorted(rounds, key=lambda one: one.version):
+        if one.may_be_best:
+            place = next((place for place, other in enumerate(order) if _equals_or_beats(one, other)), len(order))
+            order.insert(place, one)
+    return order
+
+
+def _equals_or_beats(newer: Round, older: Round) -> bool:
+    """Compare two rounds that may be the best. What was measured last counts where the samples are others."""
+    if newer.drawn and older.drawn and newer.drawn != older.drawn:
+        return True
+    if newer.same_samples(older) and newer.reward is not None and older.reward is not None:
+        return newer.reward >= older.reward
+    try:
+        before, after = compare(older, newer).reward
+    except NotComparable:
+        return (newer.scored or 0) > (older.scored or 0)
+    return after >= before

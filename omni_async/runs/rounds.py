@@ -1,0 +1,101 @@
+"""Writes validation rounds to lines of `metrics.jsonl`, and reads them back, whoever wrote or edited the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from omni_async.control.reasons import OTHER
+from omni_async.control.rounds import REWARD, Round
+
+_PREFIX = "validation/"
+_LARGEST = 1e300  # beyond it sums and squares are no numbers any more
+_MOST_REASONS, _LONGEST = 10, 200
+
+
+def line_of(finished: Round, means: Mapping[str, float | None], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a round's line.
+
+    Args:
+        finished: the round.
+        means: its means by the names of metrics.
+        more: further numbers."""
+    counted = [{"reason": reason, "samples": number} for reason, number in finished.reasons.items()]
+    return {
+        **means,
+        "samples": finished.scored,
+        "asked": finished.asked,
+        **more,
+        "reasons": counted,
+        "drawn": finished.drawn,
+        "scores": finished.scores,
+    }
+
+
+def read_rounds(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
+    """Return the rounds by version, of the lines that are a round's, as `in_order` does."""
+    return in_order([read_round(line) for line in lines if is_round(line)])
+
+
+def in_order(rounds: Sequence[Round]) -> list[Round]:
+    """Return the rounds by version.
+
+    Of rounds that were recorded before samples without a score were counted, the largest number of scored samples
+    counts as the number that was asked for."""
+    most = max((one.scored for one in rounds if one.scored is not None and one.asked is None), default=None)
+    known = [replace(one, asked=most) if one.scored is not None and one.asked is None else one for one in rounds]
+    return sorted(known, key=lambda one: one.version)
+
+
+def is_round(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics is a validation round's."""
+    return "finished" not in line and _PREFIX + REWARD in line and _count(line.get("update")) is not None
+
+
+def read_round(line: Mapping[str, Any]) -> Round:
+    """Return the round of a line that is a round's. What no run writes there is unknown."""
+    means = {name.removeprefix(_PREFIX): _number(value) for name, value in line.items() if name.startswith(_PREFIX)}
+    scored, asked = _count(line.get("samples")), _count(line.get("asked"))
+    scores = _scores(line.get("scores"), asked)
+    drawn = line.get("drawn")
+    return Round(
+        line["update"],
+        means.pop(REWARD),
+        {name: value for name, value in means.items() if value is not None},
+        scored=scored,
+        asked=asked,
+        reasons=_reasons(line.get("reasons")),
+        drawn=drawn if isinstance(drawn, str) and scores else "",
+        scores=scores,
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        return None
+    return float(value)
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+
+
+def _scores(found: Any, asked: int | None) -> dict[str, tuple[float | None, ...]]:
+    """Return the columns; none if they are not whole, as a run writes them."""
+    if not isinstance(found, dict) or REWARD not in found:
+        return {}
+    if any(not isinstance(column, list) or len(column) != asked for column in found.values()):
+        return {}
+    return {str(name): tuple(_number(value) for value in column) for name, column in found.items()}
+
+
+def _reasons(found: Any) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for one in found[:_MOST_REASONS] if isinstance(found, list) else ():
+        number = _count(one.get("samples")) if isinstance(one, dict) else None
+        if number:
+            reason = str(one.get("reason", OTHER))[:_LONGEST]
+            counts[reason] = counts.get(reason, 0) + number
+    return counts
