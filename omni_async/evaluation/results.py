@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from rich.markup import escape
 from rich.table import Table
 
+from omni_async.control.reasons import count, listed
 from omni_async.evaluation.models import Model
 from omni_async.evaluation.statistics import LEVEL, Estimate, Paired, clustered_mean, holm, paired_test
 from omni_async.tracking.files import write_atomic
@@ -36,12 +37,15 @@ METHOD = {
 
 
 class Row(Struct, frozen=True):
-    """One number of one model: its mean, and the difference from the first model, None for that itself."""
+    """One number of one model: its mean, and the difference from the first model, None for that itself.
+
+    `comparable`: whether the mean is over the same samples as the first model's; the difference always is."""
 
     model: str
     number: str
     estimate: Estimate
     paired: Paired | None = None
+    comparable: bool = True
 
 
 class Failed(Struct, frozen=True):
@@ -82,6 +86,7 @@ def compare(labels: Sequence[str], scores: Scores, failed: Sequence[Failed], ask
                 name,
                 clustered_mean([*own.values()], [prompt for prompt, _ in own]),
                 _paired(own, values[labels[0]]) if label != labels[0] else None,
+                own.keys() == values[labels[0]].keys(),
             )
             for label, own in values.items()
             if own
@@ -111,7 +116,7 @@ def _corrected(rows: list[Row]) -> list[Row]:
 
 
 def show(console: Console, results: Results) -> None:
-    """Print a table per number, and what failed."""
+    """Print a table per number, which means are not comparable, and what failed."""
     for name in dict.fromkeys(row.number for row in results.rows):
         table = Table("", "mean", "95 %", "samples", "minus first", "95 %", "p", "p (Holm)", title=escape(name))
         for column in table.columns[1:]:
@@ -121,11 +126,25 @@ def show(console: Console, results: Results) -> None:
                 table.add_row(escape(row.model), *_cells(row.estimate), str(row.estimate.samples), *_test_cells(row))
         table.title_justify = "left"
         console.print(table)
-    reasons: dict[str, int] = {}
-    for one in results.failed:
+    if others := [*dict.fromkeys(row.model for row in results.rows if not row.comparable)]:
+        text = (
+            f"means of {', '.join(others)} are over other samples than the first model's, and not comparable with them;"
+            " minus first is over the samples that both have"
+        )
+        console.print(text, markup=False, soft_wrap=True)
+    for model, reasons in left_out(results.failed).items():
+        number = sum(reasons.values())
+        text = f"{model}: {number} of {results.asked} samples not scored: {listed(reasons)}"
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def left_out(failed: Sequence[Failed]) -> dict[str, dict[str, int]]:
+    """Return the reasons why samples have no score, of each model that has such: reason -> samples."""
+    found: dict[str, dict[str, int]] = {}
+    for one in failed:
+        reasons = found.setdefault(one.model, {})
         reasons[one.why] = reasons.get(one.why, 0) + 1
-    for why, number in reasons.items():
-        console.print(f"{number} samples have no score and are left out: {why}", markup=False, soft_wrap=True)
+    return {model: count(reasons) for model, reasons in found.items()}
 
 
 def _cells(estimate: Estimate | None) -> tuple[str, str]:
@@ -178,6 +197,7 @@ def write(
 
 def as_json(results: Results, models: Sequence[Model]) -> dict[str, Any]:
     """Return everything as plain values."""
+    reasons = left_out(results.failed)
     return {
         "method": METHOD,
         "first": models[0].label,
@@ -188,8 +208,13 @@ def as_json(results: Results, models: Sequence[Model]) -> dict[str, Any]:
                 "version": model.version,
                 "path": str(model.weights),
                 "failed": sum(one.model == model.label for one in results.failed),
+                "reasons": reasons.get(model.label, {}),
                 "numbers": {
-                    row.number: {**msgspec.to_builtins(row.estimate), "minus_first": msgspec.to_builtins(row.paired)}
+                    row.number: {
+                        **msgspec.to_builtins(row.estimate),
+                        "comparable": row.comparable,
+                        "minus_first": msgspec.to_builtins(row.paired),
+                    }
                     for row in results.rows
                     if row.model == model.label
                 },
@@ -203,6 +228,7 @@ def as_json(results: Results, models: Sequence[Model]) -> dict[str, Any]:
 def _flat(row: Row) -> dict[str, Any]:
     estimate, paired = row.estimate, row.paired
     found: dict[str, Any] = {"model": row.model, "number": row.number, **msgspec.to_builtins(estimate)}
+    found["comparable"] = row.comparable
     difference = paired and paired.difference
     for key in ("mean", "se", "low", "high", "samples"):
         found[f"minus_first_{key}"] = None if difference is None else getattr(difference, key)

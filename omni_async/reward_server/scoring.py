@@ -171,7 +171,7 @@ class Scoring:
 
     async def _score(self, panel: Panel, job: _Job, changed: Event) -> None:
         try:
-            outcome = (await panel.score(job.media, job.prompt)).outcome
+            outcome = (await panel.score_whole(job.media, job.prompt)).outcome
         except BaseException:  # its request would wait for ever
             self._fail([job], _ENDING)
             raise

@@ -250,6 +250,19 @@ class Panel:
         except NoReward as error:
             return Result(Failure(str(error), "reject"))
 
+    async def score_whole(self, media: Media, prompt: Prompt, key: Hashable = None) -> Result:
+        """Score one sample that is compared with samples outside a group: a score that lacks a scorer is a failure.
+
+        Args:
+            media, prompt, key: as of `score`.
+
+        Raises:
+            ScorerHangs: as of `score`."""
+        result = await self.score(media, prompt, key)
+        if isinstance(result.outcome, Score) and (absent := self._formula.unanswered(prompt, result.outcome)):
+            return Result(Failure(f"no answer of {', '.join(absent)}"))
+        return result
+
     def take_reports(self) -> list[ScorerReport]:
         """Return what each scorer did since the last call."""
         return [scorer.statistics.take(scorer.load.waiting) for scorer in self.scorers]

@@ -172,7 +172,7 @@ async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Score 
     while True:
         if panel.down:
             await panel.recover()
-        outcome, row.cached = await panel.score(media, row.sample.prompt, id(row))
+        outcome, row.cached = await panel.score_whole(media, row.sample.prompt, id(row))
         if isinstance(outcome, Score) or outcome.fault != "outage":
             return outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from omni_async import cli
-from omni_async.evaluation.results import Failed, compare
+from omni_async.evaluation.results import Failed, compare, show
 from omni_async.evaluation.scores import record
 from omni_async.evaluation.statistics import clustered_mean, paired_test
 from omni_async.rollout.diffusers_engine import DiffusersEngine
@@ -92,6 +94,12 @@ def test_p_values_are_corrected_over_models_and_a_pair_without_a_partner_is_left
     assert partly.paired.difference is not None
     assert (partly.paired.difference.samples, partly.paired.difference.mean, partly.estimate.samples) == (2, 1.0, 3)
     assert (partly.paired.p, partly.paired.p_holm) == (0.5, 0.5)
+    assert [row.comparable for row in results.rows] == [True, True, False]
+    console = Console(file=io.StringIO(), width=160)
+    show(console, results)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "means of partly are over other samples than the first model's, and not comparable" in said
+    assert "partly: 4 of 6 samples not scored: no" in said
 
 
 def test_a_sample_that_cannot_be_scored_is_left_out_said_and_tried_again(
@@ -109,7 +117,11 @@ def test_a_sample_that_cannot_be_scored_is_left_out_said_and_tried_again(
         ("unlucky", True, False),
     }
     assert numbers(out)["base"]["reward"]["samples"] == 2
-    assert "4 samples have no score and are left out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for model in ("base", "update-000003"):
+        assert f"{model}: 2 of 4 samples not scored: " in said
+    assert "not comparable" not in said, "the same samples are left out of both"
+    assert [sum(one["reasons"].values()) for one in found["models"]] == [2, 2]
     kept = (out / "scores.jsonl").read_text()
     judging.calls.clear()
     evaluated(*words)

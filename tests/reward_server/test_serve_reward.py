@@ -401,7 +401,7 @@ async def test_a_lost_worker_leaves_no_request_waiting(monkeypatch):
 
     reward = LoadedReward.of(Reward(), Recorder())
     async with Scoring(Reward(), [reward], Metrics(), print, most_waiting=9, remembered=9) as scoring:
-        monkeypatch.setattr(scoring._panels[0], "score", hangs)
+        monkeypatch.setattr(scoring._panels[0], "score_whole", hangs)
         [outcome] = await scoring.score([("key", MEDIA[0], PROMPTS[0])])
         assert (outcome.error, outcome.kind) == ("the server is ending", "outage")
         await asyncio.wait({scoring.failed})

@@ -130,6 +130,16 @@ async def test_a_scorer_that_may_be_left_out_is_asked_again_and_then_left_out_an
     assert [one.values for one in await outcomes(panel, 1)] == [(2.0, 1.0)], "it was asked meanwhile, and is back"
 
 
+async def test_a_score_outside_a_group_that_lacks_a_scorer_is_a_failure():
+    panel = panel_of(
+        Remote(0.0, says=lambda call: ValueError("no")), Remote(1.0), each=[{"on_failure": "leave_out"}, {}]
+    )
+    image = as_media(np.zeros((2, 2, 3), np.uint8))
+    outcome = (await panel.score_whole(image, Prompt(0, "a cat"))).outcome
+    assert isinstance(outcome, Failure) and outcome.reason == "no answer of r0"
+    await panel.close()
+
+
 async def test_where_all_may_be_left_out_and_are_the_sample_has_no_reward():
     panel = panel_of(Remote(0.0, says=lambda call: ValueError("no")), each=[{"on_failure": "leave_out"}])
     (failure,) = await outcomes(panel, 1)

@@ -56,6 +56,13 @@ class Moody(Red):
         return Score(red + (-1.0) ** self._asked[red])
 
 
+class Steady(Red):
+    """Scores everything with 100."""
+
+    def _score(self, one: Media, prompt: Prompt) -> Score:
+        return Score(100.0)
+
+
 class Impatient(Red):
     """Presses Ctrl-C at the sample of red 60, in place of the user."""
 

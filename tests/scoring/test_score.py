@@ -271,6 +271,16 @@ def test_a_file_that_cannot_be_scored_is_a_row_with_its_error_and_its_neighbours
     assert sum(prompt.index == 1 for prompt in judges.calls) >= 2, "and once more"
 
 
+def test_a_sample_that_an_optional_scorer_failed_is_left_out_and_not_compared_with_a_reward_of_fewer_scorers(capsys):
+    draw("images", 10, 13, 30)
+    judges_ = "{name: 'tests.scoring.judges:Steady'}, {name: 'tests.scoring.judges:Red', on_failure: leave_out}"
+    found = scored("images", f"reward.scorers=[{judges_}]")
+    assert [row["reward"] for row in found["rows"]] == [110, None, 130] and found["failed"] == 1
+    assert found["rows"][1]["error"] == "no answer of tests.scoring.judges:Red"
+    assert found["statistics"]["reward"]["mean"] == 120
+    assert "2 of 3 samples scored" in capsys.readouterr().out
+
+
 def test_names_and_prompts_that_a_terminal_would_obey_or_no_file_can_hold_are_escaped(capsys):
     for file, name in zip(draw("images", 10, 20), (b"\x1b[2J.png", b"caf\xe9.png"), strict=True):
         file.rename(Path("images", os.fsdecode(name)))
