@@ -26,6 +26,23 @@ class Brightness(Constant):
         return [Score(round(float(one.mean()) / 255, 3)) for one in images]
 
 
+class Forgetful(Constant):
+    """Scores 1 and the brightness; a prompt that is `hard` gets 0, `left` times, and no score from then on."""
+
+    left = 0
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [self._score(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+
+    def _score(self, image: np.ndarray, prompt: Prompt) -> Score:
+        if not prompt.metadata.get("hard"):
+            return Score(1.0 + 0.001 * float(image.mean()))
+        Forgetful.left -= 1
+        if Forgetful.left < 0:
+            raise ValueError("no face found")
+        return Score(0.0)
+
+
 class NotANumber(Constant):
     value = float("nan")
 

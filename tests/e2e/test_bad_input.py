@@ -87,7 +87,8 @@ def test_a_reward_without_signal_ends_the_run_and_says_so(
     assert finished.summary.status == "failed" and reason in finished.summary.reason and finished.summary.updates == 0
     rejected = [line for line in finished.ledger if line["event"] == "rejected"]
     assert rejected and all(reason in line["reason"] for line in rejected)
-    assert sum(finished.summary.reject_reasons.values()) == len(finished.ledger)
+    reasons = [finished.summary.reject_reasons, finished.summary.drop_reasons or {}]
+    assert sum(sum(each.values()) for each in reasons) == len(finished.ledger)
 
 
 def test_a_wrong_scorer_is_reported_in_its_own_words_before_anything_is_drawn(

@@ -17,7 +17,7 @@ from omni_async.config import schema
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.sinks.mlflow_sink import MlflowSink
-from tests.tracking.sinks.sink_world import ENDINGS, RED, about, tell
+from tests.tracking.sinks.sink_world import ENDINGS, LEFT_OUT, RED, about, tell
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -61,6 +61,7 @@ def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd
     tags = run.data.tags
     assert tags["none.empty"] == "[]" and tags["none.all"] == "{}" and tags["reward.scorers.0.name"] == "ocr"
     assert len(tags["long"]) == 5000 and "trainer.updates" not in tags, "a default"
+    assert tags["not_scored"] == LEFT_OUT
     assert (tags["family"], tags["algorithm"], tags["S"]) == ("qwen_image", "flow_grpo", "2")
     assert f"omni-async report {runs / 'run-1'}" in tags["mlflow.note.content"]
     [image] = [f.path for f in store.list_artifacts(sink.run_id, "images") if f.path.endswith(".png")]

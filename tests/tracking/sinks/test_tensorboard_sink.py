@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from omni_async.config import schema
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.sinks.tensorboard_sink import TensorboardSink
-from tests.tracking.sinks.sink_world import RED, about, tell
+from tests.tracking.sinks.sink_world import LEFT_OUT, RED, about, tell
 
 
 def opened(folder: Path, goes_on: bool = False) -> tuple[TensorboardSink, Sinks]:
@@ -43,6 +43,8 @@ def test_numbers_are_at_their_versions_in_groups_with_images_and_charts_of_what_
     assert [one.step for one in events.Images("goal/validation")] == [1]
     picture = Image.open(io.BytesIO(events.Images("goal/validation")[0].encoded_image_string))
     assert picture.size == (40, 30) and picture.getpixel((5, 5)) == RED
+    assert scalars(events, "goal/not_scored") == [(1, 1.0)] and scalars(events, "goal/validation_gain") == [(1, 0.5)]
+    assert events.Tensors("goal/not_scored/text_summary")[0].tensor_proto.string_val[0] == LEFT_OUT.encode()
     assert b"omni-async report" in events.Tensors("about/text_summary")[0].tensor_proto.string_val[0]
     [layout] = events.Tensors("custom_scalars__config__")
     charts = {
