@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -79,6 +79,12 @@ class RewardFormula:
     @property
     def weights(self) -> list[float]:
         return [column.weight for column in self.columns]
+
+    @property
+    def settings(self) -> list[Any]:
+        """Return what the formula is made of, as plain values without the scorers' own parameters."""
+        scorers = [[one.name, one.weight, one.components, one.when, one.gate] for one in self.scorers]
+        return [scorers, self._config.combine, self._config.gated]
 
     def asked(self, prompt: Prompt) -> list[int]:
         """Return the scorers that the prompt's samples are shown to."""

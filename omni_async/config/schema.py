@@ -174,8 +174,9 @@ class Checkpoint(Section, kw_only=True, frozen=True):
     keep: Updates = 3
     """Newest checkpoints kept."""
     keep_best: Annotated[int, most(1000, ge=0)] = 1
-    """Checkpoints of the highest validation reward kept besides; every validated version gets one then. 0: none, and
-    validation has no checkpoints of its own."""
+    """Checkpoints of the highest validation reward kept besides; every validated version gets one then. Rounds are
+    compared over the samples that both have scored; one with less than 90 % of its samples scored does not count.
+    0: none, and validation has no checkpoints of its own."""
     resume: Plain | None = None
     """`auto`: go on with the newest run of this name that is not done and has a checkpoint to go on from, or start one,
     and say what was passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run from

@@ -243,7 +243,7 @@ class Coordinator(Bulletin):
             return
         del self._validation.rounds[round_.version]
         round_.leave_incomplete(self._formula)
-        result = round_.result(name_scorer=len(self._formula.labels) > 1)
+        result = round_.result(self._formula)
         self._record.validated(result)
         self._log.add("validation", *round_event(round_, result, self._config.tracking.images))
         self._samples.end_samples(round_)

@@ -1,8 +1,8 @@
 """Defines a finished validation round, and compares rounds over the samples that both have scored. Pure functions.
 
 A mean over the samples that happen to have a score is no measure of a policy: a round whose hard samples fail has a
-higher mean. So two rounds are compared over their common samples: the same prompt, target, noise and sampling, which
-the digest `drawn` stands for, at the same position of `scores`.
+higher mean. So two rounds are compared over their common samples: the same prompt, target, noise, sampling and formula
+of the reward, which the digest `drawn` stands for, at the same position of `scores`.
 
 Such comparisons can be cyclic: A beats B, B beats C and C beats A, each over other samples. `ranked` therefore goes
 through the rounds in the order of their versions, and puts each above the highest one that it equals or beats. A later
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -32,7 +33,8 @@ class Round(Struct, frozen=True):
     `version` is the policy's. `reward` and `parts` are means over the samples that were scored, `scored` of `asked`;
     null where none was, or not finite. `reasons`: why the others have no score -> how many. `scores`: `reward` and
     every part -> a value per sample in the order of the requests, null where it has none. `drawn`: the digest of the
-    prompts, the noise and the sampling. None and empty fields are unknown, of a round that was recorded before."""
+    prompts, the noise, the sampling and the reward's formula. None and empty fields are unknown, of a round that was
+    recorded before."""
 
     version: int
     reward: float | None
@@ -121,7 +123,7 @@ def not_scored(scored: int | None, asked: int | None, reasons: dict[str, int]) -
 def common(before: Round, after: Round) -> list[int]:
     """Return the positions of the samples that both rounds have scored. Raises NotComparable if there is none."""
     if before.drawn != after.drawn:
-        raise NotComparable("their prompts, noise or sampling differ")
+        raise NotComparable("their prompts, noise, sampling or scorers differ")
     pairs = zip(before.rewards, after.rewards, strict=False)
     found = [position for position, pair in enumerate(pairs) if None not in pair]
     if not found:
@@ -172,24 +174,53 @@ def first_and_last(rounds: Iterable[Round]) -> tuple[Round, Round] | None:
     return (found[0], found[-1]) if len(found) > 1 else None
 
 
+class _Candidate(NamedTuple):
+    """A round that may be the best, the positions of its samples without a score, and the sum of its rewards.
+
+    A pair is compared in as many steps as samples are missing: a run may have hundreds of rounds of a thousand samples.
+    """
+
+    round: Round
+    missing: frozenset[int]
+    total: float
+
+    @classmethod
+    def of(cls, one: Round) -> _Candidate:
+        missing = frozenset(position for position, reward in enumerate(one.rewards) if reward is None)
+        return cls(one, missing, math.fsum(reward for reward in one.rewards if reward is not None))
+
+    def mean_without(self, positions: Iterable[int]) -> float | None:
+        """Return the mean reward without the samples at these positions, None if no other has a score."""
+        gone = [reward for at in positions if (reward := self.round.rewards[at]) is not None]
+        count = len(self.round.rewards) - len(self.missing) - len(gone)
+        return (self.total - math.fsum(gone)) / count if count > 0 else None
+
+
 def ranked(rounds: Iterable[Round]) -> list[Round]:
     """Return the rounds that may be the best, the best first; of equal ones the newer, which was trained for longer."""
-    order: list[Round] = []
+    order: list[_Candidate] = []
     for one in sorted(rounds, key=lambda one: one.version):
         if one.may_be_best:
-            place = next((place for place, other in enumerate(order) if _equals_or_beats(one, other)), len(order))
-            order.insert(place, one)
-    return order
+            newer = _Candidate.of(one)
+            place = next((place for place, older in enumerate(order) if _equals_or_beats(newer, older)), len(order))
+            order.insert(place, newer)
+    return [one.round for one in order]
 
 
-def _equals_or_beats(newer: Round, older: Round) -> bool:
+# Relative difference of means that is rounding: they are computed from sums over more samples.
+_ROUNDING = 1e-12
+
+
+def _equals_or_beats(newer: _Candidate, older: _Candidate) -> bool:
     """Compare two rounds that may be the best. What was measured last counts where the samples are others."""
-    if newer.drawn and older.drawn and newer.drawn != older.drawn:
+    one, other = newer.round, older.round
+    if one.scores and other.scores and (one.drawn, len(one.rewards)) != (other.drawn, len(other.rewards)):
         return True
-    if newer.same_samples(older) and newer.reward is not None and older.reward is not None:
-        return newer.reward >= older.reward
-    try:
-        before, after = compare(older, newer).reward
-    except NotComparable:
-        return (newer.scored or 0) > (older.scored or 0)
-    return after >= before
+    if one.scores and other.scores and newer.missing != older.missing:
+        after = newer.mean_without(older.missing - newer.missing)
+        before = older.mean_without(newer.missing - older.missing)
+        if after is not None and before is not None:
+            return after >= before - _ROUNDING * abs(before)
+    elif (one.scores and other.scores) or one.scored == other.scored or None in (one.scored, other.scored):
+        return (one.reward or 0.0) >= (other.reward or 0.0)
+    return (one.scored or 0) > (other.scored or 0)

@@ -30,8 +30,10 @@ def mean_parts(scores: Iterable[Score]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def digest_of(requests: Sequence[SampleRequest]) -> str:
-    """Return the digest of what decides a round's samples, but for the policy: rounds are compared sample by sample."""
+def digest_of(requests: Sequence[SampleRequest], formula: RewardFormula) -> str:
+    """Return the digest of what decides a round's samples and their rewards, but for the policy and scorers' params.
+
+    Rounds of one digest are compared sample by sample."""
     drawn = [
         [
             [one.prompt.text, one.prompt.target, one.prompt.metadata, [image.digest for image in one.prompt.images]],
@@ -39,7 +41,7 @@ def digest_of(requests: Sequence[SampleRequest]) -> str:
         ]
         for one in requests
     ]
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(drawn, enc_hook=str, order="sorted"))
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode([drawn, formula.settings], enc_hook=str, order="sorted"))
 
 
 class ValidationRound(SampleSet):
@@ -67,11 +69,11 @@ class ValidationRound(SampleSet):
                 self.leave_out(sample, f"no answer of {', '.join(absent)}")
                 sample.score = None
 
-    def result(self, name_scorer: bool = True) -> Round:
+    def result(self, formula: RewardFormula) -> Round:
         """Return the round as it is recorded: means, every sample's score, and why samples have none.
 
         Args:
-            name_scorer: whether reasons name the scorer that failed."""
+            formula: what the rewards are made by; reasons name the scorer that failed where it has several."""
         means = {name: value if math.isfinite(value) else None for name, value in self.means().items()}
         scores = [sample.score for sample in self.samples]
         columns = {name: tuple(None if one is None else _number(one, name) for one in scores) for name in means}
@@ -85,8 +87,8 @@ class ValidationRound(SampleSet):
             means,
             scored=sum(one is not None for one in scores),
             asked=len(scores),
-            reasons=count(reasons, name_scorer),
-            drawn=digest_of([sample.request for sample in self.samples]),
+            reasons=count(reasons, name_scorer=len(formula.labels) > 1),
+            drawn=digest_of([sample.request for sample in self.samples], formula),
             scores=columns,
         )
 

@@ -26,7 +26,7 @@ from omni_async.runs.rounds import read_rounds
 from omni_async.tracking.console import columns, duration, groups_left_out, validated, validation_lines
 from omni_async.tracking.files import read_records
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
+from omni_async.tracking.summary import Summary, ValidationPoint, read_summary, with_rounds
 from omni_async.types import LedgerEntry
 from omni_async.worker import BUILT_IN_ROLES
 
@@ -226,6 +226,7 @@ def left_behind(folder: Path) -> LeftBehind:
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
     updates = [line for line in metrics if "finished" in line]
     rounds = read_rounds(lines)
+    summary = summary and with_rounds(summary, rounds)
     last: Mapping[str, Any] = updates[-1] if updates else {}
     learned = ("accuracy", "margin") if "accuracy" in last else ("reward",)  # of preferences that is not their reward
     return LeftBehind(

@@ -137,8 +137,8 @@ def _select(
             return versions[0], [_better(best, measured[best], measured.get(versions[0]))]
         case "best":
             if best is None:
-                few = "enough samples of a round scored" if measured else "a validation reward"
-                raise ConfigError(f"--which best: no checkpoint of {run.path} has {few}; use last")
+                lacks = "a validation round with 90 % of its samples scored" if measured else "a validation reward"
+                raise ConfigError(f"--which best: no checkpoint of {run.path} has {lacks}; use last")
             return best, [*_without_checkpoint(best, measured, rounds), *_barred(best, measured)]
         case _ if which.isdecimal() and len(which) < 19 and int(which) in versions:
             return int(which), []

@@ -138,7 +138,7 @@ def validation_lines(points: Sequence[ValidationPoint], change: Change | None) -
     first, last = with_reward[0], with_reward[-1]
     title = f"validation of versions {first.version} to {last.version} ({len(points)} rounds)"
     if change is None and _are_known(first, last):
-        why = "not comparable: no sample has a score in both, or their prompts, noise or sampling differ"
+        why = "not comparable: no sample has a score in both, or their prompts, noise, sampling or scorers differ"
         return [f"{title}: {why}", validated(first), validated(last)]
     numbers, over = (_as_recorded(first, last), "") if change is None else (change.numbers, change.over)
     changes = ", ".join(f"{name} {before:.3f} -> {after:.3f}" for name, (before, after) in numbers.items())

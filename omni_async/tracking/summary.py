@@ -189,6 +189,17 @@ def read_ending(path: Path) -> tuple[Status | None, int]:
     return ending.status, ending.updates
 
 
+def with_rounds(summary: Summary, rounds: Iterable[Round]) -> Summary:
+    """Return a summary recorded before samples were counted with what `metrics.jsonl` has of its rounds."""
+    known = {one.version: one for one in rounds}
+    points = summary.validation
+    if not points or any(one.asked is not None or one.version not in known for one in points):
+        return summary
+    ordered = [known[one.version] for one in points]
+    validation = tuple(ValidationPoint.of(one) for one in ordered)
+    return msgspec.structs.replace(summary, validation=validation, validation_change=_change(ordered))
+
+
 def _change(rounds: Sequence[Round]) -> Change | None:
     ends = first_and_last(rounds)
     try:

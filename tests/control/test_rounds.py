@@ -44,7 +44,7 @@ def test_rounds_are_compared_over_the_samples_that_both_have_scored() -> None:
     ("before", "after", "why"),
     [
         (made(0, 1.0, N), made(1, N, 1.0), "no sample has a score in both"),
-        (made(0, 1.0), made(1, 1.0, drawn="other"), "prompts, noise or sampling differ"),
+        (made(0, 1.0), made(1, 1.0, drawn="other"), "prompts, noise, sampling or scorers differ"),
         (made(0, N), made(1, 1.0), "no reward"),
         (Round(0, 0.5, scored=2), Round(1, 1.0, scored=1), "2 and 1 samples were scored"),
     ],
@@ -113,6 +113,24 @@ def test_a_later_round_changes_nothing_about_the_order_of_earlier_ones(found: li
     whole = [one for one in rounds if not one.is_incomplete]
     by_mean = sorted(whole, key=lambda one: (one.reward or 0.0, one.version), reverse=True)
     assert versions(*whole) == [one.version for one in by_mean]
+
+
+@given(st.lists(_SAMPLES, min_size=2, max_size=2))
+def test_of_two_rounds_the_one_with_the_higher_mean_over_the_common_samples_is_first(
+    found: list[list[float | None]],
+) -> None:
+    rounds = [made(version, *rewards, *[0.5] * 60) for version, rewards in enumerate(found)]
+    before, after = compare(*rounds).reward
+    if not math.isclose(before, after, rel_tol=1e-9):
+        assert versions(*rounds) == ([1, 0] if after > before else [0, 1])
+
+
+def test_equal_rewards_that_lack_other_samples_are_equal() -> None:
+    """Checks that rounding of sums does not decide: the same policy twice, of which other samples failed."""
+    rewards = [0.1 * n for n in range(50)]
+    first, second = ([reward if n not in gone else N for n, reward in enumerate(rewards)] for gone in ((3,), (7, 41)))
+    assert versions(made(1, *first), made(2, *second)) == [2, 1]
+    assert versions(made(1, *second), made(2, *first)) == [2, 1]
 
 
 def test_first_and_last_are_rounds_with_a_reward() -> None:

@@ -8,10 +8,12 @@ import pytest
 from control_world import make_config, make_prompts, make_result
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from omni_async.control.requests import RequestFactory
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
+from omni_async.reward_formula import RewardFormula
 from omni_async.types import Score, WeightReport
 
 
@@ -143,7 +145,7 @@ def test_means_are_over_scored_samples_only() -> None:
     assert round_.means() == {"reward": 2.0, "ocr": 0.5, "jpeg": 2.0}
     assert round_.standard_error() is None  # both are of one prompt
     round_.leave_out(round_.samples[2], "scorer 's': ValueError: no face")
-    result = round_.result(name_scorer=False)
+    result = round_.result(RewardFormula(config.reward))
     assert (result.reward, result.parts, result.scored, result.asked) == (2.0, {"ocr": 0.5, "jpeg": 2.0}, 2, 4)
     assert result.reasons == {"no face": 1, "no reason was given": 1}
     assert result.scores == {
@@ -152,6 +154,11 @@ def test_means_are_over_scored_samples_only() -> None:
         "jpeg": (None, 2.0, None, None),
     }
     assert round_.versions == (4, 5)
+    assert result.drawn == ValidationRound(8, requests).result(RewardFormula(config.reward)).drawn
+    other = replace(config.reward, gated=-1.0)
+    assert result.drawn != round_.result(RewardFormula(other)).drawn
+    moved = [replace(one, seed=one.seed + 1) for one in requests]
+    assert result.drawn != ValidationRound(4, moved).result(RewardFormula(config.reward)).drawn
     round_.samples[2].score = round_.samples[3].score = Score(8.0)
     assert round_.standard_error() == pytest.approx(
         3.0

@@ -231,6 +231,24 @@ def test_edited_metrics_show_what_numbers_they_still_have_and_a_run_that_another
     ]
 
 
+def test_a_summary_recorded_before_samples_were_counted_is_shown_with_the_counts_of_its_metrics(tmp_path, capsys):
+    summary = over("done")
+    folder = left(tmp_path / "run", updates=0, summary=summary)
+    for version, reward, samples in ((0, 0.25, 2), (2, 0.5, 1)):
+        RunDirectory(folder).append_metrics(version, {"validation/reward": reward, "samples": samples})
+    plain = json.loads((folder / "summary.json").read_text())
+    for name in ("validation_change", "drop_reasons"):
+        del plain[name]
+    for point in plain["validation"]:
+        for name in ("samples", "asked", "reasons"):
+            del point[name]
+    (folder / "summary.json").write_text(json.dumps(plain))
+    assert main(["status", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("validation of versions 0 to 2 (2 rounds): not comparable")
+    assert lines[4] == "validation of version 2: reward 0.500; 1 of 2 samples not scored; it cannot be the best"
+
+
 @pytest.mark.parametrize("content", [b"{", b'{"run":"\xff"}', b"[" * 100_000, None])
 def test_a_folder_whose_summary_is_damaged_is_refused_in_one_line(tmp_path, capsys, content):
     folder = left(tmp_path / "run")

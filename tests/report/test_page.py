@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import pytest
 from omni_async.report.data import SECTIONS, page_of
 from omni_async.report.file import one_file
 from omni_async.runs.record import read_run
+from omni_async.tracking.rundir import append_jsonl
+from omni_async.types import LedgerEntry
 from tests.browser import OpenPage, in_a_thread, played, violations, write_clips
 
 if TYPE_CHECKING:
@@ -214,3 +217,42 @@ def test_a_group_is_followed_on_the_timeline_of_a_report(report: str, open_page:
     way = page.get_by_role("complementary", name="One group's way")
     way.wait_for()
     assert "Group 3" in way.inner_text() and "Trained in update 2 " in way.inner_text()
+
+
+def _forgetful(painted: Path, folder: Path) -> Path:
+    """Copies a run, whose scorer fails two samples of the last round there, and of which two groups are dropped."""
+    shutil.copytree(painted, folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = max((line for line in lines if "validation/reward" in line), key=lambda line: line["update"])
+    asked, scores = last["asked"], last["scores"]
+    kept = {name: [None, None, *column[2:]] for name, column in scores.items()}
+    mean = sum(kept["reward"][2:]) / (asked - 2)
+    reasons = [{"reason": "no face found", "samples": 2}]
+    last |= {"validation/reward": mean, "samples": asked - 2, "not_scored": 2, "reasons": reasons, "scores": kept}
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for group in (900, 901):
+        entry = LedgerEntry(
+            "run", group, 0, "dropped", "generation failed 3 times: 3608 tokens", 0, *[None] * 3, 3, None
+        )
+        append_jsonl(folder / "ledger.jsonl", entry)
+    return folder
+
+
+def test_samples_without_a_score_and_dropped_groups_are_on_the_first_screen_with_their_reasons(
+    painted: Path, tmp_path: Path, open_page: OpenPage
+):
+    folder = _forgetful(painted, tmp_path / "run")
+    page = open_page(_written(tmp_path / "report.html", folder))
+    asked = next(each.asked for each in read_run(folder).validation)
+    verdict = page.locator("#verdict")
+    warning = verdict.get_by_text(f"Validation of version 12: 2 of {asked} samples not scored: no face found")
+    assert warning.is_visible() and "it cannot be the best" in warning.inner_text()
+    assert verdict.get_by_text("groups were dropped: generation failed: 3608 tokens").is_visible()
+    over = f"over the {asked - 2} of {asked} samples that both have scored"
+    assert over in verdict.inner_text()
+    note = page.locator("#chart-validation-reward")
+    assert f"not comparable as they are: 12 ({asked - 2} of {asked})" in note.inner_text()
+    assert page.locator("#alerts").get_by_text("Validation of version 12").is_visible()
+    shown = page.locator("#samples").inner_text()
+    assert f"over {asked - 2} of {asked} samples" in shown
+    assert not page.locator("text=NaN").count()

@@ -85,6 +85,45 @@ def test_a_round_that_began_at_a_newer_version_counts_for_the_checkpoint_that_ma
     assert choose(run, "best").version == 60
 
 
+def test_a_mean_over_fewer_samples_is_not_the_best_and_what_is_compared_is_said(run: Path) -> None:
+    rounds(run, {})
+    easy = [0.9] * 9
+    columns = {20: [*easy, 0.1], 40: [0.8] * 9 + [None], 60: [1.0] * 5 + [None] * 5}
+    lines = []
+    for version, rewards in columns.items():
+        there = [one for one in rewards if one is not None]
+        counts = {"samples": len(there), "asked": 10, "drawn": "d", "scores": {"reward": rewards}}
+        reasons = [{"reason": "no face found", "samples": 10 - len(there)}] if len(there) < 10 else []
+        mean = sum(there) / len(there)
+        lines.append({"update": version, "validation/reward": mean, "reasons": reasons, **counts})
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    best = choose(run, "best")
+    assert best.version == 20 and best.shown_reward == "0.82"
+    why = "1 over 5 of 10 samples, not scored: no face found"
+    assert best.notes == (f"update 60 scored too few samples to be the best: its validation reward is {why}",)
+    assert choose(run).notes == (f"update 20 has the best validation reward, 0.82 (this one: {why}): --which best",)
+    shutil.rmtree(run / "checkpoints/update-000060")
+    over = "over the 9 of 10 samples that both have scored"
+    assert choose(run).notes == (f"update 20 has the best validation reward, 0.9 (this one: 0.8 {over}): --which best",)
+    assert choose(run, "40").shown_reward == "0.8 over 9 of 10 samples, not scored: no face found"
+    shutil.rmtree(run / "checkpoints/update-000020")
+    assert choose(run, "best").version == 40
+    assert choose(run, "best").notes == (
+        f"the round of update 20 had 0.9, above the 0.8 of update 40 {over}, and has no checkpoint",
+    )
+
+
+def test_of_a_run_recorded_before_a_round_with_far_fewer_samples_is_not_the_best(run: Path) -> None:
+    rewards = {20: (0.5, 2), 40: (0.6, 2), 60: (1.0, 1)}
+    lines = [{"update": at, "validation/reward": mean, "samples": count} for at, (mean, count) in rewards.items()]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert choose(run, "best").version == 40
+    for version in (20, 40):
+        shutil.rmtree(run / f"checkpoints/update-{version:06d}")
+    with pytest.raises(ConfigError, match="has a validation round with 90 % of its samples scored; use last"):
+        choose(run, "best")
+
+
 def test_rounds_without_a_reward_count_for_nothing(run: Path) -> None:
     rounds(run, {20: 0.5, 40: None})
     assert choose(run, "best").version == 20
