@@ -25,7 +25,7 @@ def short(reason: str, name_scorer: bool = True) -> str:
 
     Args:
         reason: as the ledger has it.
-        name_scorer: whether the scorer that failed is named; not needed where there is one alone."""
+        name_scorer: whether the scorer that failed is named; not needed for a single scorer."""
     text = reason
     tried = _TRIED.match(text)
     text = text[tried.end() :] if tried else text

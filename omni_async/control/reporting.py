@@ -135,7 +135,7 @@ class Record:
         self.rewards.append(_finite(reward))
 
     def validated(self, finished: Round) -> None:
-        """Add a round, also one of which no sample could be scored."""
+        """Add a round, even if no sample was scored."""
         self._rounds.append(finished)
 
     def rounds(self, until: int | None) -> tuple[Round, ...]:

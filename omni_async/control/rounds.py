@@ -1,15 +1,15 @@
 """Defines a finished validation round, and compares rounds over the samples that both have scored. Pure functions.
 
-A mean over the samples that happen to have a score is no measure of a policy: a round whose hard samples fail has a
-higher mean. So two rounds are compared over their common samples: the same prompt, target, noise, sampling and formula
-of the reward, which the digest `drawn` stands for, at the same position of `scores`.
+A mean over the scored samples alone is no measure of a policy: a round whose hard samples fail has a higher mean. So
+two rounds are compared over their common samples: the same prompt, target, noise, sampling and formula of the reward.
+Rounds with the same digest `drawn` have these in common, at the same positions of `scores`.
 
-Such comparisons can be cyclic: A beats B, B beats C and C beats A, each over other samples. `ranked` therefore goes
-through the rounds in the order of their versions, and puts each above the highest one that it equals or beats. A later
-round never changes the order of earlier ones, so what was the best stays so until a later round beats it.
+Such comparisons can be cyclic: A beats B, B beats C and C beats A, each over other samples. `ranked` therefore takes
+the rounds in the order of their versions, and puts each above the highest round that it equals or beats. A later round
+never changes the order of earlier ones, so the best round remains the best until a later round beats it.
 
-A round recorded before samples were counted has no `scores`, perhaps no `scored` and no `asked`: they are unknown, and
-its mean is compared as it was recorded, unless the numbers of scored samples are known and differ.
+A round that was recorded before samples were counted has no `scores`; `scored` and `asked` may be missing, too. Missing
+fields are unknown. Its mean is compared as it was recorded, unless the numbers of scored samples are known and differ.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Round(Struct, frozen=True):
     """A validation round that is over.
 
     `version` is the policy's. `reward` and `parts` are means over the samples that were scored, `scored` of `asked`;
-    null where none was, or not finite. `reasons`: why the others have no score -> how many. `scores`: `reward` and
-    every part -> a value per sample in the order of the requests, null where it has none. `drawn`: the digest of the
-    prompts, the noise, the sampling and the reward's formula. None and empty fields are unknown, of a round that was
+    null if none was, or if it is not finite. `reasons`: why the others have no score -> how many. `scores`: `reward`
+    and every part -> a value per sample in the order of the requests, null for an unscored sample. `drawn`: the digest
+    of the prompts, the noise, the sampling and the reward's formula. None and empty fields are unknown: the round was
     recorded before."""
 
     version: int
@@ -62,7 +62,7 @@ class Round(Struct, frozen=True):
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """Return the reward of every sample, None where it has none; empty if they were not recorded."""
+        """Return the reward of every sample, None for an unscored sample; empty if they were not recorded."""
         return self.scores.get(REWARD, ())
 
     def same_samples(self, other: Round) -> bool:
@@ -80,7 +80,7 @@ class Change(Struct, frozen=True):
     """The numbers of two rounds over the `samples` that both have scored, of `asked`.
 
     `before` and `after` are versions; `numbers`: `reward` and the parts that both have -> mean before and after.
-    `samples` is None where it was not recorded which samples were scored."""
+    `samples` is None if it was not recorded which samples were scored."""
 
     before: int
     after: int
@@ -101,11 +101,11 @@ class Change(Struct, frozen=True):
 
 
 class NotComparable(ValueError):
-    """Raised for two rounds without a number over the same samples; the text says why."""
+    """Raised for two rounds without a number over the same samples; the text gives the reason."""
 
 
 def too_few(scored: int | None, asked: int | None) -> bool:
-    """Return whether fewer than 90 % of a round's samples have a score; False where that is unknown."""
+    """Return whether fewer than 90 % of a round's samples have a score; False if that is unknown."""
     return scored is not None and asked is not None and scored < LEAST_SHARE * asked
 
 
@@ -121,7 +121,7 @@ def not_scored(scored: int | None, asked: int | None, reasons: dict[str, int]) -
 
 
 def common(before: Round, after: Round) -> list[int]:
-    """Return the positions of the samples that both rounds have scored. Raises NotComparable if there is none."""
+    """Return the positions of the samples that both rounds have scored. Raises NotComparable for no such sample."""
     if before.drawn != after.drawn:
         raise NotComparable("their prompts, noise, sampling or scorers differ")
     pairs = zip(before.rewards, after.rewards, strict=False)
@@ -150,7 +150,7 @@ def compare(before: Round, after: Round) -> Change:
 
 
 def _as_recorded(before: Round, after: Round) -> Change:
-    """Compare the means of rounds of which one was recorded without its samples' scores."""
+    """Compare means, because one of the rounds was recorded without its samples' scores."""
     if None not in (before.scored, after.scored) and before.scored != after.scored:
         raise NotComparable(
             f"{before.scored} and {after.scored} samples were scored, and it was not recorded which these are"
@@ -212,7 +212,7 @@ _ROUNDING = 1e-12
 
 
 def _equals_or_beats(newer: _Candidate, older: _Candidate) -> bool:
-    """Compare two rounds that may be the best. What was measured last counts where the samples are others."""
+    """Compare two rounds that may be the best. The newer measurement counts if the samples differ."""
     one, other = newer.round, older.round
     if one.scores and other.scores and (one.drawn, len(one.rewards)) != (other.drawn, len(other.rewards)):
         return True

@@ -73,7 +73,7 @@ class ValidationRound(SampleSet):
         """Return the round as it is recorded: means, every sample's score, and why samples have none.
 
         Args:
-            formula: what the rewards are made by; reasons name the scorer that failed where it has several."""
+            formula: what the rewards are made by; with several scorers, reasons name the failed scorer."""
         means = {name: value if math.isfinite(value) else None for name, value in self.means().items()}
         scores = [sample.score for sample in self.samples]
         columns = {name: tuple(None if one is None else _number(one, name) for one in scores) for name in means}

@@ -24,7 +24,7 @@ _UNKNOWN = (
     "**The licence is not known**: the base model's folder has no card that names one. It is that of the base model;"
     " fill in `license` above before you share this."
 )
-_MOST_ROUNDS = 3  # of which it is said that samples have no score
+_MOST_ROUNDS = 3  # listed rounds with unscored samples
 _CURVES, _RECIPE, _SAMPLES = "curves.png", "recipe.yaml", "samples"
 
 

@@ -141,7 +141,7 @@ class Strip(msgspec.Struct, frozen=True):
 class Samples(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
     """Samples over time, with a slider.
 
-    `values`: the reward of each version's round, `over`: of which samples, where these are not all. `paired`: the first
+    `values`: the reward of each version's round, `over`: the samples in it, unless they are all. `paired`: the first
     version is shown next to the chosen one. `pixelated`: small images, enlarged without smoothing."""
 
     id: str

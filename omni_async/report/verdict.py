@@ -30,7 +30,8 @@ _STATUS = {
 class Change(msgspec.Struct, frozen=True):
     """A number before and after training.
 
-    `sure`: whether the 95 % interval of the difference is away from zero. `over`: of which samples, if not of all."""
+    `sure`: whether the 95 % interval of the difference is away from zero. `over`: the samples in both means, unless
+    they are all."""
 
     before: Estimate
     after: Estimate
@@ -138,22 +139,22 @@ def _shared(one: Shown, first: Round, last: Round) -> tuple[Estimate, Estimate]:
     return over(first.rewards), over(last.rewards)
 
 
-_MOST_ROUNDS = 5  # of which it is said that samples have no score
+_MOST_ROUNDS = 5  # listed rounds with unscored samples
 
 
 def incomplete_rounds(one: Shown) -> list[Block]:
-    """Say of the newest validation rounds with samples that have no score how many these are, and why."""
+    """Count the unscored samples of the newest incomplete validation rounds, with their reasons."""
     rounds = one.run.validation
     found = [(each, text) for each in rounds if (text := each.left_out)]
-    said = [f"Validation of version {each.version}: {text}." for each, text in found[-_MOST_ROUNDS:]]
+    listed = [f"Validation of version {each.version}: {text}." for each, text in found[-_MOST_ROUNDS:]]
     if len(found) > _MOST_ROUNDS:
-        said.insert(0, f"{len(found)} of {len(rounds)} validation rounds have samples that were not scored.")
+        listed.insert(0, f"{len(found)} of {len(rounds)} validation rounds have samples that were not scored.")
     if (ends := first_and_last(rounds)) is not None:
         try:
             compare(*ends)
         except NotComparable as error:
-            said.append(f"Validation rounds {ends[0].version} and {ends[1].version} are not comparable: {error}.")
-    return [Text(text, "warning") for text in said]
+            listed.append(f"Validation rounds {ends[0].version} and {ends[1].version} are not comparable: {error}.")
+    return [Text(text, "warning") for text in listed]
 
 
 def _one(one: Shown) -> list[Block]:

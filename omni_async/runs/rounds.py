@@ -42,8 +42,8 @@ def read_rounds(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
 def in_order(rounds: Sequence[Round]) -> list[Round]:
     """Return the rounds by version.
 
-    Of rounds that were recorded before samples without a score were counted, the largest number of scored samples
-    counts as the number that was asked for."""
+    Rounds that were recorded before unscored samples were counted have no `asked`: the largest number of scored samples
+    takes its place."""
     most = max((one.scored for one in rounds if one.scored is not None and one.asked is None), default=None)
     known = [replace(one, asked=most) if one.scored is not None and one.asked is None else one for one in rounds]
     return sorted(known, key=lambda one: one.version)
@@ -55,7 +55,7 @@ def is_round(line: Mapping[str, Any]) -> bool:
 
 
 def read_round(line: Mapping[str, Any]) -> Round:
-    """Return the round of a line that is a round's. What no run writes there is unknown."""
+    """Return the round of a line that is a round's. Values that no run writes are unknown."""
     means = {name.removeprefix(_PREFIX): _number(value) for name, value in line.items() if name.startswith(_PREFIX)}
     scored, asked = _count(line.get("samples")), _count(line.get("asked"))
     scores = _scores(line.get("scores"), asked)

@@ -120,7 +120,7 @@ def validation_reward(point: ValidationPoint) -> str:
     return f"{point.value:.3f}" + ("" if is_whole else f" ({point.samples} of {point.asked} samples)")
 
 
-_MOST_ROUNDS = 3  # of which it is said that samples have no score
+_MOST_ROUNDS = 3  # listed rounds with unscored samples
 
 
 def validation_lines(points: Sequence[ValidationPoint], change: Change | None) -> list[str]:
@@ -154,7 +154,7 @@ def _are_known(*points: ValidationPoint) -> bool:
 
 
 def _as_recorded(first: ValidationPoint, last: ValidationPoint) -> dict[str, tuple[float, float]]:
-    """Return the means of rounds of which it was not recorded whether all samples were scored."""
+    """Return the means of two rounds, because it was not recorded which samples were scored."""
     before, after = ({"reward": one.value, **one.parts} for one in (first, last))
     return {
         name: (value, other)
@@ -174,7 +174,7 @@ def groups_left_out(
         dropped: those of dropped ones; None: they are counted among the others, in a run that was recorded before."""
     why = {"rejected": rejected, "dropped": dropped or {}}
     ended = [event for event in why if counts[event]]
-    if dropped is None or sum(rejected.values()) > counts["rejected"]:  # which reason is of which ending is unknown
+    if dropped is None or sum(rejected.values()) > counts["rejected"]:  # it is unknown which ending a reason belongs to
         together = {**rejected, **(dropped or {})}
         if len(ended) > 1:
             lines = [_ended(counts[event], counts["admitted"], event, {}) for event in ended]

@@ -38,7 +38,7 @@ class ValidationPoint(msgspec.Struct, frozen=True):
     """The means of a validation round over the samples that were scored, `samples` of `asked`.
 
     `value` and a part are null where no sample has one. `reasons`: why samples have no score -> how many. `samples` and
-    `asked` are null where they were not recorded."""
+    `asked` are null if they were not recorded."""
 
     version: int
     value: float | None
@@ -62,7 +62,7 @@ class Summary(msgspec.Struct, frozen=True):
     `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates. `staleness`: how
     many trained groups had each staleness. `reject_reasons` and `drop_reasons`: reason -> groups; a summary that was
     recorded before has no `drop_reasons`, and those of dropped groups among the others. `validation_change`: the first
-    and the last round over the samples that both have scored; null if they are not comparable, or there are not two.
+    and the last round over the samples that both have scored; null if there are fewer than two, or not comparable.
 
     Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
     `peak_memory_bytes` and `faults` (parts that were lost and came back). `unwritten`: file of the run folder -> why it
