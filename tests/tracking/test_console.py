@@ -6,6 +6,8 @@ import contextlib
 import io
 import os
 
+import pytest
+
 from omni_async.control.rounds import Change
 from omni_async.tracking.console import (
     LineConsole,
@@ -68,7 +70,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
         stream.close()
 
 
-def test_a_terminal_gets_a_live_display() -> None:
+def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a batch system's is "dumb", on which rich replaces nothing in place
     terminal = Terminal()
     console = for_stream(terminal, 120, 60)
     assert isinstance(console, LiveConsole)
