@@ -37,6 +37,7 @@ from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import Span
 from tests.configs import with_sections, write_recipe_file
+from tests.patience import PATIENCE, until
 from tests.runtime.runtime_world import RememberingConsole
 
 COMMAND = (sys.executable, "-m", "omni_async.cli", "train")
@@ -308,7 +309,7 @@ def trained(recipe: Path, *overrides: str) -> Run:
 
 @contextlib.contextmanager
 def started(
-    until: str | tuple[str, ...], *arguments: str | Path, stderr: int = subprocess.STDOUT
+    begins: str | tuple[str, ...], *arguments: str | Path, stderr: int = subprocess.STDOUT
 ) -> Iterator[subprocess.Popen[str]]:
     """Runs the command line in a session of its own, so that its process group can be signalled.
 
@@ -321,26 +322,30 @@ def started(
         said = []
         for line in process.stdout or ():
             said.append(line)
-            if line.startswith(until):
+            if line.startswith(begins):
                 break
         else:
-            raise AssertionError(f"it ended without a line that begins with {until}: {''.join(said)}")
+            raise AssertionError(f"it ended without a line that begins with {begins}: {''.join(said)}")
         yield process
     finally:
         process.kill()
         process.wait()
 
 
-def signal_group(number: int, until: str, *arguments: str | Path, after_s: float = 0.0) -> list[psutil.Process]:
-    """Signals the process group of a job, as `timeout`, SLURM and systemd do, `after_s` after a line that begins so.
+def signal_group(
+    number: int, line: str, *arguments: str | Path, once: Callable[[], object] = lambda: True, after_s: float = 0.0
+) -> list[psutil.Process]:
+    """Signals the process group of a job, as `timeout`, SLURM and systemd do, `after_s` after a line that begins so
+    and after `once` holds.
 
-    Requires that the job ends within 30 seconds, in order after SIGTERM. Returns the processes that ran before.
+    Requires that the job ends within our patience, in order after SIGTERM. Returns the processes that ran before.
     """
-    with started(until, *arguments) as job:
+    with started(line, *arguments) as job:
+        until(once)
         time.sleep(after_s)
         running = psutil.Process(job.pid).children(recursive=True)
         os.killpg(job.pid, number)
-        rest = job.communicate(timeout=30)[0]
+        rest = job.communicate(timeout=PATIENCE)[0]
         assert job.returncode == (130 if number == signal.SIGTERM else -number), rest
         return running
 
@@ -360,8 +365,8 @@ class Disturbed:
     def emulated(cls, folder: Path, profile: Profile, **sections: Any) -> Disturbed:
         """Makes a job on Ray whose processes do nearly all of the time what the profile makes slow."""
         usual: dict[str, Any] = {
-            # Longer than two cores may keep a healthy role waiting while others import.
-            "run": {"runtime": "ray", "health_timeout_s": 6.0, "restarts": 20},
+            # Longer than a busy machine keeps a healthy role waiting. A killed one is noticed at once.
+            "run": {"runtime": "ray", "health_timeout_s": 20.0, "restarts": 20},
             "reward": {"workers": 2},
             "buffer": {"trajectories": 32, "groups": 16},
             "trainer": {"updates": 100_000, "groups_per_update": 2},
@@ -369,7 +374,7 @@ class Disturbed:
         }
         return cls(write_emulated(folder, profile, **with_sections(usual, sections)))
 
-    def run(self, disturb: Callable[[Disturbed], None], timeout_s: float = 120.0) -> Summary:
+    def run(self, disturb: Callable[[Disturbed], None], timeout_s: float = 2 * PATIENCE) -> Summary:
         inputs = preflight(self.job.config)
 
         def work() -> None:
@@ -381,15 +386,15 @@ class Disturbed:
             disturb(self)
         except BaseException:
             with contextlib.suppress(ControlError):
-                ask(self.job.run / "control.sock", Request(stop=True), timeout_s=10)
-            thread.join(20)
+                ask(self.job.run / "control.sock", Request(stop=True), timeout_s=PATIENCE)
+            thread.join(PATIENCE)
             raise
         thread.join(timeout_s)
         assert not thread.is_alive(), f"the run hangs: {self.console.phases[-1:]} {self.console.notes[-3:]}"
         assert self._summary is not None, "the run raised"
         return self._summary
 
-    def wait_for(self, what: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_for(self, what: Callable[[], bool], timeout_s: float = PATIENCE) -> None:
         end = time.monotonic() + timeout_s
         while not what():
             said = f"{self.console.phases[-1:]} {self.console.notes[-3:]}"
@@ -400,7 +405,7 @@ class Disturbed:
     def last_update(self) -> int:
         return int(self.console.updates[-1]["update"])
 
-    def updated(self, number: int, timeout_s: float = 60.0) -> None:
+    def updated(self, number: int, timeout_s: float = PATIENCE) -> None:
         """Waits until that many updates are made, in this attempt or before."""
         self.wait_for(lambda: any(update["update"] >= number for update in self.console.updates), timeout_s)
 
@@ -413,10 +418,10 @@ class Disturbed:
     def stop(self) -> None:
         """Stops the run as Ctrl-C would, after two more updates."""
         self.updated(self.last_update + 2)
-        ask(self.job.run / "control.sock", Request(stop=True), timeout_s=60)
+        ask(self.job.run / "control.sock", Request(stop=True), timeout_s=PATIENCE)
 
     def scale(self, **workers: int) -> dict[str, Any]:
-        return ask(self.job.run / "control.sock", Request(workers), timeout_s=60)
+        return ask(self.job.run / "control.sock", Request(workers), timeout_s=PATIENCE)
 
     @property
     def faults(self) -> list[Fault]:

@@ -3,9 +3,10 @@ more, and those with another error are not."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from benchmarks.ranks import on_ranks
 from omni_async.training.device import init_process_group
+from tests.patience import PATIENCE, until
 
 
 def fail(rank: int, ranks: int, init_method: str, folder: Path, texts: list[str]) -> int:
@@ -27,12 +29,14 @@ def fail(rank: int, ranks: int, init_method: str, folder: Path, texts: list[str]
 
 
 def be_late(rank: int, ranks: int, init_method: str) -> tuple[int, bool]:
-    """Returns the rank, and whether rank 0, which has nothing more to do, is still there a while later."""
-    init_process_group(rank, ranks, init_method, 60.0, torch.device("cpu"))
+    """Returns the rank, and whether rank 0 stays for a while after it has left its result."""
+    init_process_group(rank, ranks, init_method, PATIENCE, torch.device("cpu"))
     first = torch.tensor([os.getpid()])
     dist.broadcast(first, 0)
     if rank > 0:
-        time.sleep(1.5)
+        until((Path(urlsplit(init_method).path).parent / "rank0.pkl").exists)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            psutil.Process(int(first)).wait(1.5)
     return rank, psutil.pid_exists(int(first))
 
 

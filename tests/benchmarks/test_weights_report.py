@@ -19,6 +19,7 @@ from benchmarks.publish_loss_engine import BusyHost, Outcome
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from benchmarks.weights_report import Results, show
 from omni_async.bench.result import describe_machine
+from tests.patience import PATIENCE
 
 
 def publish(repeat: int, blocked: float, copy: float, transport: str = "disk") -> PublishRecord:
@@ -129,7 +130,7 @@ def draw(way: Way, failing: str = "") -> Outcome:
         assert not await host.reach(1000)
         return await host.outcome()
 
-    return asyncio.run(asyncio.wait_for(main(), 10))
+    return asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 def test_samples_that_go_on_through_a_publish_lose_nothing_and_drained_ones_mix_no_versions() -> None:

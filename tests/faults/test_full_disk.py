@@ -26,6 +26,7 @@ from omni_async.runtime.cluster import PeerLost
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, read_summary
 from tests.job_world import ENVIRONMENT, write_emulated
+from tests.patience import PATIENCE
 from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, until_the_end, write_world
 
 SHORT = ["emulation.time_scale=0.001", "trainer.updates=4"]
@@ -129,7 +130,7 @@ def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path):
     code = "import resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async import cli"
     command = [sys.executable, "-c", f"{code}; sys.exit(cli.main())", "train", str(write_emulated(tmp_path)), *LONG]
     command += ["checkpoint.every=1000"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stdout + ended.stderr
     first = ended.stderr.splitlines()[0]

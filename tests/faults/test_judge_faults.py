@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.job_world import run
+from tests.patience import PATIENCE
 from tests.rewards.judge_server import completion, judging
 
 FAULTS = ("429", "500", "truncated JSON", "half a surrogate pair", "1 MB", "slow", "hang")
@@ -80,7 +81,7 @@ def serving(judge: Judge) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE)
         yield url
     finally:
         loop.call_soon_threadsafe(judge.over.set)
@@ -91,7 +92,9 @@ def serving(judge: Judge) -> Iterator[str]:
 def test_a_run_outlives_every_fault_of_its_judge_and_none_becomes_a_number(recipe: Path) -> None:
     judge = Judge()
     with serving(judge) as url:
-        params = f"model: m, urls: ['{url}'], prompt: 'Is this {{prompt}}', timeout_s: 0.5, backoff_s: 0.01"
+        # Only a sample whose 41 questions all take longer than half a second would be one that the judge fails.
+        asking = "timeout_s: 0.5, backoff_s: 0.01, backoff_max_s: 0.05, retries: 40"
+        params = f"model: m, urls: ['{url}'], prompt: 'Is this {{prompt}}', {asking}"
         finished = run(
             recipe,
             f"reward.scorers=[{{name: vlm_judge, params: {{{params}}}}}]",

@@ -30,6 +30,7 @@ from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_summary
 from omni_async.worker import Worker
 from tests.job_world import Disturbed, slow_at
+from tests.patience import PATIENCE
 from tests.runtime.on_ray.ray_roles import Echo
 from tests.runtime.runtime_world import write_world
 
@@ -179,8 +180,8 @@ def test_two_nodes_are_joined_with_their_token_and_the_loss_of_one_and_of_the_he
         (lost,) = {one["NodeID"] for one in ray.nodes() if one["NodeManagerAddress"] == "127.0.0.3"}
         assert lost in nodes, "Ray put nothing on the second node"
         kill(second)
-        run.wait_for(lambda: bool(run.faults), 90)
-        run.wait_for(lambda: all(where["node"] != lost for where in run.parts().values()), 90)
+        run.wait_for(lambda: bool(run.faults), 2 * PATIENCE)
+        run.wait_for(lambda: all(where["node"] != lost for where in run.parts().values()), 2 * PATIENCE)
         run.updated(run.last_update + 2)
         kill(head)
 
@@ -232,7 +233,7 @@ _UPDATES = 9
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_a_rank_that_is_killed_costs_an_attempt_and_every_layout_goes_on_from_what_another_wrote(recipe):
-    settings = ("run.runtime=ray", "run.health_timeout_s=5", "staleness.max_updates=2", "checkpoint.every=2")
+    settings = ("run.runtime=ray", "run.health_timeout_s=20", "staleness.max_updates=2", "checkpoint.every=2")
     before, updates = "null", 0
     for layout, keys in LAYOUTS.items():
         begun, updates = updates, updates + _UPDATES

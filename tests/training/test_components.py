@@ -17,6 +17,7 @@ from omni_async.training.transition_loss import sample_drifts
 from pipelines.hunyuan_video_15 import tiny as hunyuan_video_15
 from pipelines.stable_diffusion_3 import tiny
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
+from tests.patience import PATIENCE
 from tests.training.training_world import group_of, make_config, started, step_on, trainable
 
 HIGH, LOW = TwoExperts.components
@@ -68,7 +69,7 @@ def test_the_optimizer_leaves_a_component_without_rows_as_it_is(window, trained)
 
 def plans(needs: list[list[str]], size: int, unit: int, components: tuple[str, ...]) -> list[list[MicroBatch]]:
     """Returns the micro-batches of several ranks, which agree through one exchange."""
-    barrier, said = threading.Barrier(len(needs), timeout=10), {}
+    barrier, said = threading.Barrier(len(needs), timeout=PATIENCE), {}
 
     def plan(rank: int) -> list[MicroBatch]:
         def largest(values: list[int]) -> list[int]:

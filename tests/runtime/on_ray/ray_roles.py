@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+from pathlib import Path
 from typing import Any
 
 from omni_async.aio.waiting import Event
+from tests.patience import until
 
 
 class UnsettledError(RuntimeError):
@@ -65,7 +66,9 @@ class Echo:
         os._exit(1)
 
     async def announce(self, version: int, digest: str) -> None:
-        time.sleep(5)  # noqa: ASYNC251 (what a role must never do: it holds its loop)
+        """Holds its loop, which a role must never do, until a file in the folder `digest` frees it."""
+        (Path(digest) / "held").touch()
+        until((Path(digest) / "free").exists)
 
 
 class Caller:
