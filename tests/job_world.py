@@ -284,7 +284,6 @@ class Answer:
     code: int
     stdout: str
     stderr: str
-    seconds: float
 
     @property
     def line(self) -> str:
@@ -294,10 +293,9 @@ class Answer:
 
 
 def command_line(*arguments: str | Path, timeout: float = 120, environment: Mapping[str, str] = ENVIRONMENT) -> Answer:
-    began = time.monotonic()
     command = [*COMMAND, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd="/", env=environment)
-    return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def trained(recipe: Path, *overrides: str) -> Run:
