@@ -55,7 +55,6 @@ class World:
             group = participant._group
             assert group is not None
             participant._timeout_s = group._timeout_s = SHORT_S
-            group._gloo._set_default_timeout(SHORT)
         return self
 
     async def carry(self, packed: Packed) -> list[Packed]:
