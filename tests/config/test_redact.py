@@ -141,7 +141,7 @@ def test_known_secrets_beside_each_other_and_in_each_other(text: str, secrets: l
     "?token a. :// token= Bearer &key _token a x= ?x= tokens=1 &tokens=1 - [ %5F".split(),  # noqa: SIM905
 )
 def test_a_hostile_text_is_no_work(piece: str) -> None:
-    assert growth(lambda length: redact_text(piece * (length // len(piece))), 12_500) < LINEAR
+    assert growth(lambda length: redact_text(piece * (length // len(piece))), 4_000) < LINEAR
 
 
 def test_a_terminal_shows_control_characters_and_does_not_obey_them() -> None:
