@@ -75,7 +75,11 @@ def step_of(made: Emulated) -> float:
     return statistics.fmean(made.steps(steady.first, steady.last))
 
 
-@pytest.fixture(scope="module", params=list(SLOW))
+# Each takes five seconds to play.
+@pytest.fixture(
+    scope="module",
+    params=["rollout", *(pytest.param(slow, marks=pytest.mark.thorough) for slow in SLOW if slow != "rollout")],
+)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -35,7 +35,7 @@ from tests.training.training_world import make_config
 from tests.weights.conftest import Packed, make_packed
 
 LONG_S, SHORT_S = PATIENCE, 0.5
-SHORT = timedelta(seconds=SHORT_S)
+LONG, SHORT = timedelta(seconds=LONG_S), timedelta(seconds=SHORT_S)
 CPU = torch.device("cpu")
 
 
@@ -55,6 +55,8 @@ class World:
             group = participant._group
             assert group is not None
             participant._timeout_s = group._timeout_s = SHORT_S
+            assert group._gloo.options._timeout == LONG
+            group._gloo._set_default_timeout(SHORT)
         return self
 
     async def carry(self, packed: Packed) -> list[Packed]:
