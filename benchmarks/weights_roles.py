@@ -251,7 +251,8 @@ class TrainerHost:
                 due = time.perf_counter() + every_s
                 await self.publish(transport)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._enough.wait(), max(0.0, due - time.perf_counter()))
+                    async with asyncio.timeout(max(0.0, due - time.perf_counter())):
+                        await self._enough.wait()
 
         self._repeating = asyncio.create_task(repeat())
 

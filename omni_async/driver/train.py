@@ -128,7 +128,8 @@ class _Run:
             # A run that failed to start is recorded too.
             if observer.owns and self._sinks is None and self._opening is not None:
                 with contextlib.suppress(SinkUnusableError, TimeoutError):
-                    self._sinks = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
+                    async with asyncio.timeout(_SOON_S if at_once else None):
+                        self._sinks = await self._opening
             interrupted.release_ctrl_c()
             summary = self._write(ending, observer, finished, at_once)
             if isinstance(ending.cause, ConfigError):

@@ -84,8 +84,10 @@ class LiveRun:
             await self._someone.wait()
             took = await self.look()
             rest = max(PAUSE_S, FRUGAL * took if self.looked > 1 else 0.0)
+            # Not wait_for: up to Python 3.11 it loses a cancellation that comes with the news.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._dirty.wait(), rest)
+                async with asyncio.timeout(rest):
+                    await self._dirty.wait()
             self._dirty.clear()
 
     async def look(self) -> float:

@@ -117,6 +117,19 @@ async def test_nothing_is_read_while_nobody_looks(tmp_path: Path, monkeypatch: p
         assert len(looked) == before
 
 
+async def test_a_page_that_is_closed_as_news_come_is_closed(tmp_path: Path) -> None:
+    MadeRun(groups=40).write(tmp_path)
+    run = live.LiveRun(RunDirectory(tmp_path), report_sections.Sections())
+    keeping, messages = asyncio.create_task(run.keep()), run.messages()
+    await anext(messages)
+    await settle()  # now it rests
+    run._changed()
+    keeping.cancel()
+    await asyncio.wait({keeping}, timeout=PATIENCE)
+    assert keeping.cancelled()
+    await messages.aclose()
+
+
 async def test_the_sections_of_the_report_come_once_they_are_made(tmp_path: Path) -> None:
     async with watched(tmp_path) as page:
         assert await page.get("/api/report") == (200, None)
