@@ -37,7 +37,7 @@ from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import Span
 from tests.configs import with_sections, write_recipe_file
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE, wait_for
 from tests.runtime.runtime_world import RememberingConsole
 
 COMMAND = (sys.executable, "-m", "omni_async.cli", "train")
@@ -339,7 +339,7 @@ def signal_group(
     Requires that the job ends within our patience, in order after SIGTERM. Returns the processes that ran before.
     """
     with started(line, *arguments) as job:
-        until(once)
+        wait_for(once, "the moment of the signal")
         time.sleep(after_s)
         running = psutil.Process(job.pid).children(recursive=True)
         os.killpg(job.pid, number)

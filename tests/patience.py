@@ -10,7 +10,7 @@ PATIENCE = 60.0
 _PAUSE_S = 0.01
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
+def wait_for(condition: Callable[[], object], what: str) -> None:
     """Block until `condition` holds. AssertionError, with `what`, after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while not condition():
@@ -18,7 +18,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(_PAUSE_S)
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], object], what: str) -> None:
     """Return once `condition` holds, while the event loop runs. AssertionError, with `what`, after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while not condition():

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from benchmarks.ranks import on_ranks
 from omni_async.training.device import init_process_group
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE, wait_for
 
 
 def fail(rank: int, ranks: int, init_method: str, folder: Path, texts: list[str]) -> int:
@@ -34,7 +34,7 @@ def be_late(rank: int, ranks: int, init_method: str) -> tuple[int, bool]:
     first = torch.tensor([os.getpid()])
     dist.broadcast(first, 0)
     if rank > 0:
-        until((Path(urlsplit(init_method).path).parent / "rank0.pkl").exists)
+        wait_for((Path(urlsplit(init_method).path).parent / "rank0.pkl").exists, "the result of rank 0")
         with contextlib.suppress(psutil.TimeoutExpired):
             psutil.Process(int(first)).wait(1.5)
     return rank, psutil.pid_exists(int(first))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.aio.waiting import Event
-from tests.patience import until
+from tests.patience import wait_for
 
 
 class UnsettledError(RuntimeError):
@@ -68,7 +68,7 @@ class Echo:
     async def announce(self, version: int, digest: str) -> None:
         """Holds its loop, which a role must never do, until a file in the folder `digest` frees it."""
         (Path(digest) / "held").touch()
-        until((Path(digest) / "free").exists)
+        wait_for((Path(digest) / "free").exists, "the release of the engine")
 
 
 class Caller:

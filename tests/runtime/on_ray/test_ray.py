@@ -30,7 +30,7 @@ from omni_async.runtime.placement import PlacementPlan
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, SdeWindow
 from omni_async.worker import Worker
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE, wait_for
 from tests.runtime.on_ray import ray_roles
 from tests.runtime.runtime_world import write_world
 
@@ -117,7 +117,7 @@ async def test_a_role_that_cannot_be_built_dies_or_holds_its_loop_says_so_to_its
         await dying.stop("now")
     await stuck.phase("alive")
     holding = asyncio.ensure_future(stuck.announce(0, str(tmp_path)))
-    await asyncio.to_thread(until, (tmp_path / "held").exists)
+    await asyncio.to_thread(wait_for, (tmp_path / "held").exists, "a held request")
     ping = asyncio.ensure_future(_seconds(stuck._actor.ping.remote()))
     assert not (await asyncio.wait({ping}, timeout=0.5))[0]
     (tmp_path / "free").touch()

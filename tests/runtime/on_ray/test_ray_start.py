@@ -17,7 +17,7 @@ from omni_async.runtime.on_ray import connection as ray_connection
 from omni_async.runtime.on_ray import local as ray_local
 from omni_async.runtime.on_ray.connection import StartError, connect
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE, wait_for
 from tests.ports import unused_address
 
 TIMED_OUT = "The current node timed out during startup."
@@ -97,7 +97,7 @@ def test_a_start_that_hangs_ends_when_the_time_is_over_or_it_is_not_wanted_any_m
     starts.unlink(missing_ok=True)
 
     def when_started() -> None:
-        until(starts.exists)
+        wait_for(starts.exists, "the first start")
         stop.set()
 
     threading.Thread(target=when_started, daemon=True).start()
