@@ -24,6 +24,9 @@ FORMAT = 5
 _LARGEST = 2**30
 _LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
+# How this version draws samples, beyond what a recipe decides. Groups that an earlier version drew are drawn again:
+# their log-probs are float32.
+_DRAWN = {"log-prob dtype": "float64"}
 _ROLLOUT = (
     "group_size",
     "sampling",
@@ -87,6 +90,7 @@ def made_with(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a sample and its score are, by their names; without secrets."""
     settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
     settings |= {"reward.scorers": config.reward.scorers, "reward.max_abs": config.reward.max_abs}
+    settings |= _DRAWN
     settings["trajectory fields"] = trajectory_fields(find_objective(config.algorithm.name), config)
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
     return plain
@@ -94,8 +98,8 @@ def made_with(config: Config) -> dict[str, Any]:
 
 def fitting(state: State, config: Config) -> tuple[State, list[str]]:
     """Return `state`, with no ready groups if this recipe would make others, and the settings that differ."""
-    control, now = state.control, made_with(config)
-    changed = [name for name, before in state.samples.items() if before != now.get(name)]
+    control, before, now = state.control, state.samples, made_with(config)
+    changed = [name for name in now | before if before.get(name) != now.get(name)]
     if not (changed and control.ready):
         return state, []
     again = tuple(Unfinished(group.group) for group in control.ready)

@@ -259,7 +259,7 @@ def _against_trainer(subject: Subject, models: Models, requests: list[SampleRequ
         stacked = subject.policy.stack_conditioning([tensors["conditioning"]])
         for k, step in enumerate(window):
             mean, expected, per_log_prob = _step(subject, models[versions[step]], request, one, k, step, stacked)
-            distance = float((expected.double() - tensors["log_probs"][k].double()).abs().max())
+            distance = float((expected - tensors["log_probs"][k]).abs().max())
             off = max(off, distance, difference(tensors["means"][k : k + 1], mean))
             nats = max(nats, per_log_prob * distance)
             steps += 1

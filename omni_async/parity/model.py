@@ -289,6 +289,6 @@ def _bfloat16(subject: Subject) -> Found:
             v = subject.policy.velocity(components, latents, sigma, conditioning, spec)
             made = transition("flow", latents, v, sigma, sigma_next, sigmas[1:2], torch.tensor([0.7]))
             taken = made.mean + made.scale.view(-1, *[1] * (latents.ndim - 1)) * noise if taken is None else taken
-            found.append(log_prob("flow", taken, made.mean, made.scale).double())
+            found.append(log_prob("flow", taken, made.mean, made.scale))
         nats = nats_per_log_prob("flow", made.scale.double(), latents.numel())
     return Found(float((nats * (found[1] - found[0])).abs().max()), None, "one step, against float32")

@@ -110,10 +110,10 @@ class InFlight:
 
         Args:
             latents: (*shape), the sample after the step.
-            log_prob: (), of the transition.
+            log_prob: () float64, of the transition.
             mean: (*shape), of the transition.
             version: the policy version that took the step.
-            modality_log_probs: (M,), of the transition, if it is noisy and the sample has M modalities."""
+            modality_log_probs: (M,) float64, of the transition, if it is noisy and the sample has M modalities."""
         if self.noisy:
             if not self._latents:
                 self._latents.append(self.latents)
@@ -138,10 +138,10 @@ class InFlight:
         if "latents" in fields:
             found["latents"] = torch.stack(self._latents or [self.latents])
         if "log_probs" in fields:
-            found["log_probs"] = torch.stack(self._log_probs) if self._log_probs else torch.zeros(0)
+            found["log_probs"] = torch.stack(self._log_probs) if self._log_probs else _no_numbers(0)
             if self.modalities:
                 own = self._modality_log_probs
-                found["modality_log_probs"] = torch.stack(own) if own else torch.zeros(0, len(self.modalities))
+                found["modality_log_probs"] = torch.stack(own) if own else _no_numbers(0, len(self.modalities))
         if "means" in fields:
             found["means"] = torch.stack(self._means) if self._means else torch.zeros(0, *self.shape)
         if "final" in fields:
@@ -149,6 +149,10 @@ class InFlight:
         if "conditioning" in fields and conditioning is not None:
             found["conditioning"] = conditioning
         return found
+
+
+def _no_numbers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
 
 
 def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int) -> torch.Tensor:

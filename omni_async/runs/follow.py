@@ -44,7 +44,7 @@ _GROUP = np.dtype(
         ("admitted", "i4"),
         ("trained", "i4"),  # -1: not
         ("staleness", "i4"),  # -1: not trained
-        ("reward", "f4"),  # NaN: none was scored
+        ("reward", "f8"),  # NaN: none was scored
         ("offset", "i8"),  # of its line in the ledger
         ("size", "u4"),
     ]

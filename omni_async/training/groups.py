@@ -21,13 +21,16 @@ from omni_async.config.schema import Rollout
 from omni_async.families import SamplingSpec
 from omni_async.policy import Policy
 
+# Of tensors that are not float32. A log-ratio needs digits that a mean log-prob in float32 lacks (`sde.transitions`).
+_DTYPES = {"steps": torch.int64, "log_probs": torch.float64, "modality_log_probs": torch.float64}
+
 
 @dataclass(frozen=True)
 class GroupBatch:
     """This rank's samples of one prompt group; see `omni_async.types.TrainGroup` for everything but the tensors.
 
     trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1,
-    *shape), log_probs (W,), optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
+    *shape), log_probs (W,) float64, optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
     forward-process ones final (*shape), sigmas and conditioning. One of several calls (`omni_async.rollout.calls`)
         holds a TensorDict of these for each: its trained steps are those of all calls, one call after the other.
     size: the samples of the whole group, on all ranks together.
@@ -136,7 +139,7 @@ def _check_fields(trajectory: TensorDict, fields: Collection[str], window: int, 
     }
     for name in shapes.keys() & set(trajectory.keys()):
         tensor = trajectory[name]
-        wanted = torch.int64 if name == "steps" else torch.float32
+        wanted = _DTYPES.get(name, torch.float32)
         if tuple(tensor.shape) != shapes[name] or tensor.dtype != wanted:
             raise ValueError(
                 f"{name} must be {wanted} of shape {shapes[name]}, got {tensor.dtype} of shape {tuple(tensor.shape)}"

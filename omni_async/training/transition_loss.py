@@ -33,7 +33,7 @@ from omni_async.types import SampleDrift
 
 @dataclass(frozen=True)
 class Proximal:
-    """R rows under the proximal policy. log_prob (R,); mean (R, *shape) where it was kept; kappa (R,) float64.
+    """R rows under the proximal policy: log_prob (R,) float64, mean (R, *shape) where it was kept, kappa (R,) float64.
 
     D kappa in nats, the exact KL of each step from the policy that took it, where that one's means are known."""
 
@@ -48,7 +48,7 @@ def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor) -> P
     Args:
         rows: read for the behaviour policy's means.
         step: the policy's Gaussians of these rows.
-        log_prob: (R,), the policy's."""
+        log_prob: (R,) float64, the policy's."""
     kappa = None
     if rows.behaviour_mean is not None:
         squares = (step.mean.detach() - rows.behaviour_mean).square().flatten(1).mean(dim=1, dtype=torch.float64)
@@ -257,7 +257,7 @@ class TransitionLoss(LossOfObjective):
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
         """Return the log-ratios of the whole sample to the recorded log-probs of `value`, (R,) float64."""
-        return self._nats_per_log_prob(rows, scale) * (value.double() - rows.behaviour_log_prob.double())
+        return self._nats_per_log_prob(rows, scale) * (value - rows.behaviour_log_prob)
 
     def _nats_per_log_prob(self, rows: TransitionRows, scale: Tensor) -> Tensor:
         return nats_per_log_prob(self._sde.kind, scale.double(), rows.num_elements)
@@ -302,7 +302,7 @@ class TransitionLoss(LossOfObjective):
             modalities.items(), values, rows.behaviour_by_modality.unbind(1), strict=True
         ):
             factor = nats_per_log_prob(kind, step.scale.double(), mean[0, part].numel())
-            nats = factor * (value.double() - old.double())
+            nats = factor * (value - old)
             self._metrics.record(f"log_prob/{name}", value)
             self._metrics.record(f"log_ratio_nats/{name}/mean", nats)
             self._metrics.record(f"log_ratio_nats/{name}/absmax", nats, "absmax")

@@ -20,7 +20,7 @@ from omni_async.training.groups import GroupBatch, MicroBatch, Needs, find_step
 
 @dataclass(frozen=True)
 class TransitionRows:
-    """R rows on the trainer's device, float32.
+    """R rows on the trainer's device, float32 but for log-probs and weights (float64) and staleness (int64).
 
     Latents, next_latents and behaviour_mean (R, *shape), behaviour_by_modality (R, M), all other tensors (R,). `steps`,
     `row_ids`, each (sample, number among the sample's trained rows), and `needs` stay on the host."""

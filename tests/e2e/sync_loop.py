@@ -107,11 +107,11 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                 v = velocity(x, sigma, [text[g] for g in owner])
                 step = transition(sde.kind, x, v, sigma, sigma_next, sigmas[1].expand(len(at)), level)
                 logp = log_prob(sde.kind, torch.stack(after), step.mean, step.scale)
-                ratio = (logp.double() - torch.stack(old).double()).exp()
+                ratio = (logp - torch.stack(old)).exp()
                 of_log_prob = 2 * step.scale.double().square() if sde.kind == "cps" else torch.ones_like(ratio)
                 width = a.clip_range_nats / math.prod(shape) * of_log_prob
                 weight = torch.stack(advantage).float().double()
-                loss = torch.maximum(-weight * ratio, -weight * ratio.clamp((-width).exp(), width.exp())).float()
+                loss = torch.maximum(-weight * ratio, -weight * ratio.clamp((-width).exp(), width.exp()))
                 (loss.sum() * (1 / num_rows)).backward()
 
         grads = [p.grad for p in model.parameters() if p.grad is not None]

@@ -277,6 +277,19 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
     assert point.notes[0].endswith("trajectory fields changed")
 
 
+def test_groups_of_an_earlier_version_are_made_again(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    ready = ReadyGroup(
+        3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), VersionSpans.of((1,))),)
+    )
+    samples = {name: value for name, value in made_with(config).items() if name != "log-prob dtype"}
+    state = State(ControlState(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=samples)
+    checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]})
+    point = found(config)
+    assert (point.state.control.ready, [one.group for one in point.state.control.unfinished]) == ((), [3])
+    assert point.notes[0].endswith("log-prob dtype changed")
+
+
 def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:
     config = recipe(tmp_path, None)
     run = RunDirectory(run_of(config, "20260101-000000", 2))

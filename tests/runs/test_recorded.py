@@ -95,9 +95,11 @@ def test_eval(runs: Path, name: str) -> None:
     assert len(rows) == 8 and all(-1.0 < float(row["reward"]) < -0.7 for row in rows)
 
 
-def test_an_interrupted_run_resumes_in_its_folder(runs: Path) -> None:
+def test_an_interrupted_run_resumes_in_its_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = (*LORA_KEYS, "trainer.updates=5")
     assert main(["train", "recipe.yaml", *keys, "checkpoint.resume=auto"]) == 0
+    said = capsys.readouterr().out
+    assert "groups that waited for the trainer (2) are made again: log-prob dtype changed" in said
     run = finished(runs, LORA, *keys).check_every_group_ended_once()
     assert (run.summary.status, run.summary.updates) == ("done", 5)
     assert [line["update"] for line in run.metrics] == [1, 2, 3, 4, 5]

@@ -129,14 +129,17 @@ def test_a_row_does_not_depend_on_its_batch(kind, seed, batch, pick):
         assert torch.equal(whole[row], own[0])
 
 
-def test_a_large_row_does_not_depend_on_its_batch_where_a_lone_row_is_summed_by_several_threads():
-    inputs = example(11, 4, torch.float32, shape=(4096, 16))
+@pytest.mark.parametrize("shape", [(4096, 16), (16383,), (16385,), (3, 70_001)])
+def test_a_large_row_depends_neither_on_its_batch_nor_on_the_number_of_threads(shape):
+    inputs = example(11, 4, torch.float32, shape=shape)
+    one_thread = take_step("flow", *inputs)[1]
     torch.set_num_threads(4)
     try:
         together = take_step("flow", *inputs)[1]
         alone = [take_step("flow", *(tensor[row : row + 1] for tensor in inputs))[1] for row in range(4)]
     finally:
         torch.set_num_threads(1)
+    assert torch.equal(together, one_thread)
     assert torch.equal(together, torch.cat(alone))
 
 

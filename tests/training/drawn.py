@@ -61,7 +61,7 @@ def random_group(policy: Policy, config: Config) -> GroupBatch:
     for number in range(4):
         x = torch.randn(1, *shape, generator=generator)
         steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
-        tensors = {"final": x[0], "latents": torch.cat(steps), "log_probs": torch.zeros(2), "sigmas": sigmas}
+        tensors = {"final": x[0], "latents": torch.cat(steps), "log_probs": torch.zeros(2).double(), "sigmas": sigmas}
         tensors |= {"steps": torch.tensor([first, first + 1])}
         samples.append(
             TensorDict({**tensors, "conditioning": conditioning_of(policy, spec, number, generator)}, batch_size=[])

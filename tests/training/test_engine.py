@@ -139,6 +139,7 @@ def test_non_finite_gradients_stop_the_run_and_leave_the_weights():
         ("log_probs", None, r"trajectory 1 of 4: the fields \['log_probs'\] are missing"),
         ("latents", lambda t: t[:-1], r"latents must be torch.float32 of shape \(3, 6, 4\)"),
         ("latents", lambda t: t.bfloat16(), r"latents must be torch.float32"),
+        ("log_probs", lambda t: t.float(), r"log_probs must be torch.float64 of shape \(2,\), got torch.float32"),
         ("latents", lambda t: t * float("nan"), "latents has values that are not finite"),
         ("sigmas", lambda t: torch.nextafter(t, t + 1), r"differ from the trainer's schedule: sigmas\[0\]"),
         ("sigmas", lambda t: t[1:], "sigmas must be torch.float32 of shape"),

@@ -16,11 +16,12 @@ class TransitionInputs:
     Rows are sample-major, `steps_per_sample` of them for each sample. Log-probs are means over D = `num_elements`
     latent elements.
 
-    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. `old_*`
-    belong to the policy the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale,
-    nats_per_log_prob are (R,), the last three as `omni_async.sde` defines them for `kind`: nats_per_log_prob (log_prob
-    - old_log_prob) is the log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies the
-    policy-gradient part of the loss and nothing else."""
+    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. Log-probs,
+    weight and nats_per_log_prob come as float64 from the trainer, the others as float32. `old_*` belong to the policy
+    the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale, nats_per_log_prob are (R,), the
+    last three as `omni_async.sde` defines them for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the log-ratio
+    of the whole sample. weight (R,) is the off-policy correction; it multiplies the policy-gradient part of the loss
+    and nothing else."""
 
     log_prob: Tensor
     old_log_prob: Tensor
