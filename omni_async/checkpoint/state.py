@@ -18,6 +18,7 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.config.redact import one_line, redact
 from omni_async.control.control_state import ControlState, Unfinished
+from omni_async.control.seeds import NOISE
 
 FILE = "state.json"
 FORMAT = 5
@@ -25,8 +26,8 @@ _LARGEST = 2**30
 _LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
 # How this version draws samples, beyond what a recipe decides. Groups that an earlier version drew are drawn again:
-# their log-probs are float32.
-_DRAWN = {"log-prob dtype": "float64"}
+# their log-probs are float32, and their noise is another.
+_DRAWN = {"log-prob dtype": "float64", "noise": NOISE}
 _ROLLOUT = (
     "group_size",
     "sampling",

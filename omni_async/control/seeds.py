@@ -32,6 +32,9 @@ from omni_async.config import Config
 from omni_async.config.schema import WindowConfig
 from omni_async.types import Prompt, SdeWindow
 
+# How `omni_async.sde.noise` draws from a seed. Under another value the same seed has other noise.
+NOISE = "Philox"
+
 
 def derive(*parts: int | str) -> int:
     """Return a 63-bit integer from the parts; any change of any part gives an unrelated number."""

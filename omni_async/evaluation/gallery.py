@@ -29,6 +29,7 @@ from omni_async.types import Prompt, SampleRequest, Score
 
 TABLE = "samples.jsonl"
 _SETTINGS, _SCORES, _LOCK = "settings.json", "scores.jsonl", ".lock"
+_UNNAMED = {"noise": "torch"}  # settings that earlier versions did not write
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -94,7 +95,7 @@ class Gallery:
             held: dict[str, Any] = {}
         else:
             try:
-                held = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+                held = _UNNAMED | msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 raise ConfigError(f"--out: {file} is damaged; name another folder") from None
         for key in asked.keys() & held.keys() - {"models"}:

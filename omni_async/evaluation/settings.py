@@ -21,6 +21,7 @@ from omni_async.config.load import decode, family_of
 from omni_async.config.redact import redact
 from omni_async.config.schema import Validation
 from omni_async.control.requests import RequestFactory
+from omni_async.control.seeds import NOISE
 from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.evaluation.models import Model
 from omni_async.families import PipelineFamily, find_family
@@ -58,6 +59,7 @@ class Settings:
             "steps": self.validation.num_inference_steps,
             "samples per prompt": self.validation.samples_per_prompt,
             "seed": self.config.run.seed,
+            "noise": NOISE,
             "sampling": msgspec.to_builtins(self.config.rollout.sampling),
             "dtype": self.config.model.dtype,
             "device": self.device or "default",

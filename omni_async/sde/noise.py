@@ -1,26 +1,37 @@
 """Draws noise that depends on the request alone: neither batch, engine, window nor placement changes it.
 
-Every draw has a generator of its own, seeded by a hash of (seed, purpose, step), so a draw never depends on earlier
-draws.
+Every draw has its own generator, keyed by a hash of (seed, purpose, step), so a draw never depends on earlier draws.
+All 63 bits of a seed count. Torch's CPU generator uses 32 of them: among 77,000 samples two would have the same noise,
+more likely than not.
 """
 
 from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 
 
-def _draw(seed: int, purpose: str, step: int, shape: tuple[int, ...]) -> torch.Tensor:
-    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
-    # The CPU generator is the only one that gives the same numbers on every machine.
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
+def generator_of(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
+    """Return the generator of one draw: Philox, whose bits are the same on every machine, with a key of 128 bits.
+
+    Args:
+        seed: the sample's, any integer.
+        purpose: what is drawn; no two purposes share a stream.
+        step: the draw's number, where a purpose has several."""
+    key = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+
+
+def standard_normal(generator: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the generator's next standard normal numbers: float32 of `shape` on the CPU."""
+    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the latents at sigma_0: standard normal float32 of `shape` on the CPU."""
-    return _draw(seed, "initial", 0, shape)
+    return standard_normal(generator_of(seed, "initial"), shape)
 
 
 def step_noise(seed: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -30,4 +41,4 @@ def step_noise(seed: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
         seed: the request's.
         step: the transition's number, from 0.
         shape: that of one sample's latents."""
-    return _draw(seed, "step", step, shape)
+    return standard_normal(generator_of(seed, "step", step), shape)

@@ -25,6 +25,7 @@ from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.config.algorithm import Forward
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
+from omni_async.sde.noise import generator_of, standard_normal
 from omni_async.training.groups import GroupBatch, Needs, check_group
 from omni_async.training.row_loss import LossOfObjective
 
@@ -60,9 +61,9 @@ def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forwa
         shape: that of its latents.
         sigmas: the sampler's schedule (N + 1,).
         forward, fraction: `algorithm.forward` and `algorithm.timestep_fraction`, which set how many draws there are."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed, "forward process")
     drawn = draw_sigmas(sigmas, forward, fraction, generator).to(torch.float32)
-    return Draws(drawn, torch.randn((len(drawn), *shape), generator=generator))
+    return Draws(drawn, standard_normal(generator, (len(drawn), *shape)))
 
 
 def build_rows(

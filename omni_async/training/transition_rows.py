@@ -15,6 +15,7 @@ from torch import Tensor
 
 from omni_async.algorithms.kinds import num_trained
 from omni_async.policy import Policy
+from omni_async.sde.noise import generator_of
 from omni_async.training.groups import GroupBatch, MicroBatch, Needs, find_step
 
 
@@ -57,9 +58,9 @@ def trained_steps(seed: int, window: int, fraction: float, calls: int = 1) -> li
     count = num_trained(window, fraction)
     if count == window:
         return list(range(calls * window))
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randperm(window, generator=generator)[:count].sort().values for _ in range(calls)]
-    return [call * window + k for call, positions in enumerate(drawn) for k in positions.tolist()]
+    generator = generator_of(seed, "trained steps")
+    drawn = [sorted(generator.permutation(window)[:count].tolist()) for _ in range(calls)]
+    return [call * window + k for call, positions in enumerate(drawn) for k in positions]
 
 
 def build_rows(

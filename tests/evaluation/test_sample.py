@@ -260,6 +260,11 @@ def test_a_folder_made_with_other_settings_weights_or_by_something_else_is_refus
     assert refused(capsys, *again, "height=48").startswith("--out: drawn was made with sampling ")
     assert refused(capsys, finished.path, "--out", "drawn").startswith("--out: drawn was made with prompts ")
     settings = Path("drawn/settings.json")
+    written = settings.read_text()
+    earlier = {key: value for key, value in json.loads(written).items() if key != "noise"}
+    settings.write_text(json.dumps(earlier))
+    assert refused(capsys, *again) == "--out: drawn was made with noise 'torch', not 'Philox'; name another folder"
+    settings.write_text(written)
     settings.write_text(
         settings.read_text().replace(json.loads(settings.read_text())["models"]["update-000003"][1], "0")
     )

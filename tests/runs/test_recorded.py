@@ -99,7 +99,7 @@ def test_an_interrupted_run_resumes_in_its_folder(runs: Path, capsys: pytest.Cap
     keys = (*LORA_KEYS, "trainer.updates=5")
     assert main(["train", "recipe.yaml", *keys, "checkpoint.resume=auto"]) == 0
     said = capsys.readouterr().out
-    assert "groups that waited for the trainer (2) are made again: log-prob dtype changed" in said
+    assert "groups that waited for the trainer (2) are made again: log-prob dtype, noise changed" in said
     run = finished(runs, LORA, *keys).check_every_group_ended_once()
     assert (run.summary.status, run.summary.updates) == ("done", 5)
     assert [line["update"] for line in run.metrics] == [1, 2, 3, 4, 5]

@@ -7,8 +7,10 @@ passed in.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from torch import Generator, Tensor
+from numpy.random import Generator
+from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from omni_async.algorithms.kinds import num_draws
@@ -68,17 +70,16 @@ def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, gene
         raise ValueError(
             f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}"
         )
-    count, where = num_draws(len(sigmas) - 1, forward, timestep_fraction), generator.device
+    count = num_draws(len(sigmas) - 1, forward, timestep_fraction)
     if forward.sigmas == "logit_normal":
-        strata = torch.randperm(count, generator=generator, device=where)
-        uniform = (strata + torch.rand(count, generator=generator, device=where, dtype=torch.float64)) / count
+        uniform = torch.from_numpy((generator.permutation(count) + generator.random(count)) / count)
         t = torch.special.ndtri(uniform).sigmoid()
         shifted = forward.shift * t / (1 + (forward.shift - 1) * t)
         return shifted.clamp(min=_SMALLEST_LOGIT_NORMAL).to(sigmas)
     choices = sigmas[1:-1] if forward.sigmas == "schedule_wo_first" else sigmas[:-1]
     rounds = range(-(-count // len(choices)))
-    order = torch.cat([torch.randperm(len(choices), generator=generator, device=where) for _ in rounds])
-    return choices[order[:count].to(choices.device)]
+    order = np.concatenate([generator.permutation(len(choices)) for _ in rounds])[:count]
+    return choices[torch.from_numpy(order).to(choices.device)]
 
 
 def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
