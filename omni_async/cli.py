@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -254,15 +255,17 @@ def _run(options: argparse.Namespace) -> int:
         return 130
 
 
-class _Pipe(io.FileIO):
-    """A file descriptor for output that goes nowhere once its reader has left.
+class _Output(io.FileIO):
+    """A file descriptor for output that is discarded once its reader has left or its terminal is closed.
 
     An error would reach whatever happens to write: rich would end the process, and with it what is still to be done."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that is closed
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -270,11 +273,11 @@ class _Pipe(io.FileIO):
 
 
 def _outliving_its_reader(stream: Any) -> Any:
-    """Return what writes where `stream`, standard output or error, does. A terminal is left as it is, and None."""
-    if stream is None or stream.isatty():
+    """Return a stream to where `stream`, standard output or error, writes. None stays None."""
+    if stream is None:
         return stream
-    pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(pipe, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    output = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(output, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 
 def _train(config: Config) -> int:
@@ -307,6 +310,8 @@ def _check(config: Config, probe: bool) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
         inputs = preflight(config)
+    for note in inputs.notes:
+        _tell(f"note: {note}")
     said: list[str] = []
     if probe:
         from omni_async.preflight.scorers import try_scorers

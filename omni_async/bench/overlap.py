@@ -25,6 +25,7 @@ from omni_async.bench.progress import Progress
 from omni_async.bench.result import ArmRecord, Overlap, Prediction, RunRecord, describe_machine, write_overlap
 from omni_async.bench.table import markdown
 from omni_async.config import Config, ConfigError
+from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
 from omni_async.config.schedule import num_existing_devices
 from omni_async.performance.law import async_step
@@ -142,8 +143,8 @@ def _ray_session(configs: Sequence[Config]) -> Iterator[None]:
 
     run, cpus = on_ray[0].run, max(1, *(plan_placements(config).cpus for config in on_ray))
     try:
-        connection = connect(run.ray_address, cpus, run.startup_timeout_s)
-    except StartError as error:
+        connection = connect(cluster_address(run), cpus, run.startup_timeout_s)
+    except (StartError, ValueError) as error:
         raise ConfigError(str(error)) from error
     try:
         yield

@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.schema import Config, Resources, ScheduleName
 
 _IN_STEP = {
@@ -80,7 +81,7 @@ def num_existing_devices(config: Config) -> float:
     Emulated devices, accelerators, and those of a cluster that is joined count as requested, because they were
     allocated."""
     devices = num_devices(config)
-    allocated = config.emulation is not None or config.run.ray_address is not None or _kind(config) == "gpus"
+    allocated = config.emulation is not None or cluster_address(config.run) is not None or _kind(config) == "gpus"
     return devices if allocated else min(devices, len(os.sched_getaffinity(0)))
 
 

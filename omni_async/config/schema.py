@@ -63,7 +63,7 @@ class Run(Section, kw_only=True, frozen=True):
     runtime: Literal["ray", "inprocess"] = "ray"
     """`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop."""
     ray_address: Plain | None = None
-    """A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray."""
+    """A Ray cluster to join (`auto`, `ray://...`); null joins the one that RAY_ADDRESS names, or starts a local Ray."""
     startup_timeout_s: Seconds = 600.0
     """How long actors, and the processes of their engines, may take to start."""
     health_timeout_s: Seconds = 60.0

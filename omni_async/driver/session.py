@@ -183,9 +183,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-# ---- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------
+# ---- signals ---------------------------------------------------------------------------------------------------------
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A terminal that closes sends SIGHUP. Batch systems warn with SIGUSR1 or SIGUSR2 before the time is up.
+_WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_WARNINGS)
 # `timeout` and batch systems signal the process and then its group: what comes this soon is the same signal once more.
 _SAME_S = 0.3
 _FIRST = (
@@ -206,14 +208,16 @@ class Interruption(asyncio.Event):
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
         self.at_once = asyncio.Event()
+        # A warning that was ignored when the process started, as SIGHUP is under nohup, stays ignored.
+        self.heeded = [n for n in _SIGNALS if n not in _WARNINGS or signal.getsignal(n) is not signal.SIG_IGN]
         self._tell = tell
         self._first: float | None = None
 
     def signalled(self, number: int) -> None:
         """Handle a signal.
 
-        A second Ctrl-C ends the run at once, and a third is handled by Python. SIGTERM comes from machines, which
-        follow it with SIGKILL: a repeated SIGTERM changes nothing."""
+        A second Ctrl-C ends the run at once, and a third is handled by Python. The other signals come from machines,
+        which follow them with SIGKILL: a repeated one changes nothing."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -227,20 +231,20 @@ class Interruption(asyncio.Event):
     def release_ctrl_c(self) -> None:
         """Give Ctrl-C back to Python.
 
-        From now on it breaks off what is under way, for example the writing of the timeline. SIGTERM still ends
-        nothing: the second one of `timeout` may come late."""
+        From now on it breaks off what is under way, for example the writing of the timeline. The other signals still
+        end nothing: the second SIGTERM of `timeout` may come late."""
         _remove_handlers(signal.SIGINT)
 
 
 @contextlib.asynccontextmanager
 async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIterator[Interruption]:
-    """Yield the event that SIGINT and SIGTERM set, as long as the context lasts."""
+    """Yield the event that SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set, as long as the context lasts."""
     event = Interruption(tell)
     listen(event)
     try:
         yield event
     finally:
-        _remove_handlers(*_SIGNALS)
+        _remove_handlers(*event.heeded)
 
 
 def listen(event: Interruption) -> None:
@@ -249,7 +253,7 @@ def listen(event: Interruption) -> None:
     Does nothing once everything is to end at once."""
     if event.at_once.is_set():
         return
-    for number in _SIGNALS:
+    for number in event.heeded:
         with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: it gets no signals
             asyncio.get_running_loop().add_signal_handler(number, event.signalled, number)
 

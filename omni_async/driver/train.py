@@ -25,6 +25,7 @@ from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import CheckpointError
 from omni_async.config import ConfigError
 from omni_async.config.changed import changed
+from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact
 from omni_async.driver.control_socket import ControlSocket
 from omni_async.driver.next_steps import next_steps
@@ -189,7 +190,8 @@ class _Run:
         cluster: Cluster | None = None
         try:
             if self._config.run.runtime == "ray":
-                self._phase(control, "starting Ray")
+                joined = cluster_address(self._config.run)
+                self._phase(control, f"joining Ray at {joined.address}" if joined else "starting Ray")
             cluster = await asyncio.to_thread(build_cluster, inputs, self._run, attempt)
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)

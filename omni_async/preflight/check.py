@@ -23,6 +23,7 @@ from omni_async.backends import find_backend
 from omni_async.config import Config, ConfigError
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of
+from omni_async.config.ray_cluster import VARIABLE, ClusterAddress, cluster_address
 from omni_async.config.redact import with_secrets
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import LedgerState
@@ -54,6 +55,15 @@ def preflight(config: Config, elsewhere: bool = False) -> RunInputs:
     """Check a configuration. Raises ConfigError, one line, naming the key.
 
     `elsewhere`: it is for another machine, so this one need not have the accelerators."""
+    joined = _cluster(config)
+    inputs = _preflight(config, elsewhere)
+    if joined is None or joined.named_by != VARIABLE:
+        return inputs
+    note = f"{VARIABLE} is set: the run joins the Ray cluster at {joined.address}; unset it to start a local Ray"
+    return dataclasses.replace(inputs, notes=(*inputs.notes, note))
+
+
+def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     _check_run_dir(config.run.dir)
     _check_services(config)
     require_usable(config)
@@ -236,13 +246,16 @@ def _require_accelerators(config: Config) -> None:
     )
 
 
-def _joins_a_cluster(config: Config) -> bool:
-    """Return whether Ray may have more machines than this one.
+def _cluster(config: Config) -> ClusterAddress | None:
+    try:
+        return cluster_address(config.run)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
-    It may by the recipe, by Ray's own variable, or because this process has one already."""
-    if config.run.ray_address is not None or os.environ.get("RAY_ADDRESS"):
-        return True
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+def _joins_a_cluster(config: Config) -> bool:
+    """Return whether Ray may have more machines than this one: it joins a cluster, or this process has a Ray."""
+    return _cluster(config) is not None or ("ray" in sys.modules and bool(sys.modules["ray"].is_initialized()))
 
 
 def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:

@@ -70,7 +70,10 @@ def address_of(bound: socket.socket) -> str:
 
 
 def end_signal() -> asyncio.Future[int]:
-    """Return what is done at Ctrl-C (130) or SIGTERM (0), the exit codes; from then on a signal ends the process."""
+    """Return a future of the exit code: 130 at Ctrl-C, 0 at a signal of a machine. Any later signal ends the process.
+
+    Machines send SIGTERM, SIGHUP when a terminal closes, and SIGUSR1 or SIGUSR2 before a batch job's time is up. Of
+    these, a signal that was ignored when the process started, as SIGHUP is under nohup, stays ignored."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -79,7 +82,9 @@ def end_signal() -> asyncio.Future[int]:
             loop.remove_signal_handler(one)
         ended.set_result(codes[number])
 
-    codes = {signal.SIGINT: 130, signal.SIGTERM: 0}
+    warnings = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    heeded = [one for one in warnings if signal.getsignal(one) is not signal.SIG_IGN]
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 0} | dict.fromkeys(heeded, 0)
     with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can send one
         for one in codes:
             loop.add_signal_handler(one, end, one)

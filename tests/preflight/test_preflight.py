@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from omni_async.config import Config, ConfigError
+from omni_async.config.ray_cluster import cluster_address
 from omni_async.control.control_state import ControlState
 from omni_async.families import MediaShape, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
@@ -225,17 +226,28 @@ def test_accelerators_are_not_counted_where_that_cannot_be_known_and_one_process
     assert preflight(emulated(tmp_path, run=ray, **asking)).profile is not None
 
 
-def test_a_cluster_is_joined_by_the_recipe_or_by_rays_own_variable(tmp_path, monkeypatch):
-    config = write_world(tmp_path, run={"runtime": "ray"})
+def test_ray_address_is_joined_and_reported(tmp_path, monkeypatch):
+    """`check` and `train` join the cluster that Ray's own variable names: its accelerators cannot be counted here."""
+    asking = {"run": {"runtime": "ray"}, "placement": {"trainer": {"gpus": 1}}}
+    config = write_world(tmp_path, **asking)
+    machine(monkeypatch, (0, "/dev has none"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert not module._joins_a_cluster(config)
+    for ignored in ("", "local"):
+        monkeypatch.setenv("RAY_ADDRESS", ignored)
+        with pytest.raises(ConfigError, match="accelerators are asked for"):
+            preflight(config)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert module._joins_a_cluster(config)
+    assert any("the run joins the Ray cluster at 10.0.0.1:6379" in note for note in preflight(config).notes)
+    assert cluster_address(config.run) == ("10.0.0.1:6379", "RAY_ADDRESS")
+    named = replace(config, run=replace(config.run, ray_address="auto"))
+    assert cluster_address(named.run) == ("auto", "run.ray_address")
+    assert not any("RAY_ADDRESS" in note for note in preflight(named).notes)
+    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: http://10.0.0.1:8265 is a job server"):
+        preflight(config)
     monkeypatch.delenv("RAY_ADDRESS")
-    assert module._joins_a_cluster(write_world(tmp_path, run={"runtime": "ray", "ray_address": "auto"}))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
-    assert module._joins_a_cluster(config)
+    assert preflight(config).notes is not None
 
 
 @pytest.mark.parametrize("section", ["data", "validation"])

@@ -1,7 +1,7 @@
 """Runs every role as a long-lived Ray actor.
 
-A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray that this process has started already is
-used as it is, and left running.
+The run starts a local Ray, or joins the cluster that `run.ray_address` or RAY_ADDRESS names. It uses a Ray that this
+process has started already, and leaves it running.
 
 Actors are placed as one placement group: the job gets all it needs or reports at once what is missing. The roles' logic
 is elsewhere.
@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import first_of
 from omni_async.config import ConfigError
+from omni_async.config.ray_cluster import cluster_address
 from omni_async.entry_points import load_named
 from omni_async.role_table import RoleSpec
 from omni_async.runtime.builders import WorkerContext
@@ -75,7 +76,7 @@ class RayCluster(Cluster):
 
     async def connect(self) -> None:
         run, stop = self._config.run, threading.Event()
-        join = partial(connect, run.ray_address, self._placements.cpus, run.startup_timeout_s, stop)
+        join = partial(connect, cluster_address(run), self._placements.cpus, run.startup_timeout_s, stop)
         starting = asyncio.ensure_future(in_daemon_thread(join))
         try:
             self._connection = await asyncio.shield(starting)

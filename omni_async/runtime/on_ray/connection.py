@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import ray
 
 from omni_async.aio.threads import in_daemon_thread
+from omni_async.config.ray_cluster import ClusterAddress
 from omni_async.runtime.cluster import StartError
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
 
@@ -68,14 +69,14 @@ _current: Connection | None = None
 
 
 def connect(
-    address: str | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None
+    cluster: ClusterAddress | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None
 ) -> Connection:
-    """Join the cluster at `address`, or start a local Ray with at least `cpus` CPUs.
+    """Join `cluster`, or start a local Ray with at least `cpus` CPUs.
 
     A connection that this process has already is used, and not ended by `close`.
 
     Args:
-        address: as `run.ray_address`.
+        cluster: what to join, as `cluster_address` returns it; None: a local Ray.
         cpus: what the job asks for; a Ray of this machine has at least those of the machine.
         timeout_s: seconds in which a start that fails is tried again and again.
         stop: set when it is not wanted any more.
@@ -86,7 +87,7 @@ def connect(
     if ray.is_initialized():
         return Connection(False, _current.local if _current else None)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    _current = _join(address) if address is not None else _start(cpus, timeout_s, stop or threading.Event())
+    _current = _join(*cluster) if cluster is not None else _start(cpus, timeout_s, stop or threading.Event())
     return _current
 
 
@@ -120,19 +121,19 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
             stop.wait(_PAUSE_S)
 
 
-def _join(address: str) -> Connection:
+def _join(address: str, named_by: str) -> Connection:
     # Set before any import in workers: vLLM and diffusers look for a hub otherwise.
     environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}
     try:
         _require_listener(address)
     except OSError as error:
-        raise StartError(f"run.ray_address: nobody answers at {address}: {_one_line(error)}") from error
+        raise StartError(f"{named_by}: nobody answers at {address}: {_one_line(error)}") from error
     try:
         reread_environment()
         ray.init(address=address, runtime_env={"env_vars": environment}, **_QUIET)
     except Exception as error:
         _leave()
-        refused = f"run.ray_address: cannot join Ray at {address}: {_one_line(error)}"
+        refused = f"{named_by}: cannot join Ray at {address}: {_one_line(error)}"
         raise StartError(refused + _about_tokens()) from error
     return Connection(True, None)
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
+from omni_async.config.ray_cluster import ClusterAddress
 from omni_async.runtime.on_ray import connection as ray_connection
 from omni_async.runtime.on_ray import local as ray_local
 from omni_async.runtime.on_ray.connection import StartError, connect
@@ -135,11 +136,10 @@ def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_i
 
 def test_an_address_without_a_listener_is_refused_before_ray_tries_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_connection.ray, "init", lambda **_: pytest.fail("Ray would try for a quarter of an hour"))
-    with (
-        unused_address() as unused,
-        pytest.raises(StartError, match=rf"^run\.ray_address: nobody answers at {unused}: .*refused"),
-    ):
-        connect(unused, 1)
+    with unused_address() as unused:
+        for key in ("run.ray_address", "RAY_ADDRESS"):
+            with pytest.raises(StartError, match=rf"^{key}: nobody answers at {unused}: .*refused"):
+                connect(ClusterAddress(unused, key), 1)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_cluster_that_cannot_be_joined_is_reported_with_what_a_token_asks_for(
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     refused = r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; "
     with pytest.raises(StartError, match=refused) as failed:
-        connect("auto", 1)
+        connect(ClusterAddress("auto", "run.ray_address"), 1)
     assert said in str(failed.value)
 
 
