@@ -230,7 +230,7 @@ def test_ray_address_is_joined_and_reported(tmp_path, monkeypatch):
     """`check` and `train` join the cluster that Ray's own variable names: its accelerators cannot be counted here."""
     asking = {"run": {"runtime": "ray"}, "placement": {"trainer": {"gpus": 1}}}
     config = write_world(tmp_path, **asking)
-    machine(monkeypatch, (0, "/dev has none"))
+    monkeypatch.setattr(module, "most_accelerators", lambda kind: (0, "/dev has none"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     for ignored in ("", "local"):
         monkeypatch.setenv("RAY_ADDRESS", ignored)
