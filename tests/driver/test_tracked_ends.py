@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from omni_async.cli import main
-from tests.job_world import left_behind, run, signal_group, slow_at, write_emulated
+from tests.job_world import (
+    COMMAND,
+    ENVIRONMENT,
+    command_line,
+    left_behind,
+    run,
+    signal_group,
+    slow_at,
+    write_emulated,
+)
+from tests.patience import PATIENCE
+from tests.ports import unused_address
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -17,13 +29,18 @@ if TYPE_CHECKING:
 
 def tracked(folder: Path) -> Run:
     """Returns the one run in the database of all runs."""
+    [found] = tracked_runs(folder)
+    return found
+
+
+def tracked_runs(folder: Path) -> list[Run]:
+    """Returns all runs in the database of all runs."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'runs' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("omni_async")
     assert experiment is not None
-    [found] = client.search_runs([experiment.experiment_id])
-    return found
+    return list(client.search_runs([experiment.experiment_id]))
 
 
 def points(folder: Path, name: str) -> list[tuple[int, float]]:
@@ -71,3 +88,44 @@ def test_a_run_that_fails_is_failed_in_mlflow(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("omni_async.tracking.rundir.RunDirectory.append_metrics", full)
     failed = run(recipe, "emulation.time_scale=0.001")
     assert failed.summary.status == "failed" and tracked(tmp_path).info.status == "FAILED"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_first_runs_at_once(tmp_path: Path) -> None:
+    """Three runs that start together in a folder without runs make MLflow's database once."""
+    recipe = write_emulated(tmp_path, trainer={"updates": 2}, tracking={"mlflow": {"enabled": True}})
+    fast = ("emulation.time_scale=0.001",)
+    jobs = [
+        subprocess.Popen(
+            [*COMMAND, str(recipe), *fast, f"run.seed={seed}", f"run.name=seed{seed}"],
+            env=ENVIRONMENT,
+            cwd="/",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for seed in range(3)
+    ]
+    outputs = [job.communicate(timeout=4 * PATIENCE)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0], outputs
+    assert len(tracked_runs(tmp_path)) == 3
+
+
+@pytest.mark.slow
+def test_tracker_down_at_resume(tmp_path: Path) -> None:
+    """The batch system starts a job again while MLflow's server is down: the job trains."""
+    recipe = write_emulated(tmp_path, trainer={"updates": 2}, tracking={"mlflow": {"enabled": True}})
+    first = run(recipe, "emulation.time_scale=0.001")
+    with unused_address() as address:
+        answer = command_line(
+            recipe,
+            "emulation.time_scale=0.001",
+            "trainer.updates=4",
+            f"checkpoint.resume={first.path}",
+            f"tracking.mlflow.tracking_uri=http://{address}",
+        )
+    assert answer.code == 0, answer
+    assert "the run resumes without it, and its writes wait" in answer.stderr
+    assert "MLflow: it has no record of the run's end" in answer.stderr
+    assert left_behind(recipe).summary.updates == 4

@@ -18,7 +18,13 @@ Ended = Literal["done", "interrupted", "failed"]
 
 
 class SinkUnusableError(RuntimeError):
-    """A section of `tracking` that cannot be used; says which (credentials masked), why, and what to change."""
+    """A section of `tracking` that cannot be used; names it (credentials masked), the reason, and what to change.
+
+    `down`: the tracker does not answer, so it may be usable later."""
+
+    def __init__(self, message: str, *, down: bool = False) -> None:
+        super().__init__(message)
+        self.down = down
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ class Sink:
     """One run in one tracker.
 
     It is opened before the run begins: the constructor raises SinkUnusableError. After that one thread calls it,
-    `finish` last, and whatever it raises is reported once and ends the tracking, not the run. What a tracker has no
-    place for it leaves out."""
+    `finish` last. A call that raises is made again, unless the sink `refuses` the error. A sink leaves out what its
+    tracker has no place for."""
 
     label = ""
 
@@ -93,6 +99,10 @@ class Sink:
 
     def finish(self, status: Ended | None) -> None:
         """End the run. None: it never began here and stays as it is."""
+
+    def refuses(self, error: Exception) -> bool:
+        """Return whether the same call would raise this error again; all other errors are of a tracker that is down."""
+        return isinstance(error, ValueError | TypeError | LookupError | FileNotFoundError)
 
     @property
     def live(self) -> str:

@@ -1,15 +1,16 @@
-"""Feeds sinks, each from a thread of its own, so that training never waits for a database or a server.
+"""Feeds sinks, each from its own thread, so that training never waits for a database or a server.
 
-A sink that fails, or that is too far behind, is one warning, and nothing more is sent to it: tracking must not end a
-run, and everything is in the run folder as well. Its run is still ended there, if that can be done.
+A tracker that does not answer gets its writes later: up to 1,000 wait, in order, and are tried again until it answers
+or the run ends. A write that the tracker refuses is left out. Each of these is one warning, and a last warning has the
+number of writes that the tracker lacks. Tracking never ends a run, and the run folder has everything.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUED = 1000
+_MAX_WAITING = 1000
+# Seconds before a write is tried again: doubled each time, up to the longest. Once the run is over, the first.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+# A tracker that is down when the run ends has so long to come back.
+_LAST_CHANCE_S = 10.0
+# A tracker that refuses so many writes in a row gets no more.
+_MAX_REFUSED = 20
+
+Write = Callable[[Sink], None]
 
 
 class Sinks:
@@ -38,7 +47,7 @@ class Sinks:
 
     @property
     def live(self) -> list[str]:
-        """What the console says when the run begins."""
+        """The lines for the console when the run begins."""
         return [feed.sink.live for feed in self._feeds if feed.sink.live]
 
     def begin(self, version: int) -> None:
@@ -65,68 +74,126 @@ class Sinks:
         self._put(lambda sink: sink.artifact(path))
 
     def finish(self, status: Ended, timeout_s: float = 60.0) -> None:
-        """Send what is queued, then end the run in each sink where it began.
+        """Send the waiting writes, then end the run in each sink where it began.
 
-        Gives a sink up, with a warning, after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        Gives a sink up, with a warning, after `timeout_s`, and sooner if its tracker does not answer."""
         for feed in self._feeds:
-            feed.close(status, deadline)
+            feed.close(status, timeout_s)
         for feed in self._feeds:
-            feed.join(deadline)
+            feed.join()
 
-    def _put(self, send: Callable[[Sink], None]) -> None:
+    def _put(self, write: Write) -> None:
         for feed in self._feeds:
-            feed.put(send)
+            feed.put(write)
 
 
 class _Feed:
-    """The queue and the thread of one sink."""
+    """The waiting writes of one sink, and the thread that sends them in order."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.begun = False
+        self._waiting: deque[Write] = deque()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._deadline = float("inf")  # of the last write, on the monotonic clock
         self._status: Ended | None = None
-        self._failed = False
-        self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(maxsize=_MAX_QUEUED)
+        self._why = ""  # the last failure, while the tracker is down or refuses
+        self._refused = 0  # in a row
+        self._lacking = 0
+        self._ended = False
         self._thread = threading.Thread(target=self._work, name=sink.label, daemon=True)
         self._thread.start()
 
-    def put(self, send: Callable[[Sink], None]) -> None:
-        if self._failed:
-            return
-        try:
-            self._queue.put_nowait(send)
-        except queue.Full:
-            self._fail(f"{_MAX_QUEUED} writes behind")
+    @property
+    def _gets_no_more(self) -> bool:
+        return self._refused >= _MAX_REFUSED
 
-    def close(self, status: Ended, deadline: float) -> None:
-        self._status = status if self.begun else None
-        try:
-            self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Full:
-            self._fail("it accepts nothing any more")
+    def put(self, write: Write) -> None:
+        with self._changed:
+            if self._gets_no_more or len(self._waiting) >= _MAX_WAITING:
+                if not self._lacking:
+                    self._warn(f"{_MAX_WAITING:,} writes wait, and later ones are left out", self._why)
+                self._lacking += 1
+                return
+            self._waiting.append(write)
+            self._changed.notify()
 
-    def join(self, deadline: float) -> None:
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._fail("it is still writing")
+    def close(self, status: Ended, timeout_s: float) -> None:
+        with self._changed:
+            self._status = status if self.begun else None
+            self._deadline = time.monotonic() + (min(timeout_s, _LAST_CHANCE_S) if self._why else timeout_s)
+            self._closing.set()
+            self._changed.notify()
+
+    def join(self) -> None:
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        with self._changed:
+            lacking = self._lacking + len(self._waiting)
+            why = self._why or ("it is still writing" if self._thread.is_alive() else "")
+            if lacking:
+                self._warn(f"it lacks {lacking:,} write{'s' * (lacking != 1)} of this run", why)
+            if not self._ended:
+                self._warn("it has no record of the run's end", why)
 
     def _work(self) -> None:
-        while (send := self._queue.get()) is not None:
-            if not self._failed:
-                self._try(send)
-        self._try(lambda sink: sink.finish(self._status))
+        while (write := self._next()) is not None:
+            if not self._send(write):
+                return
+            with self._changed:
+                self._waiting.popleft()
+                if self._gets_no_more:
+                    self._lacking += len(self._waiting)
+                    self._waiting.clear()
+        self._ended = self._send(lambda sink: sink.finish(self._status))
 
-    def _try(self, send: Callable[[Sink], None]) -> None:
-        try:
-            send(self.sink)
-        except Exception as error:  # noqa: BLE001 (trackers raise anything: sqlalchemy's, requests', OSError)
-            self._fail(f"{type(error).__name__}: {error}")
+    def _next(self) -> Write | None:
+        """Wait for a write, which stays first in line until it is sent. None: the run is over and no write waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing.is_set())
+            return self._waiting[0] if self._waiting else None
 
-    def _fail(self, reason: str) -> None:
-        if not self._failed:
-            self._failed = True
-            message = redact(reason).strip().partition("\n")[0]
-            logger.warning(
-                "%s logging stops here (%s); the run goes on and its folder has everything", self.sink.label, message
-            )
+    def _send(self, write: Write) -> bool:
+        """Send a write, again and again while the tracker does not answer. Return False once the time is up."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                write(self.sink)
+            except Exception as error:  # noqa: BLE001 (trackers raise anything: sqlalchemy's, requests', OSError)
+                first, self._why = not self._why, _one_line(error)
+                if self.sink.refuses(error):
+                    self._leave_out()
+                    return True
+                if first:
+                    self._warn("it does not answer; writes wait until it does", self._why)
+                if not self._wait(pause):
+                    return False
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                if self._why and not self._refused:
+                    logger.warning("%s answers again; %d writes are sent now", self.sink.label, len(self._waiting))
+                self._why, self._refused = "", 0
+                return True
+
+    def _leave_out(self) -> None:
+        self._refused += 1
+        with self._changed:
+            self._lacking += 1
+        if self._refused == 1:
+            self._warn("it refused a write, which is left out", self._why)
+        if self._gets_no_more:
+            self._warn(f"it refused {_MAX_REFUSED} writes in a row and gets no more", self._why)
+
+    def _wait(self, pause: float) -> bool:
+        """Wait before a write is tried again, no longer than until the run is over. Return False once time is up."""
+        if self._closing.wait(pause):
+            time.sleep(max(0.0, min(_FIRST_PAUSE_S, self._deadline - time.monotonic())))
+        return time.monotonic() < self._deadline
+
+    def _warn(self, what: str, why: str) -> None:
+        reason = f" ({why})" if why else ""
+        logger.warning("%s: %s%s; the run continues, and its folder has everything", self.sink.label, what, reason)
+
+
+def _one_line(error: Exception) -> str:
+    return redact(f"{type(error).__name__}: {error}").strip().partition("\n")[0]

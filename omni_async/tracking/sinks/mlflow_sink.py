@@ -8,10 +8,12 @@ alone.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import shlex
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -36,6 +38,8 @@ _PARAMS = ("algorithm.name", "staleness.max_updates", "rollout.group_size", "tra
 _NOT_IN_KEY = re.compile(r"[^\w/.\- :]")  # MLflow refuses other characters in a metric's name
 _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent")
 _PROBE_S = 10.0
+_ALONE_S = 120.0
+_LATER = (409, 429, 499)  # a conflict, too many requests, a cancelled one
 _SERVER = ("http://", "https://")
 _LOCAL_UI = "http://127.0.0.1:5000"
 _NOTE = "mlflow.note.content"  # what the user interface shows as the run's description
@@ -59,8 +63,9 @@ class MlflowSink(Sink):
             _probe(self._uri)
             if config.tracking_uri is None:
                 run_dir.mkdir(parents=True, exist_ok=True)
-            self._client = _client(self._uri)
-            self._experiment = _experiment(self._client, config, run_dir)
+            with _alone(self._uri):
+                self._client = _client(self._uri)
+                self._experiment = _experiment(self._client, config, run_dir)
             self.run_id = self._former() if about.goes_on else self._create()
         self._has_params = bool(self.run_id) and about.goes_on
 
@@ -123,6 +128,9 @@ class MlflowSink(Sink):
         if status is not None and self.run_id:
             self._client.set_terminated(self.run_id, _STATUS[status])
 
+    def refuses(self, error: Exception) -> bool:
+        return _is_refusal(error) or super().refuses(error)
+
     def _send_settings(self) -> None:
         from mlflow.entities import Param, RunTag
 
@@ -167,8 +175,41 @@ def _refusals(shown: str) -> Iterator[None]:
         reason = redact_text(str(error)).strip().partition("\n")[0] or type(error).__name__
         raise SinkUnusableError(
             f"tracking.mlflow: cannot use {shown}: {reason}; set tracking.mlflow.tracking_uri, or"
-            " tracking.mlflow.enabled=false"
+            " tracking.mlflow.enabled=false",
+            down=not _is_refusal(error),
         ) from None  # the original may quote credentials
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether MLflow answered that the call is wrong, and not that its store cannot be reached or is locked."""
+    from mlflow.exceptions import MlflowException
+
+    if not isinstance(error, MlflowException):
+        return False
+    status = error.get_http_status_code()
+    return 400 <= status < 500 and status not in _LATER
+
+
+@contextlib.contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Keep other runs of this machine from the same local database.
+
+    The first run to open it makes its schema, and MLflow fails where two of them do that."""
+    path = uri.partition("sqlite:///")[2]
+    if not path:
+        yield
+        return
+    deadline = time.monotonic() + _ALONE_S
+    with Path(f"{path}.lock").open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another run has held {lock.name} for {_ALONE_S:g} s") from None
+                time.sleep(0.05)
+        yield
 
 
 def _probe(uri: str) -> None:

@@ -6,6 +6,7 @@ What the placeholders of a metric's name stand for are labels: `busy/<role>` is
 
 from __future__ import annotations
 
+import errno
 import re
 
 from prometheus_client import CollectorRegistry, Gauge, Info, start_http_server
@@ -33,7 +34,8 @@ class PrometheusSink(Sink):
         except OSError as error:
             raise SinkUnusableError(
                 f"tracking.prometheus: cannot listen at {config.host}:{config.port}: {error.strerror or error}; set"
-                " tracking.prometheus.port, 0 for any free one"
+                " tracking.prometheus.port, 0 for any free one",
+                down=error.errno == errno.EADDRINUSE,  # the attempt before may be about to close it
             ) from None
         keep_from_children(self._server.socket)
         self._address = f"http://{config.host}:{self._server.server_port}/metrics"

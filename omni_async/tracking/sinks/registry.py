@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import redact_text, with_secrets
 from omni_async.config.schema import Tracking
-from omni_async.tracking.sinks.base import About, Ended, Sink
+from omni_async.tracking.sinks.base import About, Ended, Sink, SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
+from omni_async.tracking.sinks.late import LateSink
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +48,18 @@ def require_usable(config: Config, installed: Callable[[str], object] = find_spe
 
 
 def open_sinks(tracking: Tracking, about: About, version: int) -> Sinks:
-    """Open the sinks of a run, and begin it there unless it goes on. Raises SinkUnusableError.
+    """Open the sinks of a run, and begin it there unless it resumes.
 
-    `version`: the update that the run goes on from."""
+    A run that resumes does not wait for a tracker that is down: its sink is opened later. Raises SinkUnusableError.
+
+    `version`: the update that the run resumes from."""
     opened: list[Sink] = []
     try:
         for name in enabled(tracking):
             module, _, kind = _SINKS[name][0].partition(":")
-            sink: Callable[..., Sink] = getattr(import_module(f"omni_async.tracking.sinks.{module}"), kind)
-            opened.append(sink(with_secrets(getattr(tracking, name), f"tracking.{name}"), about))
+            sink: type[Sink] = getattr(import_module(f"omni_async.tracking.sinks.{module}"), kind)
+            settings = with_secrets(getattr(tracking, name), f"tracking.{name}")
+            opened.append(_open(partial(sink, settings, about), sink.label, about.goes_on))
     except BaseException:
         for one in opened:
             _end(one, None if about.goes_on else "failed")
@@ -63,6 +68,16 @@ def open_sinks(tracking: Tracking, about: About, version: int) -> Sinks:
     if not about.goes_on:
         sinks.begin(version)
     return sinks
+
+
+def _open(construct: Callable[[], Sink], label: str, resumes: bool) -> Sink:
+    try:
+        return construct()
+    except SinkUnusableError as error:
+        if not (resumes and error.down):
+            raise
+        logger.warning("%s; the run resumes without it, and its writes wait", error)
+        return LateSink(label, construct)
 
 
 def _end(sink: Sink, status: Ended | None) -> None:

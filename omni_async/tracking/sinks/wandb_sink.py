@@ -43,7 +43,8 @@ class WandbSink(Sink):
                 reason = redact_text(str(error)).strip().partition("\n")[0] or type(error).__name__
                 raise SinkUnusableError(
                     f"tracking.wandb: cannot start a run: {reason}; set tracking.wandb.mode=offline, or"
-                    " tracking.wandb.enabled=false"
+                    " tracking.wandb.enabled=false",
+                    down=config.mode == "online",
                 ) from None  # the original may quote the key
 
     def _open(self) -> Run:

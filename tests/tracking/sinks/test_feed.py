@@ -1,84 +1,216 @@
-"""What holds for every sink: nobody waits for it, a failure is one warning, and its run is ended all the same."""
+"""What holds for every sink: nobody waits for it, and a tracker that comes back lacks nothing."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 
 import pytest
 
-from omni_async.tracking.sinks.base import Ended, Sink
+from omni_async.tracking.sinks import feed
+from omni_async.tracking.sinks.base import Ended, Sink, SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
-from tests.patience import PATIENCE
+from omni_async.tracking.sinks.late import LateSink
+from tests.patience import PATIENCE, wait_for
 
 
 class Stubborn(Sink):
-    """Remembers how it ended; its metrics wait for `release`, and those of the step `fails_at` fail."""
+    """Remembers its writes and its end; metrics wait for `release`, and each call fails while `down`."""
 
     label = "Stubborn"
 
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.fails_at = fails_at
+    def __init__(self) -> None:
         self.release = threading.Event()
+        self.down = False
+        self.failures = 0
+        self.refused: set[int] = set()
+        self.begun: list[int] = []
         self.steps: list[int] = []
         self.ended: list[Ended | None] = []
 
+    def begin(self, version: int) -> None:
+        self._answer()
+        self.begun.append(version)
+
     def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
         assert self.release.wait(PATIENCE)
-        if step == self.fails_at:
-            raise OSError("token=hunter2hunter2 was refused\nTraceback")
+        self._answer()
+        if step in self.refused:
+            raise ValueError("token=hunter2hunter2 has a wrong value\nTraceback")
         self.steps.append(step)
 
     def finish(self, status: Ended | None) -> None:
+        self._answer()
         self.ended.append(status)
+
+    def _answer(self) -> None:
+        if self.down:
+            self.failures += 1
+            raise OSError("token=hunter2hunter2 was refused\nTraceback")
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(feed, "_LONGEST_PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def sink() -> Stubborn:
+    made = Stubborn()
+    made.release.set()
+    return made
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("omni_async")]
 
 
-def test_a_failure_is_one_warning_without_secrets_and_costs_neither_other_sinks_nor_the_end(caplog):
-    failing, well = Stubborn(fails_at=13), Stubborn()
-    sinks = Sinks([failing, well])
-    sinks.begin(0)
-    failing.release.set()
-    well.release.set()
-    for step in (1, 13, 2, 13):
+def begun(*sinks: Sink) -> Sinks:
+    all_of_them = Sinks(sinks)
+    all_of_them.begin(0)
+    return all_of_them
+
+
+def put(sinks: Sinks, steps: range) -> None:
+    for step in steps:
         sinks.metrics({"x": 1.0}, step)
-    sinks.artifact(Path("/nowhere"))
-    with caplog.at_level(logging.WARNING):
-        sinks.finish("failed")
-    assert failing.steps == [1] and failing.ended == ["failed"], "nothing after the failure but the end"
-    assert well.steps == [1, 13, 2, 13] and well.ended == ["failed"]
-    said = "Stubborn logging stops here (OSError: token=*** was refused); the run goes on and its folder has everything"
-    assert warnings(caplog) == [said]
 
 
-def test_callers_never_wait_and_a_sink_that_is_far_behind_is_given_up(caplog):
-    sink = Stubborn()
-    sinks = Sinks([sink])
-    sinks.begin(0)
-    with caplog.at_level(logging.WARNING):
-        for step in range(1500):
-            sinks.metrics({"x": 1.0}, 100 + step)
-    assert sink.steps == [], "it still waits, and no caller did"
+def test_outage(sink: Stubborn, caplog: pytest.LogCaptureFixture):
+    """What waits is sent in order once the tracker answers; the other sink and the callers notice nothing."""
+    well = Stubborn()
+    well.release.set()
+    sinks = begun(sink, well)
+    put(sinks, range(3))
+    wait_for(lambda: sink.steps == [0, 1, 2], "three writes")
+    sink.down = True
+    put(sinks, range(3, 200))
+    wait_for(lambda: sink.failures > 3 and len(well.steps) == 200, "more tries")
+    sink.down = False
+    wait_for(lambda: len(sink.steps) == 200, "the writes that waited")
+    sinks.finish("done")
+    assert sink.steps == well.steps == list(range(200)) and sink.ended == well.ended == ["done"]
+    down, up = warnings(caplog)
+    assert down == (
+        "Stubborn: it does not answer; writes wait until it does (OSError: token=*** was refused); the run"
+        " continues, and its folder has everything"
+    )
+    assert up.startswith("Stubborn answers again; ")
+
+
+def test_down_until_the_end(sink: Stubborn, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(feed, "_LAST_CHANCE_S", 0.2)
+    sinks = begun(sink)
+    put(sinks, range(2))
+    wait_for(lambda: sink.steps == [0, 1], "two writes")
+    sink.down = True
+    put(sinks, range(2, 5))
+    wait_for(lambda: sink.failures > 0, "a failure")
+    sinks.finish("done")
+    assert sink.ended == []
+    assert "Stubborn: it lacks 3 writes of this run (OSError: token=*** was refused)" in warnings(caplog)[1]
+    assert "Stubborn: it has no record of the run's end" in warnings(caplog)[2]
+
+
+def test_back_at_the_end(sink: Stubborn, caplog: pytest.LogCaptureFixture):
+    """A tracker that comes back while the run ends gets everything, its end included."""
+    sink.down = True
+    sinks = begun(sink)
+    put(sinks, range(5))
+    wait_for(lambda: sink.failures > 0, "a failure")
+    threading.Timer(0.1, lambda: setattr(sink, "down", False)).start()
+    sinks.finish("done")
+    assert sink.begun == [0] and sink.steps == list(range(5)) and sink.ended == ["done"]
+
+
+def test_refused_write(sink: Stubborn, caplog: pytest.LogCaptureFixture):
+    sink.refused = {13, 14}
+    sinks = begun(sink)
+    put(sinks, range(12, 17))
+    sinks.finish("failed")
+    assert sink.steps == [12, 15, 16] and sink.ended == ["failed"]
+    first, last = warnings(caplog)
+    assert "it refused a write, which is left out (ValueError: token=*** has a wrong value)" in first
+    assert "it lacks 2 writes of this run" in last
+
+
+def test_every_write_refused(sink: Stubborn, caplog: pytest.LogCaptureFixture):
+    sink.refused = {*range(100)}
+    sinks = begun(sink)
+    put(sinks, range(100))
+    sinks.finish("done")
+    assert sink.steps == [] and sink.ended == ["done"]
+    assert "it refused 20 writes in a row and gets no more" in warnings(caplog)[1]
+    assert "it lacks 100 writes" in warnings(caplog)[-1]
+
+
+def test_missing_file(sink: Stubborn, caplog: pytest.LogCaptureFixture):
+    """A file that is gone is not waited for."""
+
+    class Reader(Stubborn):
+        def artifact(self, path: Path) -> None:
+            path.read_bytes()
+
+    reader = Reader()
+    reader.release.set()
+    sinks = begun(reader)
+    sinks.artifact(Path("/nowhere/at/all"))
+    sinks.metrics({"x": 1.0}, 1)
+    sinks.finish("done")
+    assert reader.steps == [1] and reader.ended == ["done"]
+
+
+def test_too_far_behind(caplog: pytest.LogCaptureFixture):
+    slow = Stubborn()
+    sinks = begun(slow)
+    put(sinks, range(1500))
+    assert slow.steps == [], "it still waits, and no caller did"
     [said] = warnings(caplog)
-    assert "1000 writes behind" in said
-    sink.release.set()
+    assert "1,000 writes wait, and later ones are left out" in said
+    slow.release.set()
     sinks.finish("interrupted")
-    assert sink.ended == ["interrupted"]
+    assert len(slow.steps) >= 999 and slow.ended == ["interrupted"]
+    assert f"it lacks {1500 - len(slow.steps)} writes" in warnings(caplog)[-1]
 
 
-def test_a_run_that_never_began_is_left_alone_and_an_end_does_not_wait_for_ever(caplog):
-    sink, stuck = Stubborn(), Stubborn()
+def test_never_begun(sink: Stubborn):
     Sinks([sink]).finish("done")
     assert sink.ended == [None]
-    sinks = Sinks([stuck])
-    sinks.begin(0)
+
+
+def test_stuck_write(caplog: pytest.LogCaptureFixture):
+    stuck = Stubborn()
+    sinks = begun(stuck)
     sinks.metrics({"x": 1.0}, 1)
-    with caplog.at_level(logging.WARNING):
-        sinks.finish("done", timeout_s=0.1)
-    [said] = warnings(caplog)
-    assert "it is still writing" in said
+    sinks.finish("done", timeout_s=0.1)
+    assert any("it lacks 1 write of this run (it is still writing)" in said for said in warnings(caplog))
     stuck.release.set()
+
+
+def test_late_sink(sink: Stubborn, caplog: pytest.LogCaptureFixture):
+    """A tracker that is down when the run resumes gets its run and all writes once it answers."""
+    down = True
+
+    def construct() -> Sink:
+        if down:
+            raise SinkUnusableError("tracking.x: cannot use it: connection refused", down=True)
+        return sink
+
+    late = LateSink("Late", construct)
+    sinks = begun(late)
+    put(sinks, range(3))
+    wait_for(lambda: any("does not answer" in said for said in warnings(caplog)), "a warning")
+    assert late.where == late.live == ""
+    down = False
+    sinks.finish("done")
+    assert sink.begun == [0] and sink.steps == [0, 1, 2] and sink.ended == ["done"]
+
+
+def test_late_sink_never_begun():
+    """A run that resumes and ends before its first update leaves the tracker alone."""
+
+    def construct() -> Sink:
+        raise AssertionError("nothing to open it for")
+
+    Sinks([LateSink("Late", construct)]).finish("interrupted")
