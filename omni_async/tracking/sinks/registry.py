@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import redact_text, with_secrets
@@ -34,7 +35,9 @@ def enabled(tracking: Tracking) -> list[str]:
 def require_usable(config: Config, installed: Callable[[str], object] = find_spec) -> None:
     """Check that what the enabled sinks need is there.
 
-    Raises ConfigError, one line, for a package that is not installed, and for a secret that is not set."""
+    Raises ConfigError, one line, for a package that is not installed, a secret that is not set, and a folder whose name
+    a tracker cannot take."""
+    _check_folder(config)
     for name in enabled(config.tracking):
         package = _SINKS[name][1]
         if installed(package) is None:
@@ -45,6 +48,18 @@ def require_usable(config: Config, installed: Callable[[str], object] = find_spe
             with_secrets(getattr(config.tracking, name), f"tracking.{name}")
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+def _check_folder(config: Config) -> None:
+    folder, mlflow = str(Path(config.run.dir).absolute()), config.tracking.mlflow
+    if enabled(config.tracking) and not folder.isprintable():
+        raise ConfigError(f"run.dir: trackers cannot take the name of {folder!a}; use printable characters")
+    # The database is an address: SQLAlchemy would take what follows for options, and for the code of a character.
+    if mlflow.enabled and mlflow.tracking_uri is None and (wrong := {"?", "%"} & {*folder}):
+        raise ConfigError(
+            f"run.dir: MLflow's local database cannot be in {folder}, because of {' and '.join(sorted(wrong))}; use"
+            " another folder, or set tracking.mlflow.tracking_uri"
+        )
 
 
 def open_sinks(tracking: Tracking, about: About, version: int) -> Sinks:

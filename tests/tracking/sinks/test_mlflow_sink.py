@@ -161,3 +161,15 @@ def test_a_run_that_goes_on_and_is_not_there_is_made_when_it_begins(runs: Path) 
     sinks.begin(5)
     sinks.finish("done")
     assert client(runs).get_run(sink.run_id).data.tags["seed"] == "5"
+
+
+def test_a_locked_database_is_down_and_a_wrong_value_is_refused(tmp_path):
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos import databricks_pb2 as codes
+
+    sink = MlflowSink(schema.Mlflow(), about(tmp_path / "runs" / "run"))
+    assert not sink.refuses(MlflowException("database is locked", codes.TEMPORARILY_UNAVAILABLE))
+    assert not sink.refuses(MlflowException("API request failed with exception: connection refused"))
+    assert not sink.refuses(MlflowException("slow down", codes.REQUEST_LIMIT_EXCEEDED))
+    assert sink.refuses(MlflowException("no such run", codes.RESOURCE_DOES_NOT_EXIST))
+    assert sink.refuses(MlflowException("not a number", codes.INVALID_PARAMETER_VALUE))

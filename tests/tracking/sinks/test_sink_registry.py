@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from omni_async.config import ConfigError, schema
 from omni_async.tracking.sinks.base import SinkUnusableError
@@ -27,6 +28,22 @@ def test_a_package_that_is_missing_and_a_secret_that_is_not_set_are_said_before_
     with pytest.raises(ConfigError, match=r"^tracking\.wandb\.?.*'env:MY_KEY' names an environment variable that"):
         require_usable(config(wandb={"api_key": "env:MY_KEY"}))
     assert enabled(schema.Tracking()) == ["mlflow"], "what sends to others is off unless it is switched on"
+
+
+@pytest.mark.parametrize("name", ["a?b", "50%41", "a\nb", "a\udcffb"])
+def test_folder_names_that_trackers_cannot_take_are_refused(tmp_path, name):
+    refused = replace(config(mlflow={}), run=schema.Run(dir=str(tmp_path / name)))
+    with pytest.raises(ConfigError, match=r"^run\.dir: "):
+        require_usable(refused)
+    if name.isprintable():
+        require_usable(replace(refused, tracking=config(tensorboard={}).tracking))
+
+
+@pytest.mark.parametrize("name", ["sp ace", "ha#sh", "apo'strophe", "üñ", "semi;colon", "back\\slash"])
+def test_folder_names_that_trackers_can_take(tmp_path, name):
+    require_usable(replace(config(mlflow={}, tensorboard={}), run=schema.Run(dir=str(tmp_path / name))))
+    open_sinks(config(tensorboard={}).tracking, about(tmp_path / name / "run"), 0).finish("done")
+    assert [*(tmp_path / name / "run" / "tensorboard").iterdir()]
 
 
 def test_all_that_are_enabled_are_told_and_one_that_cannot_be_used_costs_the_run_that_was_opened_beside_it(tmp_path):
