@@ -186,7 +186,7 @@ def _is_refusal(error: Exception) -> bool:
 
     if not isinstance(error, MlflowException):
         return False
-    status = error.get_http_status_code()
+    status: int = error.get_http_status_code()  # type: ignore[no-untyped-call]
     return 400 <= status < 500 and status not in _LATER
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import redact_text, with_secrets
@@ -72,7 +73,7 @@ def open_sinks(tracking: Tracking, about: About, version: int) -> Sinks:
     try:
         for name in enabled(tracking):
             module, _, kind = _SINKS[name][0].partition(":")
-            sink: type[Sink] = getattr(import_module(f"omni_async.tracking.sinks.{module}"), kind)
+            sink: Any = getattr(import_module(f"omni_async.tracking.sinks.{module}"), kind)
             settings = with_secrets(getattr(tracking, name), f"tracking.{name}")
             opened.append(_open(partial(sink, settings, about), sink.label, about.goes_on))
     except BaseException:
