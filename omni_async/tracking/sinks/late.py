@@ -41,6 +41,9 @@ class LateSink(Sink):
     def media(self, path: Path, kind: str, step: int) -> None:
         self._opened().media(path, kind, step)
 
+    def remark(self, name: str, text: str, step: int) -> None:
+        self._opened().remark(name, text, step)
+
     def artifact(self, path: Path) -> None:
         self._opened().artifact(path)
 

@@ -214,3 +214,9 @@ def test_late_sink_never_begun():
         raise AssertionError("nothing to open it for")
 
     Sinks([LateSink("Late", construct)]).finish("interrupted")
+
+
+def test_late_sink_passes_everything_on():
+    """A method that a sink gains reaches a sink that is opened late, too."""
+    own = {name for name in vars(LateSink) if not name.startswith("_")}
+    assert {name for name in vars(Sink) if not name.startswith("_")} - own == set()
