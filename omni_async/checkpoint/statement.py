@@ -1,0 +1,250 @@
+"""States what a checkpoint's numbers depend on, and compares that with the recipe that continues from it.
+
+A checkpoint states its whole recipe, the content of every file that the recipe names (`contents.py`), and the policies
+that it keeps besides the one in training. A key of the recipe has one of four rules:
+
+    free      it decides where and how fast a run computes, or what it reports
+    named     the run continues with the new value, which the console and `changes.jsonl` report
+    again     named, and groups that wait for the trainer are made again
+    refused   the checkpoint's tensors or counters would mean something else
+
+Every key that the tables below do not list is named, so a new key is never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from omni_async import __version__
+from omni_async.algorithms.registry import find_objective
+from omni_async.checkpoint.contents import MODEL
+from omni_async.config import Config
+from omni_async.config.redact import redact
+
+# `*` is one part of a key. A rule holds for everything below its key; the longest key counts.
+FREE = (
+    *("schedule", "run", "placement", "tracking", "checkpoint", "emulation"),
+    # The content of these files is compared.
+    *("model.path", "data.prompts", "data.preferences", "validation.prompts", "reward.cache", "data.max_prompt_chars"),
+    *(f"rollout.{key}" for key in ("workers", "max_inflight", "max_batch", "batching", "conditioning_cache")),
+    *(f"rollout.{key}" for key in ("offload", "timeout_s", "retries", "emulated")),
+    *(f"reward.{key}" for key in ("workers", "batch", "streaming", "timeout_s", "hedge_s", "retries", "backoff_s")),
+    *(f"reward.{key}" for key in ("backoff_max_s", "outage_s", "probe", "pools")),
+    *(f"reward.scorers.*.{key}" for key in ("pool", "batch", "concurrency", "latency_s", "timeout_s", "hedge_s")),
+    *(f"reward.servers.*.{key}" for key in ("replicas", "resources", "urls", "access")),
+    *("buffer.trajectories", "buffer.groups", "buffer.max_bytes"),
+    *(f"weights.{key}" for key in ("transport", "bucket_mb", "timeout_s")),
+    *(f"trainer.{key}" for key in ("backend", "workers", "sequence_parallel", "shard", "offload", "compile")),
+    *(f"trainer.{key}" for key in ("updates", "max_mismatch", "streaming", "gradient_checkpointing", "peak_tflops")),
+    *("validation.share", "roles.*.workers", "roles.*.resources"),
+)
+# What decides a sample and its score. `state.made_with` compares the first of these; the rest are parts of them.
+AGAIN = (
+    *("run.seed", "reward.scorers", "reward.servers", "reward.combine", "reward.gated", "reward.max_abs"),
+    *("emulation.profile", "emulation.payload_scale"),
+    *(f"rollout.{key}" for key in ("group_size", "sampling", "buckets", "num_inference_steps")),
+    *(f"rollout.{key}" for key in ("share_initial_noise", "sde", "calls", "program")),
+)
+
+
+def _jump(before: Any, now: Any) -> str:
+    if isinstance(before, int | float) and isinstance(now, int | float) and before:
+        return f"the policy would jump by the factor {now / before:g}"
+    return "the policy would jump"
+
+
+# By key: what would happen.
+REFUSED: dict[str, str | Callable[[Any, Any], str]] = {
+    "model.pipeline": "its tensors are of another model family",
+    "model.lora": "its tensors would not fit",
+    "model.lora.rank": "its factors have another shape",
+    "model.lora.alpha": _jump,
+    "model.lora.target_modules": "its factors are of other layers",
+    "algorithm.name": "the policies and statistics that it keeps are another algorithm's",
+    "trainer.steps_per_update": "schedules count optimizer steps",
+    "trainer.optimizer.name": "its optimizer state is another optimizer's",
+    "trainer.ema": "it keeps a moving average or has none",
+}
+# With `algorithm.advantage.track_prompts`, statistics of a prompt are kept by its number and over all updates.
+TRACKED = (
+    *("data.prompts", "data.preferences", "algorithm.advantage.aggregate", "reward.combine", "reward.gated"),
+    *(f"reward.scorers.*.{key}" for key in ("name", "weight", "params", "when", "gate", "components")),
+    *("reward.scorers", "reward.servers.*.model"),
+)
+_TRACKING = "algorithm.advantage.track_prompts"
+_DECAY = "trainer.optimizer.schedule"
+
+
+class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint states of itself.
+
+    recipe: the resolved configuration of the attempt that wrote it, as plain values, without credentials.
+    contents: digests of files, by the key that names them, as `contents_of` returns them.
+    policies: the further policies whose tensors it holds, without that of `trainer.ema`.
+    made_by: the version of omni_async."""
+
+    recipe: dict[str, Any]
+    contents: dict[str, str] = {}
+    policies: tuple[str, ...] = ()
+    made_by: str = __version__
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A key whose value, or whose file's content, is another than the checkpoint states.
+
+    why_not: why the checkpoint cannot be continued with it; None: it can.
+    again: whether groups that wait for the trainer are made again."""
+
+    key: str
+    before: Any
+    now: Any
+    why_not: str | None = None
+    again: bool = False
+
+    def __str__(self) -> str:
+        before, now = value_text(self.before), value_text(self.now)
+        if self.why_not is None:
+            return f"{self.key}: {before} -> {now}"
+        keep = "" if self.now == OTHER else f"keep {before} "
+        what = "holds other content" if self.now == OTHER else f"the checkpoint has {before}, the recipe {now}"
+        return f"{self.key}: {what}; {keep}({self.why_not})"
+
+
+SAME, OTHER = "the content that the checkpoint states", "other content"
+
+
+def stated(config: Config, contents: Mapping[str, str]) -> Statement:
+    """Return the statement of a checkpoint that a run with this configuration writes."""
+    return Statement(plain(config), dict(contents), kept_policies(config))
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """Return the configuration as plain values, without credentials."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(config))))
+    return found
+
+
+def kept_policies(config: Config) -> tuple[str, ...]:
+    """Return the further policies whose tensors a checkpoint holds, without that of `trainer.ema`."""
+    if config.emulation is not None:
+        return ()
+    wanted = find_objective(config.algorithm.name).auxiliary(config.algorithm) - {"ema"}
+    # Under LoRA the reference is the model without its adapters.
+    return tuple(sorted(one for one in wanted if one != "reference" or config.model.lora is None))
+
+
+def changes_since(statement: Statement, config: Config, contents: Mapping[str, str], tracked: bool) -> list[Change]:
+    """Return every difference between what a checkpoint states and a recipe that counts.
+
+    Args:
+        statement: the checkpoint's.
+        config: the recipe's.
+        contents: the content of its files; of a key that is missing it is not compared.
+        tracked: whether the checkpoint has statistics of prompts."""
+    before, now = statement.recipe, plain(config)
+    emulated = config.emulation is not None
+    tracked = tracked and config.algorithm.advantage.track_prompts
+    by_content = statement.contents.keys() & contents.keys()
+    found = [
+        _judged(key, old, new, emulated, tracked)
+        for key, old, new in _differences(before, now)
+        if _rule(key, FREE) <= _listed(key) and key not in by_content
+    ]
+    found += [
+        _judged(key, SAME, OTHER, emulated, tracked)
+        for key in sorted(by_content)
+        if statement.contents[key] != contents[key]
+    ]
+    found += _missing_parts(statement.contents, contents)
+    if (decay := _at(now, _DECAY)) != "constant" and decay == _at(before, _DECAY):
+        updates = _at(before, "trainer.updates"), _at(now, "trainer.updates")
+        found += [Change("trainer.updates", *updates)] if updates[0] != updates[1] else []
+    if not emulated and (kept := kept_policies(config)) != statement.policies:
+        asked = [str(one) for one in found if one.key.startswith("algorithm.")]
+        why = f"a checkpoint keeps what its algorithm asks for{': ' if asked else ''}{', '.join(asked)}"
+        found.append(Change("algorithm", list(statement.policies), list(kept), why))
+    return found
+
+
+def value_text(value: Any) -> str:
+    """Return a value for one line."""
+    if value in (SAME, OTHER):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _missing_parts(stated: Mapping[str, str], contents: Mapping[str, str]) -> Iterator[Change]:
+    """Yield parts of the base model that the recipe's lacks."""
+    if any(key.startswith(MODEL) for key in contents):
+        for key in sorted(stated.keys() - contents.keys()):
+            if key.startswith(MODEL):
+                yield Change(key, SAME, None, "the base model has no such part")
+
+
+def _judged(key: str, before: Any, now: Any, emulated: bool, tracked: bool) -> Change:
+    why_not: str | None = None
+    if key.startswith(MODEL):
+        why_not = "the checkpoint was trained from another model; name that one as model.path"
+    elif (rule := _longest(key, REFUSED)) is not None:
+        reason = REFUSED[rule]
+        why_not = reason if isinstance(reason, str) else reason(before, now)
+    elif tracked and _longest(key, TRACKED) is not None:
+        why_not = f"the statistics that the checkpoint keeps of every prompt are of the former; or {_TRACKING}=false"
+    again = _longest(key, AGAIN) is not None
+    return Change(key, before, now, None if emulated else why_not, again)
+
+
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield keys with other values; one that only one of the two has is of another version and not compared."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        free_form = _longest(key, ("reward.scorers.*", "rollout.program", "algorithm.settings", "roles.*")) is not None
+        for name in now if not free_form else {**before, **now}:
+            if name in before or free_form:
+                yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _sections(before, now):
+        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(old, new, f"{key}.{number}")
+    elif key == "model.lora.target_modules":
+        if sorted(before) != sorted(now):
+            yield key, before, now
+    elif before != now:
+        yield key, before, now
+
+
+def _sections(*lists: Sequence[Any]) -> bool:
+    return all(isinstance(item, dict) for items in lists for item in items)
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _listed(key: str) -> int:
+    return max(_rule(key, AGAIN), _rule(key, tuple(REFUSED)), 0)
+
+
+def _rule(key: str, patterns: Sequence[str]) -> int:
+    """Return the number of parts of the longest pattern that holds for the key; -1 if none does."""
+    found = _longest(key, patterns)
+    return -1 if found is None else found.count(".") + 1
+
+
+def _longest(key: str, patterns: Sequence[str] | Mapping[str, Any]) -> str | None:
+    parts = key.split(".")
+    matching = [pattern for pattern in patterns if _matches(parts, pattern.split("."))]
+    return max(matching, key=lambda pattern: pattern.count("."), default=None)
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    return len(pattern) <= len(parts) and all(
+        wanted in ("*", part) for part, wanted in zip(parts, pattern, strict=False)
+    )
