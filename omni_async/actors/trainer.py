@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Trainer:
     """The trainer.
 
     `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on the ranks.
-    `checkpoints` is the folder of the run's checkpoints."""
+    `checkpoints` is the folder of the run's checkpoints; they state `contents`, of the files that `config` names."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -49,11 +49,19 @@ class Trainer:
     checkpoints: str
     clock: Clock
     host: str = "127.0.0.1"
+    contents: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._tracer = Tracer("trainer", self.coordinator, self.clock)
         self._checkpointer = Checkpointer(
-            self.config, self.ranks, self.rule, self.coordinator, self.store, Path(self.checkpoints), self._tracer
+            self.config,
+            self.ranks,
+            self.rule,
+            self.coordinator,
+            self.store,
+            Path(self.checkpoints),
+            self._tracer,
+            self.contents,
         )
         self._objective = find_objective(self.config.algorithm.name)
         self._plan = plan_updates(self.config)
@@ -68,7 +76,7 @@ class Trainer:
         resume = self.config.checkpoint.resume
         await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self.ranks))
         if resume is not None:
-            state, _ = fitting(read_state(Path(resume)), self.config)
+            state, _ = fitting(read_state(Path(resume)), self.config, self.contents)
             self._version = state.version
             self.rule.restore(state.rule)
             await self._checkpointer.take_up(Path(resume), state)

@@ -47,10 +47,11 @@ def contents_of(config: Config, prompts: Sequence[Prompt], validation: Sequence[
         ConfigError: a file cannot be read; one line."""
     found: dict[str, str] = {}
     if config.emulation is not None:  # a model, prompts and scorers need not be there
-        return found | _of_path("emulation.profile", config.emulation.profile)
+        profile = config.emulation.profile  # a file, or the name of a shipped profile
+        return path_contents("emulation.profile", profile) if profile.endswith(".json") else found
     found |= model_contents(Path(config.model.path))
     if config.data.preferences is not None:
-        pairs = _of_path("data.preferences", config.data.preferences)
+        pairs = path_contents("data.preferences", config.data.preferences)
         found["data.preferences"] = _of_prompts(prompts) + pairs.get("data.preferences", "")
     else:
         found["data.prompts"] = _of_prompts(prompts)
@@ -68,10 +69,10 @@ def reward_contents(config: Config) -> dict[str, str]:
         for name in names:
             value = scorer.params.get(name)
             if isinstance(value, str) and (not foreign or value.startswith("/")):
-                found |= _of_path(f"reward.scorers.{number}.params.{name}", value)
+                found |= path_contents(f"reward.scorers.{number}.params.{name}", value)
     for number, server in enumerate(config.reward.servers):
         if server.replicas:
-            found |= _of_path(f"reward.servers.{number}.model", server.model)
+            found |= path_contents(f"reward.servers.{number}.model", server.model)
     return found
 
 
@@ -83,7 +84,7 @@ def model_contents(folder: Path) -> dict[str, str]:
     parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and (folder / name).is_dir()}
     found = {f"{MODEL}{INDEX}": _hashed(_without_notes(index))}
     for part in sorted(parts):
-        found |= _of_path(f"{MODEL}{part}", folder / part)
+        found |= path_contents(f"{MODEL}{part}", folder / part)
     return found
 
 
@@ -93,8 +94,10 @@ def another_part(stated: Mapping[str, str], found: Mapping[str, str]) -> str | N
     return next((key.removeprefix(MODEL) for key in changed), None)
 
 
-def _of_path(key: str, path: str | Path) -> dict[str, str]:
-    """Return the digest of a file or a folder under its key; nothing if there is neither."""
+def path_contents(key: str, path: str | Path) -> dict[str, str]:
+    """Return the digest of a file or a folder under its key; nothing if there is neither.
+
+    Raises ConfigError, one line that begins with the key, if it cannot be read."""
     path = Path(path)
     try:
         if not path.exists():
@@ -204,10 +207,7 @@ def _without_notes(value: Any) -> Any:
 
 def _of_prompts(prompts: Sequence[Prompt]) -> str:
     return _hashed(
-        [
-            [one.index, one.text, one.target, one.metadata, [image.digest for image in one.images]]
-            for one in prompts
-        ]
+        [[one.index, one.text, one.target, one.metadata, [image.digest for image in one.images]] for one in prompts]
     )
 
 

@@ -6,7 +6,7 @@ would make the same ones; any other makes them again, from the same prompts and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
+from omni_async.checkpoint.statement import OTHER, Statement, changes_since
 from omni_async.config import Config
 from omni_async.config.redact import one_line, redact
 from omni_async.control.control_state import ControlState, Unfinished
@@ -52,8 +53,8 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `state.json`.
 
     `control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count. `rule`:
-    what the update rule remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the ready
-    groups were made with."""
+    what the update rule remembers. `pipeline` and `algorithm` name what the tensors are of, `samples` what the ready
+    groups were made with, `statement` what all numbers depend on (None: an earlier version wrote the checkpoint)."""
 
     control: ControlState
     pipeline: str | None
@@ -61,6 +62,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     rule: dict[str, Any] = {}
     samples: dict[str, Any] = {}
+    statement: Statement | None = None
     format: int = FORMAT
 
     @property
@@ -86,16 +88,24 @@ def read_state(folder: Path) -> State:
 def made_with(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a sample and its score are, by their names; without secrets."""
     settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
-    settings |= {"reward.scorers": config.reward.scorers, "reward.max_abs": config.reward.max_abs}
+    reward = config.reward
+    settings |= {f"reward.{name}": getattr(reward, name) for name in ("scorers", "max_abs", "combine", "gated")}
+    if config.emulation is not None:
+        settings["emulation.payload_scale"] = config.emulation.payload_scale
     settings["trajectory fields"] = trajectory_fields(find_objective(config.algorithm.name), config)
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
     return plain
 
 
-def fitting(state: State, config: Config) -> tuple[State, list[str]]:
-    """Return `state`, with no ready groups if this recipe would make others, and the settings that differ."""
+def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[State, list[str]]:
+    """Return `state`, with no ready groups if this recipe would make others, and the settings that differ.
+
+    contents: of the recipe's files, as `contents_of` returns it."""
     control, now = state.control, made_with(config)
     changed = [name for name, before in state.samples.items() if before != now.get(name)]
+    if state.statement is not None:
+        since = changes_since(state.statement, config, contents, tracked=False)
+        changed += [one.key for one in since if one.again and one.now == OTHER]
     if not (changed and control.ready):
         return state, []
     again = tuple(Unfinished(group.group) for group in control.ready)

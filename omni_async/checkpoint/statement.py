@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from omni_async import __version__
-from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.registry import find_objective, stored_policies
 from omni_async.checkpoint.contents import MODEL
 from omni_async.config import Config
 from omni_async.config.redact import redact
@@ -74,6 +74,11 @@ TRACKED = (
     *(f"reward.scorers.*.{key}" for key in ("name", "weight", "params", "when", "gate", "components")),
     *("reward.scorers", "reward.servers.*.model"),
 )
+# Below these, keys are other packages' or the user's.
+_FREE_FORM = (
+    *(f"reward.scorers.*.{key}" for key in ("params", "when", "components")),
+    *("rollout.program.settings", "algorithm.settings", "roles.*.settings"),
+)
 _TRACKING = "algorithm.advantage.track_prompts"
 _DECAY = "trainer.optimizer.schedule"
 
@@ -118,7 +123,7 @@ SAME, OTHER = "the content that the checkpoint states", "other content"
 
 def stated(config: Config, contents: Mapping[str, str]) -> Statement:
     """Return the statement of a checkpoint that a run with this configuration writes."""
-    return Statement(plain(config), dict(contents), kept_policies(config))
+    return Statement(plain(config), dict(contents), _policies(config))
 
 
 def plain(config: Config) -> dict[str, Any]:
@@ -127,13 +132,9 @@ def plain(config: Config) -> dict[str, Any]:
     return found
 
 
-def kept_policies(config: Config) -> tuple[str, ...]:
-    """Return the further policies whose tensors a checkpoint holds, without that of `trainer.ema`."""
-    if config.emulation is not None:
-        return ()
-    wanted = find_objective(config.algorithm.name).auxiliary(config.algorithm) - {"ema"}
-    # Under LoRA the reference is the model without its adapters.
-    return tuple(sorted(one for one in wanted if one != "reference" or config.model.lora is None))
+def _policies(config: Config) -> tuple[str, ...]:
+    stored = stored_policies(find_objective(config.algorithm.name), config)
+    return tuple(one for one in stored if one != "ema")  # which `trainer.ema` decides
 
 
 def changes_since(statement: Statement, config: Config, contents: Mapping[str, str], tracked: bool) -> list[Change]:
@@ -148,25 +149,17 @@ def changes_since(statement: Statement, config: Config, contents: Mapping[str, s
     emulated = config.emulation is not None
     tracked = tracked and config.algorithm.advantage.track_prompts
     by_content = statement.contents.keys() & contents.keys()
-    found = [
-        _judged(key, old, new, emulated, tracked)
-        for key, old, new in _differences(before, now)
-        if _rule(key, FREE) <= _listed(key) and key not in by_content
-    ]
+    differing = [one for one in _differences(before, now) if _rule(one[0], FREE) <= _listed(one[0])]
+    found = [_judged(*one, emulated, tracked) for one in differing if one[0] not in by_content]
+    whole = tuple(f"{key}." for key, _, _ in differing)  # what is below is another list
     found += [
         _judged(key, SAME, OTHER, emulated, tracked)
         for key in sorted(by_content)
-        if statement.contents[key] != contents[key]
+        if statement.contents[key] != contents[key] and not key.startswith(whole)
     ]
     found += _missing_parts(statement.contents, contents)
-    if (decay := _at(now, _DECAY)) != "constant" and decay == _at(before, _DECAY):
-        updates = _at(before, "trainer.updates"), _at(now, "trainer.updates")
-        found += [Change("trainer.updates", *updates)] if updates[0] != updates[1] else []
-    if not emulated and (kept := kept_policies(config)) != statement.policies:
-        asked = [str(one) for one in found if one.key.startswith("algorithm.")]
-        why = f"a checkpoint keeps what its algorithm asks for{': ' if asked else ''}{', '.join(asked)}"
-        found.append(Change("algorithm", list(statement.policies), list(kept), why))
-    return found
+    found += _longer_decay(before, now)
+    return found if emulated else [*found, *_other_policies(statement, config, found)]
 
 
 def value_text(value: Any) -> str:
@@ -177,6 +170,22 @@ def value_text(value: Any) -> str:
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _longer_decay(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield another number of updates, where the learning rate decays over them."""
+    updates = [_at(tree, "trainer.updates") for tree in (before, now)]
+    if _at(now, _DECAY) == _at(before, _DECAY) != "constant" and updates[0] != updates[1]:
+        yield Change("trainer.updates", *updates)
+
+
+def _other_policies(statement: Statement, config: Config, found: Sequence[Change]) -> Iterator[Change]:
+    """Yield that the recipe needs other further policies than the checkpoint holds."""
+    kept = _policies(config)
+    if kept != statement.policies and not any(one.key == "algorithm.name" for one in found):
+        asked = ", ".join(str(one) for one in found if one.key.startswith("algorithm."))
+        why = f"a checkpoint holds the policies that its algorithm needs{asked and f', and it changed: {asked}'}"
+        yield Change("algorithm", list(statement.policies), list(kept), why)
 
 
 def _missing_parts(stated: Mapping[str, str], contents: Mapping[str, str]) -> Iterator[Change]:
@@ -203,7 +212,7 @@ def _judged(key: str, before: Any, now: Any, emulated: bool, tracked: bool) -> C
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield keys with other values; one that only one of the two has is of another version and not compared."""
     if isinstance(before, dict) and isinstance(now, dict):
-        free_form = _longest(key, ("reward.scorers.*", "rollout.program", "algorithm.settings", "roles.*")) is not None
+        free_form = _longest(key, _FREE_FORM) is not None
         for name in now if not free_form else {**before, **now}:
             if name in before or free_form:
                 yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)

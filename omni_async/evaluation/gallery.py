@@ -61,7 +61,7 @@ class Gallery:
             raise ConfigError(f"--out: {folder} cannot be used: {error.strerror or error}") from None
         try:
             self._claim()
-            self._settle(settings, {model.label: [str(model.base), model.identity()] for model in models})
+            self._settle(settings, {model.label: model.identity() for model in models})
             self._drawn = {model.label: self._rows(model.label) for model in models}
             self._scores = read_records(folder / _SCORES, Kept)
             self._rewrite(folder / _SCORES, self._scores)

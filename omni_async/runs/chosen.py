@@ -1,21 +1,26 @@
 """Finds the checkpoint that a user names: that of a run, by number, the last or the best, or a checkpoint folder.
 
-Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
+Its recipe is what the checkpoint states: the run's `config.yaml` is that of the newest attempt, which may have changed
+it. Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from omni_async import __version__
 from omni_async.checkpoint.best import best_first, rewards_of
-from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, require_whole, version_of
+from omni_async.checkpoint.contents import another_part, model_contents
+from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, newest_first, require_whole, version_of
 from omni_async.checkpoint.state import CheckpointError, State, read_state
-from omni_async.config import Config, ConfigError, load
-from omni_async.config.load import read_model_index
+from omni_async.config import Config, ConfigError, load, of_tree
+from omni_async.config.load import INDEX, read_model_index
 from omni_async.families import PipelineFamily, find_family
 from omni_async.tracking.rundir import RunDirectory
 
@@ -24,9 +29,9 @@ from omni_async.tracking.rundir import RunDirectory
 class Chosen:
     """A whole checkpoint of trained weights, and what they are trained weights of.
 
-    folder: the checkpoint's. run: its run. config: the run's. family: the model's. base: the model folder that training
-    began with. components: the folders in `base` that were trained. reward: that of the validation round of this
-    version, None if there was none. notes: one line each, for the console."""
+    folder: the checkpoint's. run: its run. config: the checkpoint's, whose `model.path` is `base`. family: the model's.
+    base: the model folder that training began with. components: the folders in `base` that were trained. reward: that
+    of the validation round of this version, None if there was none. notes: one line each, for the console."""
 
     folder: Path
     run: RunDirectory
@@ -43,6 +48,11 @@ class Chosen:
         """Number of updates that made the weights."""
         return self.state.version
 
+    @property
+    def made_by(self) -> str:
+        """The version of omni_async that trained it, where the checkpoint states it, else this one."""
+        return __version__ if self.state.statement is None else self.state.statement.made_by
+
 
 def choose(given: Path, which: str | None = None, base: Path | None = None) -> Chosen:
     """Find the checkpoint that is meant. Reads all of it, to compare it with its manifest.
@@ -55,29 +65,69 @@ def choose(given: Path, which: str | None = None, base: Path | None = None) -> C
     Raises:
         ConfigError: there is none, it is damaged or foreign, or the base model is missing; one line."""
     run = _run_of(given, which)
-    config = _config_of(run, base)
+    newest = _config_of(run)
     found = by_version(run.checkpoints)
     rounds = [*_rounds(run)]
-    rewards = rewards_of(config, found, rounds)
+    rewards = rewards_of(newest, found, rounds)
     notes: list[str] = []
     folder = given
     if run.path == given:
         version, notes = _select(run, [*found], rewards, rounds, which or "last")
         folder = found[version]
     state = _state_of(folder, run, [path for path in found.values() if path != folder])
-    family, model = _family_of(folder, state, config), Path(config.model.path)
-    read_model_index(model)
+    config, told = _stated(folder, state, newest)
+    family, model = _family_of(folder, state, config), _base_of(folder, state, (config, newest), base)
+    config = replace(config, model=replace(config.model, path=str(model)))
     components = tuple(name for name in family.components if (model / name).is_dir())
     if not components:
         raise ConfigError(f"model.path: {model} has no {family.components[0]}/, which {folder} was trained from")
-    return Chosen(folder, run, config, state, family, model, components, rewards.get(state.version), tuple(notes))
+    reward = rewards.get(state.version)
+    return Chosen(folder, run, config, state, family, model, components, reward, (*notes, *told))
 
 
-def base_model(run: Path) -> Path:
-    """Return the model folder that a run's training began with. Raises ConfigError, one line, if it is missing."""
-    base = Path(_config_of(RunDirectory(run), None).model.path)
-    read_model_index(base)
-    return base
+def base_recipe(run: Path) -> Config:
+    """Return the recipe of a run's newest checkpoint, whose `model.path` is the folder that training began with.
+
+    Raises ConfigError, one line, if that is missing or holds another model now."""
+    directory = RunDirectory(run)
+    newest = config = _config_of(directory)
+    folder, state = next(newest_first(directory.checkpoints), run), None
+    with contextlib.suppress(CheckpointError):  # there is none yet, or it is damaged
+        state = read_state(folder)
+        config, _ = _stated(folder, state, newest)
+    base = _base_of(folder, state, (config, newest), None)
+    return replace(config, model=replace(config.model, path=str(base)))
+
+
+def _stated(folder: Path, state: State, newest: Config) -> tuple[Config, list[str]]:
+    """Return the recipe that a checkpoint states, and notes; the run's `newest` if an earlier version wrote it."""
+    if state.statement is None:
+        run = folder.absolute().parent.parent.name
+        return newest, [f"{run}: its checkpoints of an earlier version state no recipe; config.yaml is read instead"]
+    return of_tree(state.statement.recipe, folder), []
+
+
+def _base_of(folder: Path, state: State | None, recipes: Iterable[Config], given: Path | None) -> Path:
+    """Return the folder of the model that a checkpoint was trained from, by its content.
+
+    Args:
+        folder: the checkpoint's.
+        state: its state; None: nothing is known of the model.
+        recipes: those that name it, the checkpoint's first: it may have moved since.
+        given: where it is by the command line, None if that does not say.
+
+    Raises:
+        ConfigError: it is at none of these paths; one line."""
+    paths = [given.absolute()] if given else [*dict.fromkeys(Path(config.model.path) for config in recipes)]
+    contents = {} if state is None or state.statement is None else state.statement.contents
+    there = [path for path in paths if (path / INDEX).is_file()] or paths[:1]
+    wrong: list[str] = []
+    for path in there:
+        read_model_index(path)
+        if (part := another_part(contents, model_contents(path)) if contents else None) is None:
+            return path
+        wrong.append(f"{path / part} is not that of the model that {folder.name} was trained from")
+    raise ConfigError(f"model.path: {wrong[0]}; --base DIR names the folder of that model")
 
 
 def _run_of(given: Path, which: str | None) -> RunDirectory:
@@ -99,10 +149,9 @@ def _run_of(given: Path, which: str | None) -> RunDirectory:
     return run
 
 
-def _config_of(run: RunDirectory, base: Path | None) -> Config:
-    overrides = [] if base is None else [f"model.path={json.dumps(str(base.absolute()))}"]
+def _config_of(run: RunDirectory) -> Config:
     try:
-        config = load(run.config_yaml, overrides)
+        config = load(run.config_yaml)
     except ConfigError as error:
         raise ConfigError(f"{run.config_yaml}: {error}") from None
     if config.emulation is not None:
