@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
-from omni_async.checkpoint.statement import OTHER, Statement, changes_since
+from omni_async.checkpoint.statement import AGAIN, Statement, changes_since, plain, value_at
 from omni_async.config import Config
-from omni_async.config.redact import one_line, redact
+from omni_async.config.redact import one_line
 from omni_async.control.control_state import ControlState, Unfinished
 
 FILE = "state.json"
@@ -25,16 +25,6 @@ FORMAT = 5
 _LARGEST = 2**30
 _LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
-_ROLLOUT = (
-    "group_size",
-    "sampling",
-    "buckets",
-    "num_inference_steps",
-    "share_initial_noise",
-    "sde",
-    "calls",
-    "program",
-)
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -87,14 +77,9 @@ def read_state(folder: Path) -> State:
 
 def made_with(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a sample and its score are, by their names; without secrets."""
-    settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
-    reward = config.reward
-    settings |= {f"reward.{name}": getattr(reward, name) for name in ("scorers", "max_abs", "combine", "gated")}
-    if config.emulation is not None:
-        settings["emulation.payload_scale"] = config.emulation.payload_scale
-    settings["trajectory fields"] = trajectory_fields(find_objective(config.algorithm.name), config)
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
-    return plain
+    tree = plain(config)
+    settings = {name: value_at(tree, name) for name in AGAIN}
+    return settings | {"trajectory fields": list(trajectory_fields(find_objective(config.algorithm.name), config))}
 
 
 def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[State, list[str]]:
@@ -103,9 +88,9 @@ def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[
     contents: of the recipe's files, as `contents_of` returns it."""
     control, now = state.control, made_with(config)
     changed = [name for name, before in state.samples.items() if before != now.get(name)]
-    if state.statement is not None:
+    if state.statement is not None:  # which is more exact, and knows files
         since = changes_since(state.statement, config, contents, tracked=False)
-        changed += [one.key for one in since if one.again and one.now == OTHER]
+        changed = [name for name in changed if name not in AGAIN] + [one.key for one in since if one.again]
     if not (changed and control.ready):
         return state, []
     again = tuple(Unfinished(group.group) for group in control.ready)

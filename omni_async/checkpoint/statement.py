@@ -8,7 +8,7 @@ that it keeps besides the one in training. A key of the recipe has one of four r
     again     named, and groups that wait for the trainer are made again
     refused   the checkpoint's tensors or counters would mean something else
 
-Every key that the tables below do not list is named, so a new key is never ignored.
+The tables below are the only place of these rules. A key that they do not list is named, so a new key is never ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FREE = (
     *(f"trainer.{key}" for key in ("updates", "max_mismatch", "streaming", "gradient_checkpointing", "peak_tflops")),
     *("validation.share", "roles.*.workers", "roles.*.resources"),
 )
-# What decides a sample and its score. `state.made_with` compares the first of these; the rest are parts of them.
+# What decides a sample and its score.
 AGAIN = (
     *("run.seed", "reward.scorers", "reward.servers", "reward.combine", "reward.gated", "reward.max_abs"),
     *("emulation.profile", "emulation.payload_scale"),
@@ -68,6 +68,7 @@ REFUSED: dict[str, str | Callable[[Any, Any], str]] = {
     "trainer.optimizer.name": "its optimizer state is another optimizer's",
     "trainer.ema": "it keeps a moving average or has none",
 }
+NAMED = ("trainer.ema.*",)  # below a key that is refused
 # With `algorithm.advantage.track_prompts`, statistics of a prompt are kept by its number and over all updates.
 TRACKED = (
     *("data.prompts", "data.preferences", "algorithm.advantage.aggregate", "reward.combine", "reward.gated"),
@@ -79,6 +80,7 @@ _FREE_FORM = (
     *(f"reward.scorers.*.{key}" for key in ("params", "when", "components")),
     *("rollout.program.settings", "algorithm.settings", "roles.*.settings"),
 )
+_UNORDERED = ("model.lora.target_modules",)
 _TRACKING = "algorithm.advantage.track_prompts"
 _DECAY = "trainer.optimizer.schedule"
 
@@ -113,11 +115,12 @@ class Change(msgspec.Struct, frozen=True):
         before, now = value_text(self.before), value_text(self.now)
         if self.why_not is None:
             return f"{self.key}: {before} -> {now}"
-        keep = "" if self.now == OTHER else f"keep {before} "
-        what = "holds other content" if self.now == OTHER else f"the checkpoint has {before}, the recipe {now}"
-        return f"{self.key}: {what}; {keep}({self.why_not})"
+        if self.now == OTHER:
+            return f"{self.key}: its content is not what the checkpoint states ({self.why_not})"
+        return f"{self.key}: the checkpoint has {before}, the recipe {now}; keep {before} ({self.why_not})"
 
 
+# Values of a key that names a file.
 SAME, OTHER = "the content that the checkpoint states", "other content"
 
 
@@ -174,8 +177,8 @@ def value_text(value: Any) -> str:
 
 def _longer_decay(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     """Yield another number of updates, where the learning rate decays over them."""
-    updates = [_at(tree, "trainer.updates") for tree in (before, now)]
-    if _at(now, _DECAY) == _at(before, _DECAY) != "constant" and updates[0] != updates[1]:
+    updates = [value_at(tree, "trainer.updates") for tree in (before, now)]
+    if value_at(now, _DECAY) == value_at(before, _DECAY) != "constant" and updates[0] != updates[1]:
         yield Change("trainer.updates", *updates)
 
 
@@ -200,7 +203,7 @@ def _judged(key: str, before: Any, now: Any, emulated: bool, tracked: bool) -> C
     why_not: str | None = None
     if key.startswith(MODEL):
         why_not = "the checkpoint was trained from another model; name that one as model.path"
-    elif (rule := _longest(key, REFUSED)) is not None:
+    elif (rule := _longest(key, (*REFUSED, *NAMED))) in REFUSED:
         reason = REFUSED[rule]
         why_not = reason if isinstance(reason, str) else reason(before, now)
     elif tracked and _longest(key, TRACKED) is not None:
@@ -219,18 +222,20 @@ def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, An
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _sections(before, now):
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
             yield from _differences(old, new, f"{key}.{number}")
-    elif key == "model.lora.target_modules":
-        if sorted(before) != sorted(now):
-            yield key, before, now
-    elif before != now:
+    elif before != now and not (key in _UNORDERED and _as_set(before) == _as_set(now)):
         yield key, before, now
+
+
+def _as_set(value: Any) -> Any:
+    return set(map(str, value)) if isinstance(value, list) else value
 
 
 def _sections(*lists: Sequence[Any]) -> bool:
     return all(isinstance(item, dict) for items in lists for item in items)
 
 
-def _at(tree: Mapping[str, Any], key: str) -> Any:
+def value_at(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a key of plain data; None if there is none."""
     value: Any = tree
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None

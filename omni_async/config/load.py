@@ -10,7 +10,6 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,8 @@ def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()
 
     Raises:
         ConfigError: one line that begins with `source`."""
-    return _checked(overridden(copy.deepcopy(dict(tree)), overrides, source), source, overrides)
+    own = msgspec.json.decode(msgspec.json.encode(tree))  # overrides change it
+    return _checked(overridden(own, overrides, source), source, overrides)
 
 
 def _checked(tree: dict[str, Any], source: Path, overrides: Sequence[str]) -> Config:

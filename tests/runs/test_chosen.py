@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from omni_async.checkpoint import State, read_state
 from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import write_state
+from omni_async.checkpoint.statement import stated
 from omni_async.config import ConfigError, resolved_yaml
 from omni_async.control.control_state import ControlState
 from omni_async.runs.chosen import choose
@@ -35,7 +36,8 @@ def write_run(folder: Path, **sections: object) -> Path:
     run = folder / "run"
     for version in VERSIONS:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-        checkpoint_of(run, State(ControlState(version=version), config.model.pipeline, config.algorithm.name))
+        control, statement = ControlState(version=version), stated(config, {})
+        checkpoint_of(run, State(control, config.model.pipeline, config.algorithm.name, statement=statement))
     (run / "config.yaml").write_text(resolved_yaml(config))
     rounds(run, {0: 0.1, 20: 0.5, 40: 0.9, 60: 0.7})
     return run
