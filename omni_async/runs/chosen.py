@@ -126,8 +126,8 @@ def _base_of(folder: Path, state: State | None, recipes: Iterable[Config], given
         read_model_index(path)
         if (part := another_part(contents, model_contents(path)) if contents else None) is None:
             return path
-        wrong.append(f"{path / part} is not that of the model that {folder.name} was trained from")
-    raise ConfigError(f"model.path: {wrong[0]}; --base DIR names the folder of that model")
+        wrong.append(f"{path / part}: it is another base model than {folder.name} was trained from")
+    raise ConfigError(f"model.path: {wrong[0]}; put that one there, or name its folder (`export --base DIR`)")
 
 
 def _run_of(given: Path, which: str | None) -> RunDirectory:

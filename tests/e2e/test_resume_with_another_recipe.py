@@ -144,7 +144,7 @@ def test_other_weights_at_the_same_path_are_refused_and_the_same_elsewhere_are_n
     changed_weights(model)
     assert "model.path/transformer: its content is not what the checkpoint states" in refusal(recipe, folder)
     assert cli.main(["export", str(update), "--out", str(tmp_path / "refused"), "--base", str(model)]) == 2
-    assert "/transformer is not that of the model that update-000001 was trained from" in capsys.readouterr().err
+    assert "/transformer: it is another base model than update-000001 was trained from" in capsys.readouterr().err
     assert cli.main(["export", str(update), "--out", str(tmp_path / "moved_base"), "--base", str(moved)]) == 0
     assert notes(recipe, folder, f"model.path={moved}") == []
     assert run(recipe, *resumed(recipe, folder, f"model.path={moved}")).summary.updates == 2

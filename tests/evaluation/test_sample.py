@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import save_file
 
 from omni_async import cli
+from omni_async.checkpoint.folders import MANIFEST_FILE, write_manifest
+from omni_async.checkpoint.state import read_state, write_state
 from omni_async.evaluation.gallery import Gallery
 from omni_async.evaluation.models import ADAPTERS, EXPORTED_RECIPE, find_models
 from omni_async.evaluation.settings import _typed
@@ -318,7 +321,10 @@ def test_a_damaged_checkpoint_and_a_missing_base_are_refused(
     [tensors] = (copy / "checkpoints" / "update-000003" / "tensors").glob("*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-1])
     assert "bytes" in refused(capsys, copy, "--out", "d") and not Path("d").exists()
-    config = copy / "config.yaml"
+    folder, config = copy / "checkpoints" / "update-000002", copy / "config.yaml"
+    write_state(folder, replace(read_state(folder), statement=None))  # as an earlier version did
+    (folder / MANIFEST_FILE).unlink()
+    write_manifest(folder)
     config.write_text(config.read_text().replace(finished.config.model.path, "/no/such/model"))
     assert "/no/such/model" in refused(capsys, copy, "--which", "2", "--out", "d")
 

@@ -192,7 +192,7 @@ def test_a_base_model_is_found_by_its_content_where_a_later_attempt_names_it(run
     (run / "config.yaml").write_text(text.replace(str(model), str(moved)))
     assert choose(folder).base == moved == Path(choose(folder).config.model.path)
     (moved / "transformer" / "config.json").write_text('{"num_attention_heads": 8}')
-    with pytest.raises(ConfigError, match=r"elsewhere/transformer is not that of the model that update-000020 was"):
+    with pytest.raises(ConfigError, match=r"elsewhere/transformer: it is another base model than update-000020 was"):
         choose(folder)
 
 
