@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from omni_async import __version__
 from omni_async.checkpoint.best import best_first, rewards_of
 from omni_async.checkpoint.contents import another_part, model_contents
 from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, newest_first, require_whole, version_of
@@ -23,6 +22,7 @@ from omni_async.config import Config, ConfigError, load, of_tree
 from omni_async.config.load import INDEX, read_model_index
 from omni_async.families import PipelineFamily, find_family
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.version import __version__
 
 
 @dataclass(frozen=True)
