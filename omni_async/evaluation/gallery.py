@@ -61,7 +61,7 @@ class Gallery:
             raise ConfigError(f"--out: {folder} cannot be used: {error.strerror or error}") from None
         try:
             self._claim()
-            self._settle(settings, {model.label: model.identity() for model in models})
+            self._settle(settings, {model.label: [str(model.base), model.identity()] for model in models})
             self._drawn = {model.label: self._rows(model.label) for model in models}
             self._scores = read_records(folder / _SCORES, Kept)
             self._rewrite(folder / _SCORES, self._scores)
@@ -104,9 +104,8 @@ class Gallery:
                     " another folder"
                 )
         before = held.get("models", {})
-        if changed := [
-            label for label in asked["models"] if before.get(label, asked["models"][label]) != models[label]
-        ]:
+        # Of a model, where it was is a note: its weights decide.
+        if changed := [label for label, [_, own] in models.items() if label in before and before[label][1:] != [own]]:
             raise ConfigError(
                 f"--out: {self.folder} holds samples of other weights as {changed[0]}; name another folder"
             )
