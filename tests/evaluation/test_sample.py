@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shlex
 import shutil
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from omni_async import cli
 from omni_async.checkpoint.folders import MANIFEST_FILE, write_manifest
@@ -278,6 +280,24 @@ def test_a_folder_made_with_other_settings_weights_or_by_something_else_is_refus
     )
     Path("file").write_text("")
     assert refused(capsys, finished.path, "--out", "file") == "--out: file cannot be used: File exists"
+
+
+def test_weights_are_known_by_content_and_not_by_path_size_or_date(
+    checkpoint: str, tmp_path: Path, drawn: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "one" / "model")
+    words = ("--prompt", "the digit 7", *_SMALL)
+    sampled(model, *words)
+    drawn.clear()
+    moved = shutil.copytree(model, tmp_path / "two" / "model")
+    sampled(moved, *words)
+    assert drawn == [], "they are the same"
+    file = moved / "vae" / "diffusion_pytorch_model.safetensors"
+    before, tensors = file.stat(), load_file(file)
+    max(tensors.values(), key=torch.numel).view(-1)[0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert refused(capsys, moved, *words, "--out", "drawn").startswith("--out: drawn holds samples of other weights")
 
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(
