@@ -82,7 +82,7 @@ _FREE_FORM = (
 )
 _UNORDERED = ("model.lora.target_modules",)
 _TRACKING = "algorithm.advantage.track_prompts"
-_DECAY = "trainer.optimizer.schedule"
+_DECAY, _RISE = "trainer.optimizer.schedule", "algorithm.awm.ema_coef_end"
 
 
 class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,7 +161,7 @@ def changes_since(statement: Statement, config: Config, contents: Mapping[str, s
         if statement.contents[key] != contents[key] and not key.startswith(whole)
     ]
     found += _missing_parts(statement.contents, contents)
-    found += _longer_decay(before, now)
+    found += _longer_schedule(before, now)
     return found if emulated else [*found, *_other_policies(statement, config, found)]
 
 
@@ -175,10 +175,11 @@ def value_text(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _longer_decay(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield another number of updates, where the learning rate decays over them."""
+def _longer_schedule(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield another number of updates, where a schedule depends on it."""
     updates = [value_at(tree, "trainer.updates") for tree in (before, now)]
-    if value_at(now, _DECAY) == value_at(before, _DECAY) != "constant" and updates[0] != updates[1]:
+    depends = value_at(now, _DECAY) != "constant" or value_at(now, _RISE) is not None
+    if depends and updates[0] != updates[1]:
         yield Change("trainer.updates", *updates)
 
 
