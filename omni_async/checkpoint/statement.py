@@ -1,7 +1,7 @@
 """States what a checkpoint's numbers depend on, and compares that with the recipe that continues from it.
 
-A checkpoint states its whole recipe, the content of every file that the recipe names (`contents.py`), and the policies
-that it keeps besides the one in training. A key of the recipe has one of four rules:
+A checkpoint states its whole recipe, the content of every file that the recipe names (`contents.py`), and the further
+policies that it holds. A key of the recipe has one of four rules:
 
     free      it decides where and how fast a run computes, or what it reports
     named     the run continues with the new value, which the console and `changes.jsonl` report
@@ -90,7 +90,7 @@ class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     recipe: the resolved configuration of the attempt that wrote it, as plain values, without credentials.
     contents: digests of files, by the key that names them, as `contents_of` returns them.
-    policies: the further policies whose tensors it holds, without that of `trainer.ema`.
+    policies: the further policies whose tensors it holds, without the moving average of `trainer.ema`.
     made_by: the version of omni_async."""
 
     recipe: dict[str, Any]

@@ -1,7 +1,7 @@
 """Turns a YAML file and command-line overrides into one validated `Config`, instantly: imports neither torch nor Ray.
 
-`load` is the whole way (see `load.py`), `of_tree` that of a recipe in memory, `of_model` that of a model without a
-recipe, and what is wrong a `ConfigError` of one line; `check` names the first combination that cannot work,
+`load` reads a file (see `load.py`), `of_tree` takes a recipe in memory, `of_model` a model without a recipe, and each
+mistake is a `ConfigError` of one line; `check` names the first combination that cannot work,
 `with_spec` and `with_settings` give the sections that a model family and an objective bring, `resolved_yaml` writes a
 configuration that `load` reads back.
 `schema.py` has all keys.

@@ -52,7 +52,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a resolved recipe that is plain data, as `load` returns that of a file.
+    """Return the configuration of a resolved recipe that is plain data.
 
     Args:
         tree: as `resolved_yaml` writes it; paths are absolute.

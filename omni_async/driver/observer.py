@@ -46,7 +46,7 @@ class Observer:
     """The record of one run. `watch` runs until the last event; `summary` afterwards says how the run went.
 
     `start`: the state that this process goes on from. `owns`: whether the folder is this attempt's by now, and not an
-    earlier one's. `changes`: what this attempt's recipe changes of that which the checkpoint states."""
+    earlier one's. `changes`: the differences between this attempt's recipe and the checkpoint's."""
 
     def __init__(
         self,

@@ -35,8 +35,8 @@ from omni_async.tracking.summary import read_ending
 class ResumePoint:
     """A checkpoint to go on from.
 
-    `run`: the folder of the run that goes on; None: the run gets one of its own. `notes` are for the console.
-    `changes`: what the recipe changes of that which the checkpoint states."""
+    `run`: the folder of the run that continues; None: it gets a new one. `notes` are for the console. `changes`: the
+    differences between the recipe and the one that the checkpoint states."""
 
     folder: Path
     state: State
@@ -219,7 +219,7 @@ def _not_from(folder: Path, why: str) -> str:
 
 
 def _usable(asked: _Asked, folder: Path) -> ResumePoint:
-    """Return a checkpoint with what the recipe changes of its own. CheckpointError if it cannot be continued so."""
+    """Return a checkpoint and its differences from the recipe. CheckpointError if the recipe cannot continue it."""
     require_whole(folder)
     config, state = asked.config, read_state(folder)
     _require_same_devices(config, folder, state)
@@ -240,10 +240,10 @@ def _usable(asked: _Asked, folder: Path) -> ResumePoint:
 
 
 def _with_changes(asked: _Asked, point: ResumePoint) -> ResumePoint:
-    """Return the point with a note for each change of the recipe; CheckpointError with those that are refused."""
+    """Return the point with a note for each change of the recipe. CheckpointError lists the refused changes."""
     folder, state, notes = point.folder, point.state, list[str]()
     if (statement := state.statement) is None:
-        # An earlier version wrote it. The run's recipe is that of its newest attempt.
+        # An earlier version wrote it. The run's config.yaml is the recipe of its newest attempt.
         file = RunDirectory(folder.absolute().parent.parent).config_yaml
         former = _recipe_of(file)
         compared = f"it is compared with {file}" if former else "nothing is compared"

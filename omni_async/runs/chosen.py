@@ -1,7 +1,6 @@
 """Finds the checkpoint that a user names: that of a run, by number, the last or the best, or a checkpoint folder.
 
-Its recipe is what the checkpoint states: the run's `config.yaml` is that of the newest attempt, which may have changed
-it. Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
+Its recipe is the one that the checkpoint states. The run's `config.yaml` is the newest attempt's, which may differ. Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
 """
 
 from __future__ import annotations
@@ -75,14 +74,14 @@ def choose(given: Path, which: str | None = None, base: Path | None = None) -> C
         version, notes = _select(run, [*found], rewards, rounds, which or "last")
         folder = found[version]
     state = _state_of(folder, run, [path for path in found.values() if path != folder])
-    config, told = _stated(folder, state, newest)
+    config, more = _stated(folder, state, newest)
     family, model = _family_of(folder, state, config), _base_of(folder, state, (config, newest), base)
     config = replace(config, model=replace(config.model, path=str(model)))
     components = tuple(name for name in family.components if (model / name).is_dir())
     if not components:
         raise ConfigError(f"model.path: {model} has no {family.components[0]}/, which {folder} was trained from")
     reward = rewards.get(state.version)
-    return Chosen(folder, run, config, state, family, model, components, reward, (*notes, *told))
+    return Chosen(folder, run, config, state, family, model, components, reward, (*notes, *more))
 
 
 def base_recipe(run: Path) -> Config:
@@ -113,7 +112,7 @@ def _base_of(folder: Path, state: State | None, recipes: Iterable[Config], given
     Args:
         folder: the checkpoint's.
         state: its state; None: nothing is known of the model.
-        recipes: those that name it, the checkpoint's first: it may have moved since.
+        recipes: name the model; the checkpoint's is first. It may have moved since.
         given: where it is by the command line, None if that does not say.
 
     Raises:

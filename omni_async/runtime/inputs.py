@@ -23,8 +23,8 @@ class RunInputs:
     to record.
 
     `profile`, with times and payloads scaled, is what emulated devices replay; with None the devices are real. `notes`
-    are for the console. `contents` are digests of the files that the configuration names, `changes` what it changes of
-    the checkpoint's recipe."""
+    are for the console. `contents` are digests of the files that the configuration names, `changes` its
+    differences from the checkpoint's recipe."""
 
     config: Config
     family: PipelineFamily
