@@ -1,6 +1,7 @@
 """Finds the checkpoint that a user names: that of a run, by number, the last or the best, or a checkpoint folder.
 
-Its recipe is the one that the checkpoint states. The run's `config.yaml` is the newest attempt's, which may differ. Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
+Its recipe is the one that the checkpoint states. The run's `config.yaml` is the newest attempt's, which may differ.
+Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
 """
 
 from __future__ import annotations
