@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from omni_async.aio.waiting import is_cancelled
 from omni_async.checkpoint.best import worth_keeping
 from omni_async.checkpoint.folders import folder_name, partial, put_in_place, rotate, write_manifest
 from omni_async.checkpoint.state import State, made_with, write_state
+from omni_async.checkpoint.statement import stated
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
@@ -32,7 +33,9 @@ _LAST_WRITE_S = 20.0
 
 @dataclass(eq=False)
 class Checkpointer:
-    """A writer of checkpoints into a folder. The update rule's state is taken when a save begins."""
+    """A writer of checkpoints into a folder. The update rule's state is taken when a save begins.
+
+    `contents`: of the files that the configuration names, which every checkpoint states."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -41,6 +44,7 @@ class Checkpointer:
     store: ObjectStore
     checkpoints: Path
     tracer: Tracer
+    contents: Mapping[str, str] = field(default_factory=dict)
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def save(self, version: int) -> None:
@@ -108,8 +112,9 @@ class Checkpointer:
             await asyncio.to_thread(write_group, unfinished, group.group, trajectories)
             kept.append(_with_trajectories(group, [None] * len(group.samples)))
         stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
+        config, statement = self.config, stated(self.config, self.contents)
         state = State(
-            stripped, self.config.model.pipeline, self.config.algorithm.name, engine, rule, made_with(self.config)
+            stripped, config.model.pipeline, config.algorithm.name, engine, rule, made_with(config), statement
         )
 
         def best(versions: set[int]) -> set[int]:

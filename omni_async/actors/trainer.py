@@ -8,8 +8,8 @@ that the run is over, and leaves a checkpoint of the last whole update either wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Trainer:
     """The trainer.
 
     `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on the ranks.
-    `checkpoints` is the folder of the run's checkpoints."""
+    `checkpoints` is the folder of the run's checkpoints; they state `contents`, of the files that `config` names."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -51,11 +51,19 @@ class Trainer:
     checkpoints: str
     clock: Clock
     host: str = "127.0.0.1"
+    contents: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._tracer = Tracer("trainer", self.coordinator, self.clock)
         self._checkpointer = Checkpointer(
-            self.config, self.ranks, self.rule, self.coordinator, self.store, Path(self.checkpoints), self._tracer
+            self.config,
+            self.ranks,
+            self.rule,
+            self.coordinator,
+            self.store,
+            Path(self.checkpoints),
+            self._tracer,
+            self.contents,
         )
         self._objective = find_objective(self.config.algorithm.name)
         self._plan = plan_updates(self.config)
@@ -71,7 +79,7 @@ class Trainer:
         resume = self.config.checkpoint.resume
         await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self.ranks))
         if resume is not None:
-            state, _ = fitting(read_state(Path(resume)), self.config)
+            state, _ = fitting(read_state(Path(resume)), self.config, self.contents)
             self._version = state.version
             self.rule.restore(state.rule)
             await self._checkpointer.take_up(Path(resume), state)

@@ -89,6 +89,14 @@ class Objective:
         return function
 
 
+def stored_policies(objective: Objective, config: Config) -> tuple[str, ...]:
+    """Return the auxiliary policies that a trainer keeps as tensors, and a checkpoint with it; sorted.
+
+    Under LoRA the reference is the model without its adapters."""
+    wanted = {*objective.auxiliary(config.algorithm), *(("ema",) if config.trainer.ema is not None else ())}
+    return tuple(sorted(one for one in wanted if one != "reference" or config.model.lora is None))
+
+
 def _no_kl(algorithm: Algorithm) -> bool:
     return algorithm.kl_coef == 0
 

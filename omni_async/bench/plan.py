@@ -255,17 +255,10 @@ def stamp(run: Path, inputs: RunInputs) -> None:
 
 
 def _fingerprint(inputs: RunInputs) -> str:
-    """Return a hexadecimal digest of the code, and of the files that the configuration names.
-
-    Of a model's files their names, sizes and times of change count, of everything else the content."""
+    """Return a hexadecimal digest of the code, and of the content of the files that the configuration names."""
     found = hashlib.sha256(_code().encode())
-    for part in (inputs.profile, inputs.prompts, inputs.validation_prompts):
+    for part in (inputs.profile, inputs.prompts, inputs.validation_prompts, dict(inputs.contents)):
         found.update(msgspec.json.encode(part) + b"\n")
-    folder = Path(inputs.config.model.path)
-    for path in sorted(folder.rglob("*")) if inputs.profile is None else ():
-        if path.is_file():
-            status = path.stat()
-            found.update(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}\n".encode())
     return found.hexdigest()
 
 

@@ -6,7 +6,7 @@ would make the same ones; any other makes them again, from the same prompts and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
+from omni_async.checkpoint.statement import AGAIN, Statement, changes_since, plain, value_at
 from omni_async.config import Config
-from omni_async.config.redact import one_line, redact
+from omni_async.config.redact import one_line
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.seeds import NOISE
 
@@ -28,16 +29,6 @@ _MOST = 10**12  # updates, groups, images: no run has more
 # How this version draws samples, beyond what a recipe decides. Groups that an earlier version drew are drawn again:
 # their log-probs are float32, and their noise is another.
 _DRAWN = {"log-prob dtype": "float64", "noise": NOISE}
-_ROLLOUT = (
-    "group_size",
-    "sampling",
-    "buckets",
-    "num_inference_steps",
-    "share_initial_noise",
-    "sde",
-    "calls",
-    "program",
-)
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -56,8 +47,8 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `state.json`.
 
     `control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count. `rule`:
-    what the update rule remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the ready
-    groups were made with."""
+    what the update rule remembers. `pipeline` and `algorithm` name what the tensors are of, `samples` what the ready
+    groups were made with, `statement` what all numbers depend on (None: an earlier version wrote the checkpoint)."""
 
     control: ControlState
     pipeline: str | None
@@ -65,6 +56,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     rule: dict[str, Any] = {}
     samples: dict[str, Any] = {}
+    statement: Statement | None = None
     format: int = FORMAT
 
     @property
@@ -89,18 +81,19 @@ def read_state(folder: Path) -> State:
 
 def made_with(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a sample and its score are, by their names; without secrets."""
-    settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
-    settings |= {"reward.scorers": config.reward.scorers, "reward.max_abs": config.reward.max_abs}
-    settings |= _DRAWN
-    settings["trajectory fields"] = trajectory_fields(find_objective(config.algorithm.name), config)
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
-    return plain
+    tree, fields = plain(config), trajectory_fields(find_objective(config.algorithm.name), config)
+    return {**{name: value_at(tree, name) for name in AGAIN}, **_DRAWN, "trajectory fields": list(fields)}
 
 
-def fitting(state: State, config: Config) -> tuple[State, list[str]]:
-    """Return `state`, with no ready groups if this recipe would make others, and the settings that differ."""
+def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[State, list[str]]:
+    """Return `state`, with no ready groups if this recipe would make others, and the settings that differ.
+
+    contents: of the recipe's files, as `contents_of` returns it."""
     control, before, now = state.control, state.samples, made_with(config)
     changed = [name for name in now | before if before.get(name) != now.get(name)]
+    if state.statement is not None:  # which is more exact, and knows files
+        since = changes_since(state.statement, config, contents, tracked=False)
+        changed = [name for name in changed if name not in AGAIN] + [one.key for one in since if one.again]
     if not (changed and control.ready):
         return state, []
     again = tuple(Unfinished(group.group) for group in control.ready)

@@ -1,14 +1,25 @@
 """Turns a YAML file and command-line overrides into one validated `Config`, instantly: imports neither torch nor Ray.
 
-`load` is the whole way (see `load.py`), `of_model` that of a checkpoint without a recipe, and what is wrong a
-`ConfigError` of one line; `check` names the first combination that cannot work, `with_spec` and `with_settings` give
-the sections that a model family and an objective bring, `resolved_yaml` writes a configuration that `load` reads back.
+`load` reads a file (see `load.py`), `of_tree` takes a recipe in memory, `of_model` a model without a recipe, and each
+mistake is a `ConfigError` of one line; `check` names the first combination that cannot work,
+`with_spec` and `with_settings` give the sections that a model family and an objective bring, `resolved_yaml` writes a
+configuration that `load` reads back.
 `schema.py` has all keys.
 """
 
 from omni_async.config.checks import check
-from omni_async.config.load import load, of_model, resolved_yaml, with_settings, with_spec
+from omni_async.config.load import load, of_model, of_tree, resolved_yaml, with_settings, with_spec
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError
 
-__all__ = ["Config", "ConfigError", "check", "load", "of_model", "resolved_yaml", "with_settings", "with_spec"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "check",
+    "load",
+    "of_model",
+    "of_tree",
+    "resolved_yaml",
+    "with_settings",
+    "with_spec",
+]

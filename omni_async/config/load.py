@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,8 +48,25 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load the recipe at `path` with `overrides` `key.path=value`.
 
     Imports nothing heavy. Raises ConfigError, one line."""
-    tree = read_tree(Path(path), overrides)
-    with errors_of(Path(path)):
+    return _checked(read_tree(Path(path), overrides), Path(path), overrides)
+
+
+def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a resolved recipe that is plain data.
+
+    Args:
+        tree: as `resolved_yaml` writes it; paths are absolute.
+        source: what it was read from, for errors.
+        overrides: as `load` takes them.
+
+    Raises:
+        ConfigError: one line that begins with `source`."""
+    own = msgspec.json.decode(msgspec.json.encode(tree))  # overrides change it
+    return _checked(overridden(own, overrides, source), source, overrides)
+
+
+def _checked(tree: dict[str, Any], source: Path, overrides: Sequence[str]) -> Config:
+    with errors_of(source):
         config = _resolved(tree, overrides)
         if problem := check(config):
             raise ConfigError(problem)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from omni_async.aio.clock import Clock
+from omni_async.checkpoint.statement import Change
 from omni_async.config import Config
 from omni_async.config.schedule import num_existing_devices
 from omni_async.control.control_state import ControlState
@@ -47,7 +48,7 @@ class Observer:
     """The record of one run. `watch` runs until the last event; `summary` afterwards says how the run went.
 
     `start`: the state that this process goes on from. `owns`: whether the folder is this attempt's by now, and not an
-    earlier one's."""
+    earlier one's. `changes`: the differences between this attempt's recipe and the checkpoint's."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Observer:
         clock: Clock,
         start: ControlState | None = None,
         owns: bool = True,
+        changes: Sequence[Change] = (),
     ) -> None:
         self._config = config
         self._run = run
@@ -76,6 +78,7 @@ class Observer:
         self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
         self._stages = StageSeconds()
         start = start or ControlState()
+        self._changes = start.version, tuple(changes)
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
         self._untimed_images = 0 if self._wall_before else start.images
         self.started = clock.now()
@@ -126,6 +129,7 @@ class Observer:
             return
         self.has_something = True
         self._run.take_over(self._config, self._start.version, self._start.validated)
+        self._run.append_changes(*self._changes)
         self.owns = True
         self.spans.begin_file()
         self._sinks.begin(self._start.version)

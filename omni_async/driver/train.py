@@ -80,6 +80,8 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     is generated; every other failure is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
+    if inputs.run is None:
+        run.append_changes(inputs.start.version, inputs.changes)
     console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
     console.phase(f"run {run.run_id}")
     for note in inputs.notes:
@@ -156,7 +158,8 @@ class _Run:
 
         The folder is another process's until there is something to record, if the run is resumed."""
         sinks, owns = self._sinks or Sinks(), not inputs.untouched
-        return Observer(self._config, self._run, self._console, sinks, self._clock, inputs.start, owns)
+        changes = () if self._inputs.run is None else self._inputs.changes
+        return Observer(self._config, self._run, self._console, sinks, self._clock, inputs.start, owns, changes)
 
     async def _attempts(self, interrupted: Interruption, control: ControlSocket) -> Ending:
         inputs, fault = self._inputs, None
@@ -238,7 +241,7 @@ class _Run:
         What came after it is void. Raises CheckpointError if there are some and none can be used: to begin anew in this
         folder would remove them."""
         refused: list[str] = []
-        point = newest_of_run(self._config, self._run.path, refused)
+        point = newest_of_run(self._config, self._run.path, refused, self._inputs.contents)
         for note in refused:
             self._console.note(note)
         if point is None and refused:

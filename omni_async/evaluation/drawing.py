@@ -156,7 +156,7 @@ def _packed(model: Model, settings: Settings, number: int) -> Snapshot:
     if not weights.is_adapter:
         return Snapshot(number, "full", buckets.specs, buckets.buckets)
     if lora is None:
-        raise TrainingError("it has adapters, but the run's config.yaml has no model.lora")
+        raise TrainingError("it has adapters, but its recipe has no model.lora")
     return Snapshot(number, "lora", buckets.specs, buckets.buckets, {"rank": lora.rank, "alpha": lora.alpha})
 
 

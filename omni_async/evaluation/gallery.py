@@ -105,9 +105,8 @@ class Gallery:
                     " another folder"
                 )
         before = held.get("models", {})
-        if changed := [
-            label for label in asked["models"] if before.get(label, asked["models"][label]) != models[label]
-        ]:
+        # Of a model, where it was is a note: its weights decide.
+        if changed := [label for label in models if label in before and _weights(before[label]) != models[label][1]]:
             raise ConfigError(
                 f"--out: {self.folder} holds samples of other weights as {changed[0]}; name another folder"
             )
@@ -171,6 +170,11 @@ def _name(request: SampleRequest) -> str:
 
 def _files(folder: Path, row: dict[str, Any]) -> dict[str, Path]:
     return {part: folder / Path(row[part]).name for part in PARTS if isinstance(row.get(part), str)}
+
+
+def _weights(entry: Any) -> str | None:
+    """Return the identity of a model's weights from its entry in the settings: path and identity."""
+    return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
 
 
 def _brief(value: Any) -> str:

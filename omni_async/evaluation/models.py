@@ -13,11 +13,13 @@ from typing import Literal
 
 import xxhash
 
+from omni_async.checkpoint.contents import model_contents, path_contents
 from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, folder_name
-from omni_async.config import ConfigError, load
+from omni_async.checkpoint.statement import plain
+from omni_async.config import Config, ConfigError, load, of_tree
 from omni_async.config.hub import downloaded, how_to_get
 from omni_async.config.load import INDEX
-from omni_async.runs.chosen import Chosen, base_model, choose
+from omni_async.runs.chosen import Chosen, base_recipe, choose
 
 Policy = Literal["drawing", "trained", "old", "ema"]
 DRAWING: Policy = "drawing"
@@ -34,7 +36,8 @@ class Model:
     label: how results and folders call it. base: the diffusers folder. trained: the checkpoint with weights that take
     the place of the base's; None: none do. adapter: the export with adapters that are added to the base's; None: none
     are. run: the run's folder, None for a folder that is no run's. notes: one line each, for the console. policy: which
-    of the checkpoint's, as `TrainedWeights` takes it."""
+    of the checkpoint's, as `TrainedWeights` takes it. config: the recipe that a checkpoint states; of a run's base its
+    newest checkpoint's; None for a folder that is no run's."""
 
     label: str
     base: Path
@@ -43,6 +46,7 @@ class Model:
     run: Path | None = None
     notes: tuple[str, ...] = ()
     policy: Policy = DRAWING
+    config: Config | None = None
 
     @property
     def version(self) -> int | None:
@@ -56,20 +60,22 @@ class Model:
         """The folder with what distinguishes the model: the checkpoint's, the export's or the base's."""
         return self.adapter or (self.base if self.trained is None else self.trained.folder)
 
-    @property
-    def recipe(self) -> Path | None:
-        """The recipe that the model was trained by, where it is known."""
-        found = self.weights / EXPORTED_RECIPE if self.run is None else self.run / "config.yaml"
-        return found if found.is_file() else None
+    def recipe(self, overrides: Sequence[str]) -> Config | None:
+        """Return the recipe that the model was trained by, where it is known. Raises ConfigError, one line.
+
+        overrides: as `load` takes them."""
+        if self.config is not None:
+            return of_tree(plain(self.config), self.weights, overrides)
+        exported = self.weights / EXPORTED_RECIPE
+        return load(exported, overrides) if exported.is_file() else None
 
     def identity(self) -> str:
-        """Return what changes whenever the weights do: of files their sizes and dates, of a checkpoint all.
+        """Return what changes whenever the weights do, wherever they are: the content of all files.
 
-        Raises OSError."""
-        found = xxhash.xxh3_128(str(self.base).encode())
-        files = sorted(self.base.glob("*/*.safetensors"))
-        for file in [*files, *(() if self.adapter is None else adapter_files(self.adapter).values())]:
-            found.update(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns};".encode())
+        Raises OSError, or ConfigError where a file cannot be read."""
+        found = xxhash.xxh3_128(repr(sorted(model_contents(self.base).items())).encode())
+        for component, file in ({} if self.adapter is None else adapter_files(self.adapter)).items():
+            found.update(f"{component} {sorted(path_contents('adapter', file).items())};".encode())
         if self.trained is not None:
             found.update((self.trained.folder / MANIFEST_FILE).read_bytes() + self.policy.encode())
         return found.hexdigest()
@@ -198,13 +204,16 @@ def _versions(run: Path) -> list[int]:
 
 def _of_run(run: Path, which: str | None) -> Model:
     """Return a run's checkpoint, or its base, for which no checkpoint is read, where `which` is None."""
-    return Model(BASE, base_model(run), run=run.absolute()) if which is None else _trained(choose(run, which))
+    if which is not None:
+        return _trained(choose(run, which))
+    recipe = base_recipe(run)
+    return Model(BASE, Path(recipe.model.path), run=run.absolute(), config=recipe)
 
 
 def _base(chosen: Chosen) -> Model:
-    return Model(BASE, chosen.base, run=chosen.run.path.absolute())
+    return Model(BASE, chosen.base, run=chosen.run.path.absolute(), config=chosen.config)
 
 
 def _trained(chosen: Chosen) -> Model:
     label, run = folder_name(chosen.version), chosen.run.path.absolute()
-    return Model(label, chosen.base, chosen, run=run, notes=chosen.notes)
+    return Model(label, chosen.base, chosen, run=run, notes=chosen.notes, config=chosen.config)

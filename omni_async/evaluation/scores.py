@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from omni_async.checkpoint.contents import reward_contents
 from omni_async.config import Config
 from omni_async.config.redact import redact
 from omni_async.data.prompts import PromptCheck
@@ -27,7 +28,8 @@ def record(config: Config) -> dict[str, Any]:
     """Return what scores depend on, besides the samples, as plain values without credentials."""
     tree: dict[str, Any] = redact(msgspec.to_builtins(config.reward))
     models = {server["name"]: server["model"] for server in tree["servers"]}  # which scorers know by the servers' names
-    return {key: value for key, value in tree.items() if key not in _HOW} | {"judges": models}
+    contents = reward_contents(config)  # models of scorers may be replaced where they are
+    return {key: value for key, value in tree.items() if key not in _HOW} | {"judges": models, "contents": contents}
 
 
 def checks_of(config: Config, requests: Sequence[SampleRequest]) -> list[PromptCheck]:

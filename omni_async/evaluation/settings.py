@@ -98,12 +98,12 @@ def _config(options: argparse.Namespace, models: Sequence[Model]) -> Config:
     named = [word if "." in word.partition("=")[0] else f"rollout.sampling.{word}" for word in options.overrides]
     if options.seed is not None:
         named.append(f"run.seed={options.seed}")
-    recipe = options.recipe or next((model.recipe for model in models if model.recipe is not None), None)
-    if recipe is None:
-        return of_model(models[0].base, named)
-    config = load(recipe, named)
+    if options.recipe is None:
+        recipes = (model.recipe(named) for model in models)
+        return next((recipe for recipe in recipes if recipe is not None), None) or of_model(models[0].base, named)
+    config = load(options.recipe, named)
     if config.emulation is not None:
-        raise ConfigError(f"emulation: {recipe} emulates its devices, and so draws nothing")
+        raise ConfigError(f"emulation: {options.recipe} emulates its devices, and so draws nothing")
     return config
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from omni_async import __version__
-from omni_async.config.yaml_text import to_yaml
+from omni_async.config import resolved_yaml
 from omni_async.control.rounds import NotComparable, compare, first_and_last
 from omni_async.export.base import CARD
 from omni_async.export.curves import plot_curves
@@ -37,11 +36,11 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
         policy: which of the policies in it was exported.
         loading: how to load it."""
     run = read_run(chosen.run.path)
-    (folder / _RECIPE).write_text(to_yaml(run.config))
+    (folder / _RECIPE).write_text(resolved_yaml(chosen.config))
     has_curves = plot_curves(folder / _CURVES, run.updates, run.rounds, chosen.version)
     pictures = [*_copy_samples(folder / _SAMPLES, run)]
     base, front = base_name(chosen.base), _front_matter(chosen, loading.relation)
-    made_by = f"{chosen.version} updates with omni_async {__version__}, run `{chosen.run.run_id}`"
+    made_by = f"{chosen.version} updates with omni_async {chosen.made_by}, run `{chosen.run.run_id}`"
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {chosen.config.run.name}: {chosen.family.model_index_class} trained with {chosen.config.algorithm.name}",

@@ -20,6 +20,7 @@ from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import Plan, require_trainable
 from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.backends import find_backend
+from omni_async.checkpoint.contents import contents_of
 from omni_async.config import Config, ConfigError
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of
@@ -102,7 +103,8 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     )
     if not elsewhere:
         _require_accelerators(config)  # last: what is wrong with the recipe also shows on a machine that is too small
-    return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
+    inputs = RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation))
+    return _from_checkpoint(inputs)
 
 
 def _check_services(config: Config) -> None:
@@ -183,7 +185,9 @@ def images_check(family: PipelineFamily) -> PromptCheck:
 
 def _from_checkpoint(inputs: RunInputs) -> RunInputs:
     passed: list[str] = []
-    point = find_resume_point(inputs.config, passed)
+    contents = contents_of(inputs.config, inputs.prompts, inputs.validation_prompts)
+    inputs = dataclasses.replace(inputs, contents=contents)
+    point = find_resume_point(inputs.config, passed, contents)
     resume = str(point.folder) if point else None
     config = replace(inputs.config, checkpoint=replace(inputs.config.checkpoint, resume=resume))
     if point is None:
@@ -193,7 +197,13 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
         start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a run of its own counts its own
     notes = (*inputs.notes, *passed, *point.notes)
     return dataclasses.replace(
-        inputs, config=config, start=start, run=point.run, untouched=point.run is not None, notes=notes
+        inputs,
+        config=config,
+        start=start,
+        run=point.run,
+        untouched=point.run is not None,
+        notes=notes,
+        changes=point.changes,
     )
 
 

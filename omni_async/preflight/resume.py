@@ -10,17 +10,22 @@ Of a run's checkpoints the newest that is whole counts; one that is cut off, cha
 and that is logged. So is one whose run's ledger does not begin with the lines that it counts, and groups that wait for
 the trainer are made again if the recipe would make others now. One that is beyond trainer.updates is refused: going
 back before it would make void what was trained.
+
+What a checkpoint states of itself is compared with the recipe, key by key and file by file
+(`omni_async.checkpoint.statement`): each difference is refused, or it is a note and one of the point's `changes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from omni_async.checkpoint.folders import MANIFEST_FILE, newest_first, newest_version, require_whole
 from omni_async.checkpoint.state import CheckpointError, State, fitting, read_state
-from omni_async.config import Config, ConfigError
+from omni_async.checkpoint.statement import Change, changes_since, stated
+from omni_async.config import Config, ConfigError, load
 from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_ending
@@ -30,29 +35,47 @@ from omni_async.tracking.summary import read_ending
 class ResumePoint:
     """A checkpoint to go on from.
 
-    `run`: the folder of the run that goes on; None: the run gets one of its own. `notes` are for the console."""
+    `run`: the folder of the run that continues; None: it gets a new one. `notes` are for the console. `changes`: the
+    differences between the recipe and the one that the checkpoint states."""
 
     folder: Path
     state: State
     run: Path | None = None
     notes: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The recipe that a checkpoint has to fit, and the contents of its files."""
+
+    config: Config
+    contents: Mapping[str, str]
 
 
 # Runs that are done are named up to here, the newest first, and counted beyond.
 _NAMED = 5
+_UNKNOWN: Mapping[str, str] = MappingProxyType({})
 _EXPECTED = "; expected 'auto', the folder of a run or that of a checkpoint"
 
 
-def find_resume_point(config: Config, passed: list[str] | None = None) -> ResumePoint | None:
+def find_resume_point(
+    config: Config, passed: list[str] | None = None, contents: Mapping[str, str] = _UNKNOWN
+) -> ResumePoint | None:
     """Return where the run goes on; None: it begins.
 
-    What `auto` passes over is appended to `passed`, for the console. Raises ConfigError, one line, where there should
-    be a checkpoint and none can be used."""
-    resume = config.checkpoint.resume
+    Args:
+        config: the recipe.
+        passed: gets a line for everything that `auto` passes over, for the console.
+        contents: of the recipe's files, as `contents_of` returns them; what is missing is not compared.
+
+    Raises:
+        ConfigError: there should be a checkpoint, and none can be used; one line."""
+    resume, asked = config.checkpoint.resume, _Asked(config, contents)
     if resume is None:
         return None
     if resume == "auto":
-        return _newest_unfinished(config, [] if passed is None else passed)
+        return _newest_unfinished(asked, [] if passed is None else passed)
     folder = Path(resume)
     if not folder.is_dir():
         problem = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
@@ -60,19 +83,18 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
     if (folder / "checkpoints").is_dir() or RunDirectory(folder).config_yaml.is_file():
         if RunDirectory(folder).is_running():
             raise ConfigError(f"checkpoint.resume: {folder} is running; wait for its end, or stop it")
-        return _of_run(config, folder)
+        return _of_run(asked, folder)
     try:
-        state = _usable(config, folder)
+        found = _usable(asked, folder)
     except CheckpointError as error:
         expected = "" if (folder / MANIFEST_FILE).is_file() else _EXPECTED
         raise ConfigError(f"checkpoint.resume: {error}{expected}") from None
-    if state.version >= config.trainer.updates:
+    if (version := found.state.version) >= config.trainer.updates:
         raise ConfigError(
-            f"checkpoint.resume: {folder} is at update {state.version} already, trainer.updates is"
-            f" {config.trainer.updates}; trainer.updates=N with N above {state.version} trains on from it"
+            f"checkpoint.resume: {folder} is at update {version} already, trainer.updates is"
+            f" {config.trainer.updates}; trainer.updates=N with N above {version} trains on from it"
         )
-    state, notes = _with_fitting_groups(config, state)
-    return ResumePoint(folder, state, notes=(*notes, f"from {folder}, at update {state.version}"))
+    return _with_fitting_groups(asked, found, f"from {folder}, at update {version}")
 
 
 def nothing_to_do(config: Config) -> str | None:
@@ -94,24 +116,27 @@ def nothing_to_do(config: Config) -> str | None:
     )
 
 
-def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
+def newest_of_run(
+    config: Config, run: Path, refused: list[str] | None = None, contents: Mapping[str, str] = _UNKNOWN
+) -> ResumePoint | None:
     """Find the newest checkpoint of a run that can be used, no later than trainer.updates.
 
     Args:
         config: what the run is to go on with.
         run: its folder.
-        refused: gets a line for each newer checkpoint, why it cannot be used."""
+        refused: gets a line for each newer checkpoint, why it cannot be used.
+        contents: of the recipe's files, as `find_resume_point` takes them."""
     refused = [] if refused is None else refused
-    for point in _Search(refused).points(config, run):
+    for point in _Search(refused).points(_Asked(config, contents), run):
         if point.state.version <= config.trainer.updates:
             return point
         refused.append(_not_from(point.folder, f"it is beyond trainer.updates = {config.trainer.updates}"))
     return None
 
 
-def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
+def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
     done: list[str] = []
-    point = None
+    config, point = asked.config, None
     folder = Path(config.run.dir)
     runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     of_name = [run for run in runs if run.is_of(config.run.name)]
@@ -125,7 +150,7 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
             passed.append(f"passed over {run.run_id}: it has no checkpoint")
         else:
             search = _Search()
-            if (point := next(search.points(config, run.path), None)) is not None:
+            if (point := next(search.points(asked, run.path), None)) is not None:
                 break
             passed.append(f"warning: passed over {run.run_id}: {search.why()}")
     if done:
@@ -137,11 +162,11 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
     return None if point is None else _within_updates(config, point)
 
 
-def _of_run(config: Config, run: Path) -> ResumePoint:
+def _of_run(asked: _Asked, run: Path) -> ResumePoint:
     search = _Search()
-    if (point := next(search.points(config, run), None)) is None:
+    if (point := next(search.points(asked, run), None)) is None:
         raise ConfigError(f"checkpoint.resume: {run} {search.why()}; checkpoint.resume=null starts a new run")
-    return _within_updates(config, point)
+    return _within_updates(asked.config, point)
 
 
 def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
@@ -166,22 +191,20 @@ class _Search:
     refused: list[str] = field(default_factory=list)
     orphan: Path | None = None
 
-    def points(self, config: Config, run: Path) -> Iterator[ResumePoint]:
+    def points(self, asked: _Asked, run: Path) -> Iterator[ResumePoint]:
         """Yield the checkpoints that can be used, the newest first."""
         for folder in newest_first(run / "checkpoints"):
-            state = None
+            found = None
             try:
-                state = _usable(config, folder)
-                _require_ledger(run, state)
+                found = _usable(asked, folder)
+                _require_ledger(run, found.state)
             except CheckpointError as error:
                 self.refused.append(_not_from(folder, str(error)))
-                if state is not None:
+                if found is not None:
                     self.orphan = self.orphan or folder
                 continue
-            state, notes = _with_fitting_groups(config, state)
-            yield ResumePoint(
-                folder, state, run, (*self.refused, *notes, f"going on with {run.name} from update {state.version}")
-            )
+            found = replace(found, run=run, notes=(*self.refused, *found.notes))
+            yield _with_fitting_groups(asked, found, f"going on with {run.name} from update {found.state.version}")
 
     def why(self) -> str:
         """Explain why there is none, with the reason of the newest, which stands for all of many."""
@@ -195,9 +218,10 @@ def _not_from(folder: Path, why: str) -> str:
     return f"warning: not resumed from {folder.name}: {why}"
 
 
-def _usable(config: Config, folder: Path) -> State:
+def _usable(asked: _Asked, folder: Path) -> ResumePoint:
+    """Return a checkpoint and its differences from the recipe. CheckpointError if the recipe cannot continue it."""
     require_whole(folder)
-    state = read_state(folder)
+    config, state = asked.config, read_state(folder)
     _require_same_devices(config, folder, state)
     for what, found, wanted in (
         ("model.pipeline", state.pipeline, config.model.pipeline),
@@ -212,7 +236,34 @@ def _usable(config: Config, folder: Path) -> State:
             f"{folder} is of another job: it made {steps} optimizer steps in {state.version} updates,"
             f" trainer.steps_per_update is {per_update}"
         )
-    return state
+    return _with_changes(asked, ResumePoint(folder, state))
+
+
+def _with_changes(asked: _Asked, point: ResumePoint) -> ResumePoint:
+    """Return the point with a note for each change of the recipe. CheckpointError lists the refused changes."""
+    folder, state, notes = point.folder, point.state, list[str]()
+    if (statement := state.statement) is None:
+        # An earlier version wrote it. The run's config.yaml is the recipe of its newest attempt.
+        file = RunDirectory(folder.absolute().parent.parent).config_yaml
+        former = _recipe_of(file)
+        compared = f"it is compared with {file}" if former else "nothing is compared"
+        notes.append(f"warning: {folder.name} is of an earlier version and states no recipe; {compared}")
+        if former is None:
+            return replace(point, notes=tuple(notes))
+        statement = stated(former, {})
+    tracked = bool(state.rule.get("reward_history"))
+    changes = changes_since(statement, asked.config, asked.contents, tracked)
+    if refused := [str(one) for one in changes if one.why_not is not None]:
+        raise CheckpointError("; ".join(refused))
+    notes += [f"changed since {folder.name}: {one}" for one in changes]
+    return replace(point, notes=tuple(notes), changes=tuple(changes))
+
+
+def _recipe_of(file: Path) -> Config | None:
+    try:
+        return load(file)
+    except ConfigError:  # none is there, or its keys are of another version
+        return None
 
 
 def _require_same_devices(config: Config, folder: Path, state: State) -> None:
@@ -242,10 +293,9 @@ def _require_ledger(run: Path, state: State) -> None:
         raise CheckpointError(f"the ledger cannot be read: {error.strerror or error}") from None
 
 
-def _with_fitting_groups(config: Config, state: State) -> tuple[State, tuple[str, ...]]:
-    kept, changed = fitting(state, config)
-    if not changed:
-        return state, ()
-    return kept, (
-        f"groups that waited for the trainer ({len(state.control.ready)}) are made again: {', '.join(changed)} changed",
-    )
+def _with_fitting_groups(asked: _Asked, point: ResumePoint, last: str) -> ResumePoint:
+    """Return the point without ready groups that the recipe would make otherwise, and with a `last` note."""
+    kept, changed = fitting(point.state, asked.config, asked.contents)
+    ready = len(point.state.control.ready)
+    again = [f"groups that waited for the trainer ({ready}) are made again: {', '.join(changed)} changed"]
+    return replace(point, state=kept, notes=(*point.notes, *(again if changed else ()), last))

@@ -1,35 +1,39 @@
 """Finds the checkpoint that a user names: that of a run, by number, the last or the best, or a checkpoint folder.
 
+Its recipe is the one that the checkpoint states. The run's `config.yaml` is the newest attempt's, which may differ.
 Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from omni_async.checkpoint.best import best_first, rounds_of
-from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, require_whole, version_of
+from omni_async.checkpoint.contents import another_part, model_contents
+from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, newest_first, require_whole, version_of
 from omni_async.checkpoint.state import CheckpointError, State, read_state
-from omni_async.config import Config, ConfigError, load
-from omni_async.config.load import read_model_index
+from omni_async.config import Config, ConfigError, load, of_tree
+from omni_async.config.load import INDEX, read_model_index
 from omni_async.control.reasons import listed
 from omni_async.control.rounds import NotComparable, Round, compare, ranked
 from omni_async.families import PipelineFamily, find_family
 from omni_async.runs.rounds import read_rounds
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.version import __version__
 
 
 @dataclass(frozen=True)
 class Chosen:
     """A whole checkpoint of trained weights, and what they are trained weights of.
 
-    folder: the checkpoint's. run: its run. config: the run's. family: the model's. base: the model folder that training
-    began with. components: the folders in `base` that were trained. round: the validation round of this version, None
-    if there was none with a reward. notes: one line each, for the console."""
+    folder: the checkpoint's. run: its run. config: the checkpoint's, whose `model.path` is `base`. family: the model's.
+    base: the model folder that training began with. components: the folders in `base` that were trained. round: the
+    validation round of this version, None if there was none with a reward. notes: one line each, for the console."""
 
     folder: Path
     run: RunDirectory
@@ -56,6 +60,11 @@ class Chosen:
         """Number of updates that made the weights."""
         return self.state.version
 
+    @property
+    def made_by(self) -> str:
+        """The version of omni_async that trained it, where the checkpoint states it, else this one."""
+        return __version__ if self.state.statement is None else self.state.statement.made_by
+
 
 def choose(given: Path, which: str | None = None, base: Path | None = None) -> Chosen:
     """Find the checkpoint that is meant. Reads all of it, to compare it with its manifest.
@@ -68,29 +77,69 @@ def choose(given: Path, which: str | None = None, base: Path | None = None) -> C
     Raises:
         ConfigError: there is none, it is damaged or foreign, or the base model is missing; one line."""
     run = _run_of(given, which)
-    config = _config_of(run, base)
+    newest = _config_of(run)
     found = by_version(run.checkpoints)
     rounds = _rounds(run)
-    measured = rounds_of(config, found, rounds)
+    measured = rounds_of(newest, found, rounds)
     notes: list[str] = []
     folder = given
     if run.path == given:
         version, notes = _select(run, [*found], measured, rounds, which or "last")
         folder = found[version]
     state = _state_of(folder, run, [path for path in found.values() if path != folder])
-    family, model = _family_of(folder, state, config), Path(config.model.path)
-    read_model_index(model)
+    config, more = _stated(folder, state, newest)
+    family, model = _family_of(folder, state, config), _base_of(folder, state, (config, newest), base)
+    config = replace(config, model=replace(config.model, path=str(model)))
     components = tuple(name for name in family.components if (model / name).is_dir())
     if not components:
         raise ConfigError(f"model.path: {model} has no {family.components[0]}/, which {folder} was trained from")
-    return Chosen(folder, run, config, state, family, model, components, measured.get(state.version), tuple(notes))
+    done = measured.get(state.version)
+    return Chosen(folder, run, config, state, family, model, components, done, (*notes, *more))
 
 
-def base_model(run: Path) -> Path:
-    """Return the model folder that a run's training began with. Raises ConfigError, one line, if it is missing."""
-    base = Path(_config_of(RunDirectory(run), None).model.path)
-    read_model_index(base)
-    return base
+def base_recipe(run: Path) -> Config:
+    """Return the recipe of a run's newest checkpoint, whose `model.path` is the folder that training began with.
+
+    Raises ConfigError, one line, if that is missing or holds another model now."""
+    directory = RunDirectory(run)
+    newest = config = _config_of(directory)
+    folder, state = next(newest_first(directory.checkpoints), run), None
+    with contextlib.suppress(CheckpointError):  # there is none yet, or it is damaged
+        state = read_state(folder)
+        config, _ = _stated(folder, state, newest)
+    base = _base_of(folder, state, (config, newest), None)
+    return replace(config, model=replace(config.model, path=str(base)))
+
+
+def _stated(folder: Path, state: State, newest: Config) -> tuple[Config, list[str]]:
+    """Return the recipe that a checkpoint states, and notes; the run's `newest` if an earlier version wrote it."""
+    if state.statement is None:
+        run = folder.absolute().parent.parent.name
+        return newest, [f"{run}: its checkpoints of an earlier version state no recipe; config.yaml is read instead"]
+    return of_tree(state.statement.recipe, folder), []
+
+
+def _base_of(folder: Path, state: State | None, recipes: Iterable[Config], given: Path | None) -> Path:
+    """Return the folder of the model that a checkpoint was trained from, by its content.
+
+    Args:
+        folder: the checkpoint's.
+        state: its state; None: nothing is known of the model.
+        recipes: name the model; the checkpoint's is first. It may have moved since.
+        given: where it is by the command line, None if that does not say.
+
+    Raises:
+        ConfigError: it is at none of these paths; one line."""
+    paths = [given.absolute()] if given else [*dict.fromkeys(Path(config.model.path) for config in recipes)]
+    contents = {} if state is None or state.statement is None else state.statement.contents
+    there = [path for path in paths if (path / INDEX).is_file()] or paths[:1]
+    wrong: list[str] = []
+    for path in there:
+        read_model_index(path)
+        if (part := another_part(contents, model_contents(path)) if contents else None) is None:
+            return path
+        wrong.append(f"{path / part}: it is another base model than {folder.name} was trained from")
+    raise ConfigError(f"model.path: {wrong[0]}; put that one there, or name its folder (`export --base DIR`)")
 
 
 def _run_of(given: Path, which: str | None) -> RunDirectory:
@@ -112,10 +161,9 @@ def _run_of(given: Path, which: str | None) -> RunDirectory:
     return run
 
 
-def _config_of(run: RunDirectory, base: Path | None) -> Config:
-    overrides = [] if base is None else [f"model.path={json.dumps(str(base.absolute()))}"]
+def _config_of(run: RunDirectory) -> Config:
     try:
-        config = load(run.config_yaml, overrides)
+        config = load(run.config_yaml)
     except ConfigError as error:
         raise ConfigError(f"{run.config_yaml}: {error}") from None
     if config.emulation is not None:
@@ -152,7 +200,7 @@ def _better(best: int, its: Round, last: Round | None) -> str:
     """Compare the best checkpoint with the last one, over the samples that both rounds have scored."""
     reward, own, over = _shown(its), "not measured" if last is None else _shown(last), ""
     if last is not None and last.may_be_best:
-        with suppress(NotComparable):
+        with contextlib.suppress(NotComparable):
             change = compare(last, its)
             own, reward, over = f"{change.reward[0]:.4g}", f"{change.reward[1]:.4g}", change.over
     return f"update {best} has the best validation reward, {reward} (this one: {own}{over}): --which best"
@@ -164,7 +212,7 @@ def _without_checkpoint(best: int, measured: Mapping[int, Round], rounds: Sequen
     if first.version == its.version:
         return
     base = " (it is the base model)" if first.version == 0 else ""
-    with suppress(NotComparable):
+    with contextlib.suppress(NotComparable):
         change = compare(its, first)
         yield (
             f"the round of update {first.version} had {change.reward[1]:.4g}, above the {change.reward[0]:.4g} of"

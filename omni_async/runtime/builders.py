@@ -190,6 +190,7 @@ def trainer(context: WorkerContext) -> Trainer | Rank:
         str(run.checkpoints),
         context.clock,
         context.host,
+        inputs.contents,
     )
 
 

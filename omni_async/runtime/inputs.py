@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from omni_async.checkpoint.statement import Change
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.families import PipelineFamily
@@ -21,7 +23,8 @@ class RunInputs:
     to record.
 
     `profile`, with times and payloads scaled, is what emulated devices replay; with None the devices are real. `notes`
-    are for the console."""
+    are for the console. `contents` are digests of the files that the configuration names, `changes` its
+    differences from the checkpoint's recipe."""
 
     config: Config
     family: PipelineFamily
@@ -32,3 +35,5 @@ class RunInputs:
     untouched: bool = False
     profile: Profile | None = None
     notes: tuple[str, ...] = ()
+    contents: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from omni_async.aio.clock import Clock
+from omni_async.checkpoint.statement import Change
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
 from omni_async.tracking.attempts import Attempt
@@ -57,6 +58,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.attempts = path / "attempts.jsonl"
         self.faults = path / "faults.jsonl"
+        self.changes = path / "changes.jsonl"  # of the recipe, where attempts resumed with another
         self.spans = path / "spans.jsonl"  # what becomes the timeline
         self.trace = path / "trace.json"
         self.summary = path / "summary.json"
@@ -113,6 +115,13 @@ class RunDirectory:
             self.void_metrics(version, validated)
             if self.summary.exists():
                 self.summary.replace(self.former_summary)
+
+    def append_changes(self, version: int, changes: Iterable[Change]) -> None:
+        """Append a line per change of the recipe, with the update after which it holds.
+
+        Raises RunDirectoryError if they cannot be written."""
+        for one in changes:
+            append_jsonl(self.changes, {"update": version, "key": one.key, "before": one.before, "now": one.now})
 
     def _claim(self) -> None:
         """Lock the folder until `release`, or until this process ends; its children do not hold the lock.

@@ -219,12 +219,21 @@ class TrainEngine:
 
         Returns a future, done when this rank's part of them is written, and what `load` needs besides, as plain values.
         Call it between steps: gradients are not kept."""
-        return self._model.begin_save(Path(folder)), {"optimizer_steps": self.optimizer_steps}
+        base = {"base_digest": self.digest0, "base_dtype": self.config.model.dtype}
+        return self._model.begin_save(Path(folder)), {"optimizer_steps": self.optimizer_steps, **base}
 
     def load(self, folder: str | Path, state: dict[str, Any]) -> None:
         """Continue from a checkpoint that any number of ranks may have written.
 
-        `state` holds the plain values that `begin_save` returned."""
+        `state` holds the plain values that `begin_save` returned. TrainingError if the checkpoint is of another model,
+        or was trained from other weights."""
+        digest = state.get("base_digest")  # None: an earlier version wrote it
+        comparable = self.layout.rank == 0 and state.get("base_dtype") == self.config.model.dtype
+        if digest is not None and comparable and digest != self.digest0:
+            raise TrainingError(
+                f"checkpoint {folder}: it was trained from weights of digest {digest}, model.path"
+                f" {self.config.model.path} has {self.digest0}; name the model that it was trained from"
+            )
         self.discard()
         self._model.load(Path(folder))
         self.optimizer_steps = int(state["optimizer_steps"])

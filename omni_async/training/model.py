@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
+from omni_async.algorithms.registry import AuxiliaryPolicy, Objective, stored_policies
 from omni_async.components import compute_velocity
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
@@ -75,11 +75,8 @@ class ModuleBackend:
         loading.fill(self.weights_device)
         self.trainable = {diffusers_name(name): p for name, p in self.components.named_parameters() if p.requires_grad}
         self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
-        wanted = set(objective.auxiliary(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
-        for auxiliary in sorted(wanted):
-            # Under LoRA the reference is the model without its adapters.
-            if auxiliary != "reference" or self.lora is None:
-                self.auxiliary.keep_copy(auxiliary)
+        for auxiliary in stored_policies(objective, config):
+            self.auxiliary.keep_copy(auxiliary)
         self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values())
         # Checkpoints are written while ranks train: their collectives must not meet those of training.
         self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shlex
 import shutil
@@ -13,10 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from msgspec.structs import replace
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from omni_async import cli
+from omni_async.checkpoint.folders import MANIFEST_FILE, write_manifest
+from omni_async.checkpoint.state import read_state, write_state
 from omni_async.evaluation.gallery import Gallery
 from omni_async.evaluation.models import ADAPTERS, EXPORTED_RECIPE, find_models
 from omni_async.evaluation.settings import _typed
@@ -282,6 +287,24 @@ def test_a_folder_made_with_other_settings_weights_or_by_something_else_is_refus
     assert refused(capsys, finished.path, "--out", "file") == "--out: file cannot be used: File exists"
 
 
+def test_weights_are_known_by_content_and_not_by_path_size_or_date(
+    checkpoint: str, tmp_path: Path, drawn: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "one" / "model")
+    words = ("--prompt", "the digit 7", *_SMALL)
+    sampled(model, *words)
+    drawn.clear()
+    moved = shutil.copytree(model, tmp_path / "two" / "model")
+    sampled(moved, *words)
+    assert drawn == [], "they are the same"
+    file = moved / "vae" / "diffusion_pytorch_model.safetensors"
+    before, tensors = file.stat(), load_file(file)
+    max(tensors.values(), key=torch.numel).view(-1)[0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert refused(capsys, moved, *words, "--out", "drawn").startswith("--out: drawn holds samples of other weights")
+
+
 def test_what_cannot_be_drawn_is_refused_in_one_line(
     finished: Run, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,7 +346,10 @@ def test_a_damaged_checkpoint_and_a_missing_base_are_refused(
     [tensors] = (copy / "checkpoints" / "update-000003" / "tensors").glob("*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-1])
     assert "bytes" in refused(capsys, copy, "--out", "d") and not Path("d").exists()
-    config = copy / "config.yaml"
+    folder, config = copy / "checkpoints" / "update-000002", copy / "config.yaml"
+    write_state(folder, replace(read_state(folder), statement=None))  # as an earlier version did
+    (folder / MANIFEST_FILE).unlink()
+    write_manifest(folder)
     config.write_text(config.read_text().replace(finished.config.model.path, "/no/such/model"))
     assert "/no/such/model" in refused(capsys, copy, "--which", "2", "--out", "d")
 

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 import omni_async.compat
+from omni_async.checkpoint.contents import model_contents
 from omni_async.checkpoint.folders import folder_name, partial, put_in_place, write_manifest
 from omni_async.checkpoint.state import State, write_state
+from omni_async.checkpoint.statement import stated
 from omni_async.cli import main
 from omni_async.config import Config, load, resolved_yaml
 from omni_async.control.control_state import ControlState
@@ -97,10 +99,11 @@ def trained_run(folder: Path, family: Family, lora: bool = False, **changes: Any
 def write_checkpoint(run: Path, config: Config, engine: TrainEngine, version: int = VERSION) -> Path:
     folder = run / "checkpoints" / folder_name(version)
     partial(folder).mkdir(parents=True)
-    writing, _ = engine.begin_save(partial(folder))
+    writing, counts = engine.begin_save(partial(folder))
     writing.result()
-    state = State(ControlState(version=version), config.model.pipeline, config.algorithm.name)
-    write_state(partial(folder), msgspec.structs.replace(state, engine={"optimizer_steps": version}))
+    control, statement = ControlState(version=version), stated(config, model_contents(Path(config.model.path)))
+    state = State(control, config.model.pipeline, config.algorithm.name, statement=statement)
+    write_state(partial(folder), msgspec.structs.replace(state, engine=counts | {"optimizer_steps": version}))
     write_manifest(partial(folder))
     put_in_place(folder)
     return folder

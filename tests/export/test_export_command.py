@@ -21,7 +21,15 @@ from omni_async.export import folder as export_folder
 from omni_async.export import full
 from omni_async.export.card import card_of
 from omni_async.training.loading import open_tensors
-from tests.export.export_world import VERSION, Trained, computed_elsewhere, exported, refused, trained_run
+from tests.export.export_world import (
+    VERSION,
+    Trained,
+    computed_elsewhere,
+    exported,
+    refused,
+    trained_run,
+    write_checkpoint,
+)
 from tests.job_world import ENVIRONMENT, run, write_recipe
 from tests.pipelines.families import QWEN_IMAGE
 from tests.training.training_world import trainable
@@ -83,6 +91,7 @@ def test_weights_are_stored_as_the_base_stores_them_unless_another_dtype_is_aske
     path = Path(trained.config.model.path) / "transformer/diffusion_pytorch_model.safetensors"
     base = {name: one.bfloat16() for name, one in load_file(path).items()}
     save_file(base, path, {"format": "pt"})
+    write_checkpoint(trained.run, trained.config, trained.engine)  # which states that base
     held = trainable(trained.engine)
     for more, dtype in (([], torch.bfloat16), (["--dtype", "float32"], torch.float32)):
         out = tmp_path / str(dtype)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from omni_async.checkpoint.folders import folder_name, partial, put_in_place, write_manifest
 from omni_async.checkpoint.state import State, made_with, write_state
+from omni_async.checkpoint.statement import stated
 from omni_async.checkpoint.trajectories import write_group
 from omni_async.config import Config, ConfigError
 from omni_async.control.control_state import ControlState
@@ -34,9 +35,8 @@ def run_of(config: Config, stamp: str, *versions: int, status: str | None = None
     run = Path(config.run.dir) / f"{config.run.name}-{stamp}"
     (run / "checkpoints").mkdir(parents=True)
     for version in versions:
-        checkpoint_of(
-            run, State(ControlState(version=version, next_group=2 * version), config.model.pipeline, algorithm)
-        )
+        control = ControlState(version=version, next_group=2 * version)
+        checkpoint_of(run, State(control, config.model.pipeline, algorithm, statement=stated(config, {})))
     if status is not None:
         (run / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
     return run
@@ -208,7 +208,8 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     run = run_of(config, "20260101-000000")
     states = write_ledger(run, 4)
     for version in (1, 2):
-        checkpoint_of(run, State(ControlState(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
+        control = ControlState(version, ledger=states[2 * version])
+        checkpoint_of(run, State(control, config.model.pipeline, "flow_grpo", statement=stated(config, {})))
     double_line(run / "ledger.jsonl", 4)
     point = found(config)
     assert point.state.version == 2, "what comes after the lines that count is void"
@@ -262,7 +263,8 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
     ready = ReadyGroup(
         3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), VersionSpans.of((1,))),)
     )
-    state = State(ControlState(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=made_with(config))
+    control, statement = ControlState(1, ready=(ready,)), stated(config, {})
+    state = State(control, config.model.pipeline, "flow_grpo", samples=made_with(config), statement=statement)
     folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
     assert found(config).state.control.ready == (ready,)
     for resume in ("auto", folder):
@@ -270,11 +272,12 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
         assert point.state.control.ready == ()
         assert [one.group for one in point.state.control.unfinished] == [3]
         changed = "rollout.num_inference_steps changed"
-        assert point.notes[0] == f"groups that waited for the trainer (1) are made again: {changed}"
+        assert point.notes[0] == "changed since update-000001: rollout.num_inference_steps: 10 -> 7"
+        assert point.notes[1] == f"groups that waited for the trainer (1) are made again: {changed}"
     masked = recipe(tmp_path, algorithm={"correction": {"mode": "decoupled", "kappa_nats": 2.0}})
     point = found(masked)
     assert point.state.control.ready == (), "they have no means, which the mask reads"
-    assert point.notes[0].endswith("trajectory fields changed")
+    assert point.notes[-2].endswith("trajectory fields changed")
 
 
 def test_groups_of_an_earlier_version_are_made_again(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.checkpoint import State, read_state
+from omni_async.checkpoint.contents import model_contents
 from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import write_state
-from omni_async.config import ConfigError, resolved_yaml
+from omni_async.checkpoint.statement import Statement, stated
+from omni_async.config import ConfigError, load, resolved_yaml
 from omni_async.control.control_state import ControlState
 from omni_async.runs.chosen import choose
 from omni_async.tracking.rundir import RunDirectory
@@ -35,7 +37,8 @@ def write_run(folder: Path, **sections: object) -> Path:
     run = folder / "run"
     for version in VERSIONS:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-        checkpoint_of(run, State(ControlState(version=version), config.model.pipeline, config.algorithm.name))
+        control, statement = ControlState(version=version), stated(config, {})
+        checkpoint_of(run, State(control, config.model.pipeline, config.algorithm.name, statement=statement))
     (run / "config.yaml").write_text(resolved_yaml(config))
     rounds(run, {0: 0.1, 20: 0.5, 40: 0.9, 60: 0.7})
     return run
@@ -210,6 +213,33 @@ def test_folders_that_are_neither_are_refused(run: Path, tmp_path: Path) -> None
 def test_a_base_model_that_was_moved_can_be_named(run: Path, tmp_path: Path) -> None:
     moved = (run.parent / "model").rename(tmp_path / "elsewhere: a model")
     assert choose(run, base=moved).base == moved
+
+
+def restated(folder: Path, statement: Statement) -> None:
+    write_state(folder, replace(read_state(folder), statement=statement))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
+
+
+def test_a_base_model_is_found_by_its_content_where_a_later_attempt_names_it(run: Path, tmp_path: Path) -> None:
+    folder, model = run / "checkpoints" / "update-000020", run.parent / "model"
+    restated(folder, stated(load(run / "config.yaml"), model_contents(model)))
+    moved = model.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        choose(folder)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(str(model), str(moved)))
+    assert choose(folder).base == moved == Path(choose(folder).config.model.path)
+    (moved / "transformer" / "config.json").write_text('{"num_attention_heads": 8}')
+    with pytest.raises(ConfigError, match=r"elsewhere/transformer: it is another base model than update-000020 was"):
+        choose(folder)
+
+
+def test_a_checkpoint_s_recipe_counts_and_not_that_of_a_later_attempt(run: Path) -> None:
+    folder, config = run / "checkpoints" / "update-000020", load(run / "config.yaml")
+    former = replace(config, run=replace(config.run, seed=77))
+    restated(folder, stated(former, {}))
+    assert choose(folder).config == former and choose(run, "40").config == config
 
 
 def test_a_run_of_emulated_devices_has_no_weights(tmp_path: Path) -> None:

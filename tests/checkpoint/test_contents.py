@@ -1,0 +1,112 @@
+"""Tests that files are told apart by content, and by nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from omni_async.checkpoint.contents import another_part, contents_of, model_contents
+from omni_async.config import Config
+from omni_async.data.prompts import load_prompts
+from tests.runtime.runtime_world import write_world
+
+_LARGE = 3_000_000  # values of a tensor that is not read as a whole
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of one part with two tensors, of which one is large."""
+    folder = tmp_path / "model"
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "model_index.json").write_text('{"_class_name": "P", "transformer": ["diffusers", "D"]}')
+    (folder / "transformer" / "config.json").write_text('{"layers": 1, "_name_or_path": "/home/me"}')
+    tensors = {"small": np.arange(6, dtype=np.float32), "large": np.arange(_LARGE, dtype=np.float32)}
+    save_file(tensors, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    return folder
+
+
+def changed_part(before: dict[str, str], folder: Path) -> str | None:
+    return another_part(before, model_contents(folder))
+
+
+def test_a_copy_elsewhere_is_the_same_and_so_is_one_in_other_files(model: Path, tmp_path: Path) -> None:
+    stated = model_contents(model)
+    copy = shutil.copytree(model, tmp_path / "elsewhere")
+    part = copy / "transformer"
+    tensors = load_file(part / "diffusion_pytorch_model.safetensors")
+    (part / "diffusion_pytorch_model.safetensors").unlink()
+    for number, name in enumerate(sorted(tensors), start=1):
+        save_file({name: tensors[name]}, part / f"diffusion_pytorch_model-0000{number}-of-00002.safetensors")
+    (part / "diffusion_pytorch_model.safetensors.index.json").write_text("{}")
+    (part / "config.json").write_text('{"_name_or_path": "a hub", "_diffusers_version": "9", "layers": 1}')
+    (copy / "README.md").write_text("a card")
+    (copy / "whole.safetensors").write_bytes(b"no part of it")
+    (part / ".DS_Store").write_bytes(b"x")
+    (part / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"another variant")
+    (part / "diffusion_pytorch_model.bin").write_bytes(b"a pickle")
+    assert model_contents(copy) == stated
+    linked = tmp_path / "linked"
+    linked.symlink_to(model)
+    assert model_contents(linked) == stated
+
+
+@pytest.mark.parametrize(("tensor", "index"), [("small", 3), ("large", 0), ("large", _LARGE // 2), ("large", -1)])
+def test_one_value_at_the_same_path_with_the_same_size_and_date_is_another_model(
+    model: Path, tensor: str, index: int
+) -> None:
+    stated, file = model_contents(model), model / "transformer" / "diffusion_pytorch_model.safetensors"
+    before, tensors = file.stat(), load_file(file)
+    tensors[tensor][index] += 1
+    save_file(tensors, file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert changed_part(stated, model) == "transformer"
+
+
+def test_a_name_a_dtype_a_shape_a_setting_or_a_part_is_another_model(model: Path) -> None:
+    stated, file = model_contents(model), model / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors, whole = load_file(file), file.read_bytes()
+    for others in (
+        {"other": tensors["small"], "large": tensors["large"]},
+        {**tensors, "small": tensors["small"].view(np.int32)},
+        {**tensors, "small": tensors["small"].reshape(2, 3)},
+    ):
+        save_file(others, file)
+        assert changed_part(stated, model) == "transformer"
+    file.write_bytes(whole)
+    assert changed_part(stated, model) is None
+    config = model / "transformer" / "config.json"
+    config.write_text(json.dumps({"layers": 2}))
+    assert changed_part(stated, model) == "transformer"
+    config.write_text(json.dumps({"layers": 1}))
+    (model / "scheduler").mkdir()
+    (model / "scheduler" / "scheduler_config.json").write_text('{"shift": 3}')
+    (model / "model_index.json").write_text(
+        '{"_class_name": "P", "transformer": ["diffusers", "D"], "scheduler": ["diffusers", "S"]}'
+    )
+    assert changed_part(stated, model) == "model_index.json"
+
+
+def of(config: Config) -> dict[str, str]:
+    prompts = load_prompts(str(config.data.prompts), "data.prompts", 100)
+    return contents_of(config, prompts, ())
+
+
+def test_prompts_and_models_of_scorers_are_stated_by_content(tmp_path: Path) -> None:
+    head = tmp_path / "head.pt"
+    head.write_bytes(b"one")
+    config = write_world(tmp_path, reward={"scorers": [{"name": "tests.of:Mine", "params": {"head": str(head)}}]})
+    stated = of(config)
+    assert {"data.prompts", "reward.scorers.0.params.head", "model.path/transformer"} <= stated.keys()
+    (tmp_path / "prompts.txt").write_text("a dog\na cat\n")
+    assert of(config)["data.prompts"] != stated["data.prompts"], "their order counts"
+    (tmp_path / "prompts.txt").write_text("a cat\n\na dog")
+    assert of(config) == stated, "what a line ends with does not"
+    head.write_bytes(b"two")
+    assert {key for key, value in of(config).items() if value != stated[key]} == {"reward.scorers.0.params.head"}
