@@ -307,6 +307,9 @@ def _check(config: Config, probe: bool) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
         inputs = preflight(config)
+    for note in inputs.notes:
+        if note.startswith("warning: "):
+            _tell(note)
     said: list[str] = []
     if probe:
         from omni_async.preflight.scorers import try_scorers
