@@ -6,13 +6,13 @@ one model learns to draw and to correct itself; its family's prompts carry an im
 
 from __future__ import annotations
 
-import asyncio
 import string
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from msgspec.structs import replace
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Coalescer
 from omni_async.config import Config
 from omni_async.config.section import Section, doc
@@ -105,7 +105,7 @@ class Refine:
             if self._judge.is_async:
                 scores = await self._judge.ask(shown, prompts)
             else:
-                scores = await asyncio.to_thread(self._judge.score, shown, prompts)
+                scores = await in_daemon_thread(self._judge.score, shown, prompts)
             return require_scores(self._label, scores, prompts)
         except Exception as error:  # noqa: BLE001 (foreign code; raised in the samples that it fails)
             if len(drawn) == 1 or is_outage(error):
