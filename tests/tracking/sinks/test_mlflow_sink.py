@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,7 @@ from PIL import Image
 from omni_async.config import schema
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.mlflow_sink import MlflowSink
+from omni_async.tracking.sinks.mlflow_sink import MlflowSink, _probe
 from tests.tracking.sinks.sink_world import ENDINGS, RED, about, tell
 
 if TYPE_CHECKING:
@@ -139,3 +142,20 @@ def test_a_run_that_goes_on_and_is_not_there_is_made_when_it_begins(runs: Path) 
     sinks.begin(5)
     sinks.finish("done")
     assert client(runs).get_run(sink.run_id).data.tags["seed"] == "5"
+
+
+def test_a_server_of_this_machine_is_asked_without_the_environments_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _probe(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert os.environ["no_proxy"] == "127.0.0.1", "MLflow's own client obeys it"
+
+
+def test_an_unreachable_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match=r"refused \(through the proxy http://127\.0\.0\.1:9 of the environment\)"):
+        _probe("http://tracking.internal.example:5000")
