@@ -9,6 +9,7 @@ traceback), 130 interrupted. A reader of the output that leaves (`| head`) chang
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
 import io
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async import __version__
+from omni_async.aio.threads import busy
 from omni_async.bench.command import add_bench
 from omni_async.command_line import add_command
 from omni_async.config import Config, ConfigError, load, resolved_yaml
@@ -183,7 +185,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # KeyboardInterrupt by then, and it would be shown as a mistake of Python's; everything is written, so Ctrl-C
         # just ends the process.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if busy():
+            _leave_now(code)
     return code
+
+
+def _leave_now(code: int) -> None:
+    """End the process with a call under way in a daemon thread: a scorer that hangs, or a batch that is given up.
+
+    Python would stop such a thread inside C++ code, which aborts the process."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -311,7 +326,7 @@ def _check(config: Config, probe: bool) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
         inputs = preflight(config)
     for note in inputs.notes:
-        _tell(f"note: {note}")
+        _tell(note if note.startswith("warning: ") else f"note: {note}")
     said: list[str] = []
     if probe:
         from omni_async.preflight.scorers import try_scorers

@@ -8,6 +8,7 @@ look like, and never looks inside.
 
 from __future__ import annotations
 
+import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,41 @@ class MediaShape(msgspec.Struct, frozen=True):
     rate: float | None = None
 
 
+class EncodedText(msgspec.Struct, frozen=True, kw_only=True):
+    """A text as one of a model's text encoders is given it.
+
+    tokenizer: its folder in the checkpoint.
+    cls: the tokenizer's class in transformers.
+    text: with its template, if that is plain text.
+    chat: or the messages, (role, content), from which the tokenizer's own template makes the text.
+    most: the tokens that the encoder takes; None: the tokenizer's `model_max_length`.
+    dropped: the first tokens, those of the template, which do not count.
+    cut: whether a longer text is cut; otherwise the codec refuses it."""
+
+    tokenizer: str
+    cls: str
+    text: str = ""
+    chat: tuple[tuple[str, str], ...] = ()
+    most: int | None
+    dropped: int = 0
+    cut: bool = True
+
+    def tokens_at_most(self) -> int:
+        """Return a number of tokens that no tokenizer exceeds, from the number of bytes."""
+        parts = [self.text, *(content for _, content in self.chat)]
+        return sum(_bytes_at_most(part) + _SPECIAL_TOKENS for part in parts)
+
+
+_SPECIAL_TOKENS = 16  # at most so many come with a text or a message
+
+
+def _bytes_at_most(text: str) -> int:
+    """Return how many bytes a text has after any normalisation that tokenizers use; none has more tokens than bytes."""
+    if text.isascii():
+        return len(text)
+    return max(len(text.encode()), len(unicodedata.normalize("NFKC", text).lower().encode()))
+
+
 class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Size and settings of one sample. Families subclass it; their fields are the keys of `rollout.sampling`.
 
@@ -46,6 +82,22 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Return why the model in the folder `checkpoint` makes no such sample, as `key: reason`; None if it does.
 
         Reads configuration files, which were checked to be there and to be JSON."""
+        return None
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        """Return how the text encoders are given a prompt.
+
+        Args:
+            text: the prompt's, or a negative prompt.
+            images: how many images the prompt carries."""
+        return ()
+
+    def refused(self, text: str, images: tuple[tuple[int, int], ...]) -> str | None:
+        """Return why the model can draw no sample of a prompt, as `key: reason`; None if it can.
+
+        Args:
+            text: the prompt's.
+            images: width and height in pixels of each of its images."""
         return None
 
     def shared_tokens(self, checkpoint: Path) -> int | None:

@@ -6,15 +6,17 @@ one model learns to draw and to correct itself; its family's prompts carry an im
 
 from __future__ import annotations
 
-import asyncio
 import string
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from msgspec.structs import replace
 
+from omni_async.aio.clock import WallClock
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Coalescer
 from omni_async.config import Config
+from omni_async.config.schema import Reward
 from omni_async.config.section import Section, doc
 from omni_async.config.stages import Scorer as ScorerSection
 from omni_async.data.image_files import drawn_image
@@ -26,6 +28,9 @@ from omni_async.rewards import registry
 from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import ScoreError, require_scores, shown_to
 from omni_async.rewards.failures import Discreet, is_outage, place_of, told
+from omni_async.rewards.guard import GuardedScorer
+from omni_async.rewards.probe import Probe
+from omni_async.rewards.threads import Threads
 from omni_async.rollout.calls import Draw
 from omni_async.types import Prompt, Score
 
@@ -79,9 +84,32 @@ class Refine:
 
     The judge, which is called `label`, runs beside the event loop, once for all samples that wait for it."""
 
-    def __init__(self, calls: int, edit: str, label: str, judge: Discreet) -> None:
+    def __init__(self, calls: int, edit: str, label: str, judge: Discreet, reward: Reward | None = None) -> None:
+        """Remember what to do.
+
+        Args:
+            calls: of a sample.
+            edit: the text of an edit.
+            label: the judge's name in errors.
+            judge: asked before every edit.
+            reward: its time-out and pauses hold for the trial of the judge."""
         self._calls, self._edit, self._label, self._judge = calls, edit, label, judge
+        self._reward = reward or Reward()
         self._judging = Coalescer(self._judge_all)
+
+    async def try_out(self, probe: Probe) -> str | None:
+        """Return why the judge is wrong, if it fails twice in the same way for a synthetic sample."""
+
+        async def silent(text: str) -> None:
+            """Report nothing: a judge that is down is reported with the samples that it fails."""
+
+        threads, limits = Threads(self._label), ScorerSection(name=self._label)
+        guard = GuardedScorer(self._label, self._judge, self._reward, limits, WallClock(), threads, silent, probe)
+        try:
+            wrong = await guard.try_out()
+        finally:
+            threads.close()
+        return None if wrong is None else f"rollout.program.settings.judge: {wrong}"
 
     async def __call__(self, prompt: Prompt, draw: Draw) -> None:
         media = await draw(prompt)
@@ -105,7 +133,7 @@ class Refine:
             if self._judge.is_async:
                 scores = await self._judge.ask(shown, prompts)
             else:
-                scores = await asyncio.to_thread(self._judge.score, shown, prompts)
+                scores = await in_daemon_thread(self._judge.score, shown, prompts)
             return require_scores(self._label, scores, prompts)
         except Exception as error:  # noqa: BLE001 (foreign code; raised in the samples that it fails)
             if len(drawn) == 1 or is_outage(error):
@@ -119,7 +147,7 @@ def build(config: Config) -> Refine:
     settings: RefineSettings = config.rollout.program.settings
     judge = Discreet(registry.build(settings.judge), registry.secrets_of(settings.judge))
     judge.connect(KnownAddresses(config.reward, None))
-    return Refine(config.rollout.calls, settings.edit, settings.judge.name, judge)
+    return Refine(config.rollout.calls, settings.edit, settings.judge.name, judge, config.reward)
 
 
 REFINE = RolloutProgram("pipelines.refine:build", RefineSettings, _problems, _prompt_check)

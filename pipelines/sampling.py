@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from omni_async.config.section import doc
-from omni_async.families import MediaShape, SamplingSpec
+from omni_async.families import EncodedText, MediaShape, SamplingSpec
 
 
 class ImageSampling(SamplingSpec, frozen=True, kw_only=True):
@@ -19,6 +19,11 @@ class ImageSampling(SamplingSpec, frozen=True, kw_only=True):
 
     def media(self) -> tuple[MediaShape, ...]:
         return (MediaShape("image", (3, self.height, self.width)),)
+
+
+def clip_texts(text: str, *folders: str) -> tuple[EncodedText, ...]:
+    """Return a text as CLIP's encoders, whose tokenizers are in these folders, are given it."""
+    return tuple(EncodedText(tokenizer=folder, cls="CLIPTokenizer", text=text, most=None) for folder in folders)
 
 
 def require_frames(num_frames: int, temporal: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from omni_async.actors.api import CoordinatorApi, RankApi, Tracer, UpdateRule
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import is_cancelled
 from omni_async.checkpoint.best import worth_keeping
 from omni_async.checkpoint.folders import folder_name, partial, put_in_place, rotate, write_manifest
@@ -60,7 +61,7 @@ class Checkpointer:
             control = await self.coordinator.continuation()
             if control.version != version:
                 return  # the run had ended before this update was answered for: by the ledger it was never made
-            await asyncio.to_thread(clear)
+            await in_daemon_thread(clear)
         except OSError as error:
             self._writing = asyncio.create_task(_fail(error), name=folder.name)
             return
@@ -79,7 +80,7 @@ class Checkpointer:
             await writing
         except Exception as error:
             unfinished = partial(self.checkpoints / writing.get_name())
-            await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)  # it takes disk space
+            await in_daemon_thread(shutil.rmtree, unfinished, ignore_errors=True)  # it takes disk space
             if last:
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -109,7 +110,7 @@ class Checkpointer:
             except ObjectLost:
                 gone.append(Unfinished(group.group))  # it would be generated again in this attempt too
                 continue
-            await asyncio.to_thread(write_group, unfinished, group.group, trajectories)
+            await in_daemon_thread(write_group, unfinished, group.group, trajectories)
             kept.append(_with_trajectories(group, [None] * len(group.samples)))
         stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
         config, statement = self.config, stated(self.config, self.contents)
@@ -126,13 +127,13 @@ class Checkpointer:
             put_in_place(folder)
             rotate(self.checkpoints, self.config.checkpoint.keep, folder, best)
 
-        await asyncio.to_thread(complete)
+        await in_daemon_thread(complete)
 
     async def take_up(self, folder: Path, state: State) -> None:
         """Put trajectories of groups that were ready back into the store, and give the coordinator the groups."""
         groups = []
         for group in state.control.ready:
-            trajectories = await asyncio.to_thread(read_group, folder, group.group, len(group.samples))
+            trajectories = await in_daemon_thread(read_group, folder, group.group, len(group.samples))
             groups.append(_with_trajectories(group, await self.store.put_all(trajectories)))
         if groups:
             await self.coordinator.take_up(groups)

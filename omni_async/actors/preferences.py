@@ -15,7 +15,6 @@ never ends the run.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +24,7 @@ from PIL import Image
 from omni_async.accelerator import require_accelerator
 from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
+from omni_async.aio.threads import DaemonThread
 from omni_async.config import Config
 from omni_async.families import SamplingSpec
 from omni_async.media import Media
@@ -64,7 +64,7 @@ class PreferenceReader:
 
     def __post_init__(self) -> None:
         self._tracer = Tracer(self.name, self.coordinator, self.clock)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        self._thread = DaemonThread(self.name)
         # The pair encoded last: a lease brings a pair's two samples one after the other.
         self._encoded: tuple[tuple[int, SamplingSpec], list[Media], torch.Tensor] | None = None
 

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
-from omni_async.aio.waiting import Coalescer, is_cancelled
+from omni_async.aio.waiting import Coalescer, first_of, is_cancelled
 from omni_async.config import Config
 from omni_async.media import Media
+from omni_async.rewards.base import WrongScorer
+from omni_async.rewards.probe import Probe
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
-from omni_async.rollout.calls import Program, draw_calls
+from omni_async.rollout.calls import Program, draw_calls, try_program
 from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
@@ -73,7 +75,7 @@ class Producer:
     """The producer of one engine.
 
     Weights arrive through `receiver`, which is the object store's unless given. `program` draws samples of several
-    calls."""
+    calls; its judges are tried with `probe`."""
 
     name: str
     config: Config
@@ -83,6 +85,7 @@ class Producer:
     clock: Clock
     receiver: WeightReceiver | None = None
     program: Program | None = None
+    probe: Probe | None = None
 
     def __post_init__(self) -> None:
         self._receiver = self.receiver or ObjectStoreReceiver(self.store)
@@ -106,24 +109,35 @@ class Producer:
         self._reporting = Coalescer(self._report_all)
 
     async def start(self) -> None:
+        """Start the engine and try the program's judges. WrongScorer if that has ended the run."""
         await self.engine.start()
+        wrong = None if self.program is None else await try_program(self.program, self.probe)
+        if wrong is not None and await self.coordinator.scorer_wrong(wrong):
+            await self.engine.close()
+            raise WrongScorer(wrong)
 
     async def run(self) -> None:
         """Generate leased samples until the run is over. EngineError if the engine is dead."""
         try:
             async with self._tracer.task_group() as tasks:
                 working: set[asyncio.Task[None]] = set()
-                while requests := await self._next_samples():
-                    self._leased += len(requests)
-                    for request in requests:
-                        task = tasks.create_task(self._produce(request), name=request.sample_id)
-                        working.add(task)
-                        task.add_done_callback(working.discard)
-                if not self._leaving:
-                    for task in working:
-                        task.cancel()  # the run is over: their samples are not needed any more
+                # An engine whose samples all hang asks for no more, and learns of the end here.
+                await first_of(self._work(tasks, working), self.coordinator.closing())
+                for task in working:
+                    task.cancel()  # the run is over: their samples are not needed any more
         finally:
             await self.engine.close()
+
+    async def _work(self, tasks: asyncio.TaskGroup, working: set[asyncio.Task[None]]) -> None:
+        """Generate until there are no more samples; an engine that leaves completes those that it has."""
+        while requests := await self._next_samples():
+            self._leased += len(requests)
+            for request in requests:
+                task = tasks.create_task(self._produce(request), name=request.sample_id)
+                working.add(task)
+                task.add_done_callback(working.discard)
+        while self._leaving and working:
+            await asyncio.wait(working)
 
     async def leave(self) -> None:
         """Take no more samples, and end when those under way are done."""

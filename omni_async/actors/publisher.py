@@ -17,6 +17,7 @@ from typing import Any
 
 from omni_async.actors.api import CoordinatorApi, ProducerApi, Tracer
 from omni_async.aio.clock import Clock
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Event, is_cancelled
 from omni_async.config import Config
 from omni_async.rollout.base import EngineError
@@ -86,7 +87,7 @@ class WeightPublisher:
             "publish", version=self._carried.version, megabytes=round(self._carried.nbytes / 1e6, 3)
         ):
             self._carried = await self._carried.whole()
-            manifest = await asyncio.to_thread(self._carried.manifest)
+            manifest = await in_daemon_thread(self._carried.manifest)
             await self.coordinator.announce(manifest.version, manifest.digest)
             await self._send(manifest, self._carried, [*self.producers])
         self._release_newest()

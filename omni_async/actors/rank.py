@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omni_async.aio.threads import DaemonThread
 from omni_async.checkpoint.state import read_state
 from omni_async.layout import ParallelLayout
 from omni_async.store import ObjectStore
@@ -51,7 +51,7 @@ class Rank:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{self.layout.rank}")
+        self._thread = DaemonThread(f"trainer-{self.layout.rank}")
         self._free: list[BucketSet] = []
         self._exported: dict[int, Snapshot] = {}  # what `share` hands over
         self._sharing = asyncio.Lock()  # of the memory of exported rows

@@ -1,40 +1,103 @@
-"""Calls what blocks in a thread that no end of the process waits for."""
+"""Calls blocking functions in daemon threads, for which the end of the process does not wait.
+
+The standard library's executors join their threads when the loop or the interpreter ends, so a call that never returns
+keeps the process alive.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
+import contextvars
+import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Return what a call returns that blocks, perhaps for ever, or raise what it raises.
+_Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+_busy: set[Future[Any]] = set()
 
-    A thread whose caller is cancelled is left behind, which holds up neither the cancellation nor the end of the
-    process."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
+def busy() -> bool:
+    """Return whether calls in daemon threads have not returned."""
+    return bool(_busy)
 
-    def work() -> None:
-        value, error = None, None
+
+class DaemonThread(Executor):
+    """A thread that runs one call after the other, and ends when nobody has this object any more."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: _Calls = SimpleQueue()
+        weakref.finalize(self, self._calls.put, None)
+        Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, partial(call, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread after its current call, if that returns; never waits for it."""
+        with contextlib.suppress(Empty):
+            while cancel_futures:
+                if (item := self._calls.get_nowait()) is not None:
+                    item[0].cancel()
+        self._calls.put(None)
+
+
+def _work(calls: _Calls) -> None:
+    """Run calls until there is a None among them."""
+    while (item := calls.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            _busy.add(future)
+            value, error = None, None
+            try:
+                value = call()
+            except BaseException as raised:  # noqa: BLE001 (it belongs to the awaiter of the future)
+                error = raised
+            _busy.discard(future)
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+            del value, error  # an idle thread holds no result
+        del item, future, call
+
+
+class _Pool(Executor):
+    """Gives every call a thread that is idle, or a new one: calls that do not overlap share one."""
+
+    def __init__(self) -> None:
+        self._idle: list[DaemonThread] = []
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         try:
-            value = function()
-        except BaseException as raised:  # noqa: BLE001 (it is raised where it is waited for)
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no waiter any more
-            loop.call_soon_threadsafe(settle, value, error)
+            thread = self._idle.pop()
+        except IndexError:
+            thread = DaemonThread("blocking call")
 
-    threading.Thread(target=work, daemon=True).start()
-    return await result
+        def returned(_: Future[T]) -> None:
+            self._idle.append(thread)
+
+        future = thread.submit(call, *args, **kwargs)
+        future.add_done_callback(returned)
+        return future
+
+
+_POOL = _Pool()
+
+
+async def in_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking call in a daemon thread; return its result or raise its exception.
+
+    A cancelled caller leaves the call behind in its thread. Context variables are the caller's."""
+    call = partial(contextvars.copy_context().run, function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_POOL, call)

@@ -42,6 +42,7 @@ _MOVED = {
 }
 INDEX = "model_index.json"
 LARGEST_JSON = 10_000_000
+LFS_POINTER = b"version https://git-lfs"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -195,11 +196,15 @@ def read_model_index(folder: Path) -> dict[str, Any]:
 def read_model_json(path: Path) -> dict[str, Any]:
     """Return the content of a small JSON file of a checkpoint; ConfigError if it is no mapping."""
     try:
-        content = json.loads(read_file(path, LARGEST_JSON).decode("utf-8"))
+        read = read_file(path, LARGEST_JSON)
     except TooLargeError as error:
         raise ConfigError(f"model.path: {path} is {error.strerror}") from None
     except OSError as error:
         raise ConfigError(f"model.path: {path} cannot be read: {error.strerror or error}") from None
+    if read.startswith(LFS_POINTER):
+        raise ConfigError(f"model.path: {path} is a Git LFS pointer and not the file; fetch it with `git lfs pull`")
+    try:
+        content = json.loads(read.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"model.path: {path} is cut off or no JSON ({error}); copy it again") from None
     if not isinstance(content, dict):

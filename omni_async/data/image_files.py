@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_async.config import ConfigError
+from omni_async.config.reading import read_file
 from omni_async.media import Media
 from omni_async.types import PromptImage
 
@@ -23,6 +24,7 @@ T = TypeVar("T")
 _FORMATS = ("PNG", "JPEG", "WEBP")  # named, so that no bytes reach Pillow's rarer decoders
 _MAX_PIXELS = 64_000_000
 MAX_IMAGE_BYTES = 2**28  # of an encoded image
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF data: rows are columns
 
 
 def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
@@ -69,14 +71,40 @@ def read_image(source: Path | io.BytesIO, where: str) -> Media:
     return _opened(source, where, decoded)
 
 
-def prompt_image(file: Path, where: str) -> PromptImage:
-    """Check that a file is an image, by its header and checksums and without decoding it, and describe it."""
+def prompt_image(file: Path, where: str, decode: bool = True) -> PromptImage:
+    """Check that a file is an image, and describe it.
+
+    Args:
+        file: found by `find_image`.
+        where: the place that names it, with which an error begins.
+        decode: read all of its data, a JPEG at an eighth of its size; or its header and checksums alone.
+
+    Raises:
+        ConfigError: it cannot be read, or is no image."""
     try:
-        content = file.read_bytes()
+        content = read_file(file, MAX_IMAGE_BYTES)
     except OSError as error:
         raise ConfigError(f"{where}: {file.name} cannot be read: {error.strerror or error}") from None
-    _opened(io.BytesIO(content), where, lambda image: image.verify())
+    _opened(io.BytesIO(content), where, lambda image: image.verify())  # a PNG's checksums, which decoding passes over
+    if decode:
+        _opened(io.BytesIO(content), where, _read_to_the_end)
     return PromptImage(str(file), _digest(content))
+
+
+def image_size(image: PromptImage) -> tuple[int, int]:
+    """Return the width and height in pixels of a prompt's image, upright. ValueError as of `read_prompt_image`."""
+
+    def upright(opened: Image) -> tuple[int, int]:
+        width, height = opened.size
+        return (height, width) if opened.getexif().get(_ORIENTATION) in _TURNED else (width, height)
+
+    return _opened(Path(image.path) if image.content is None else io.BytesIO(image.content), image.path, upright)
+
+
+def _read_to_the_end(image: Image) -> None:
+    """Decode all data of an image: a JPEG or WebP has no checksums that show a missing end."""
+    image.draft("RGB", (1, 1))  # without an effect on other formats
+    image.load()
 
 
 def read_prompt_image(image: PromptImage) -> Media:

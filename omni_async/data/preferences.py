@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import require_file
+from omni_async.data.bad_places import BadPlaces
 from omni_async.data.image_files import MAX_IMAGE_BYTES, find_image, one_line, read_image
+from omni_async.data.prompts import WholeCheck
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ _COLUMNS = ("prompt", "chosen", "rejected")
 _MAX_PATH_BYTES = 2**16
 _MAX_PAIRS = 10_000_000  # every prompt is held in memory
 _MAX_PROMPT_BYTES = 2**31  # of all prompts
+_PIXELS_CHECKED = 2**29  # of images that are decoded before a run: some ten seconds on one core
 _BUFFER_BYTES = 2**20
 _DICTIONARY_ROWS = 1024
 
@@ -74,33 +77,56 @@ class PreferencePairs:
     def __len__(self) -> int:
         return self._num_rows
 
-    def prompts(self, max_chars: int | None = None) -> list[Prompt]:
+    def prompts(self, max_chars: int | None = None, whole: WholeCheck | None = None) -> list[Prompt]:
         """Return all prompts in order; `Prompt.index` is the pair's number.
 
-        Reads one column. Raises ConfigError for a row without a prompt, or with one of more than `max_chars`
-        characters, and for more than 2 GiB of prompts."""
+        Reads one column.
+
+        Args:
+            max_chars: how many characters a prompt may have.
+            whole: what the model requires, asked once for all prompts.
+
+        Raises:
+            ConfigError: rows without a prompt, with one that is too long or that `whole` refuses (ten rows at most are
+                named), or more than 2 GiB of prompts."""
         prompts: list[Prompt] = []
         held = 0
+        bad = BadPlaces("row")
         for row in range(len(self)):
             value, where = _plain(self._columns["prompt"].cell(row)), self._where(row, "prompt")
-            size = _size(value)
-            held += size
+            held += _size(value)
             if held > _MAX_PROMPT_BYTES:
                 more = f"more than {_MAX_PROMPT_BYTES} bytes"
                 raise ConfigError(f"{where}: the prompts up to here have {more}; split the file")
-            if max_chars is not None and size > 4 * max_chars:  # a character has four bytes at most
-                allowed = f"data.max_prompt_chars allows {max_chars} characters"
-                raise ConfigError(f"{where}: the prompt has {size} bytes, {allowed}")
-            text = _text(value, where)
-            if text is None or not text.strip():
-                raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
-            if "\0" in text:
-                raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text")
-            if max_chars is not None and len(text) > max_chars:
-                allowed = f"data.max_prompt_chars allows {max_chars}"
-                raise ConfigError(f"{where}: the prompt has {len(text)} characters, {allowed}")
-            prompts.append(Prompt(row, text))
+            with bad.noting(where, row):
+                prompts.append(Prompt(row, _require_prompt(value, where, max_chars)))
+        if whole is not None:
+            for position, problem in whole(prompts).items():
+                row = prompts[position].index
+                bad.add(self._where(row, "prompt"), row, problem)
+        bad.require_none()
         return prompts
+
+    def check_images(self) -> str | None:
+        """Decode the images of all pairs; of a large file those of the first, and return a note about the others.
+
+        ConfigError names ten rows at most whose images cannot be decoded."""
+        bad = BadPlaces("row")
+        pixels = 0
+        for row in range(len(self)):
+            if pixels > _PIXELS_CHECKED:
+                bad.require_none()
+                return (
+                    f"note: {_KEY}: {self.path}: the images of the first {row} of {len(self)} pairs were decoded; those"
+                    " of the others are checked when they are read"
+                )
+            for column in _COLUMNS[1:]:
+                cell, where = self._columns[column].cell(row), self._where(row, column)
+                with bad.noting(where, row):
+                    image = self._image(cell, where).image
+                    pixels += 0 if image is None else image.shape[1] * image.shape[2]
+        bad.require_none()
+        return None
 
     def media(self, pair: int) -> tuple[Media, Media]:
         """Return the chosen and the rejected image of a pair, each in its own size (`image_files.read_image`).
@@ -205,6 +231,21 @@ class _Column:
         except (pa.ArrowException, OSError) as error:
             where = f"column {self._name}, row {self._starts[group]} and those after it"
             raise ConfigError(f"{_KEY}: {self._path}: {where} cannot be read: {one_line(error)}") from None
+
+
+def _require_prompt(value: Any, where: str, max_chars: int | None) -> str:
+    """Return the text of a cell. ConfigError if it is no prompt, or too long."""
+    size = _size(value)
+    if max_chars is not None and size > 4 * max_chars:  # a character has four bytes at most
+        raise ConfigError(f"{where}: the prompt has {size} bytes, data.max_prompt_chars allows {max_chars} characters")
+    text = _text(value, where)
+    if text is None or not text.strip():
+        raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
+    if "\0" in text:
+        raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text")
+    if max_chars is not None and len(text) > max_chars:
+        raise ConfigError(f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}")
+    return text
 
 
 def _plain(cell: Any) -> Any:

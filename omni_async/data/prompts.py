@@ -9,7 +9,7 @@ A wrong line, or an image that is none, stops the run before anything is started
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,25 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import TooLargeError, read_file
+from omni_async.data.bad_places import BadPlaces
 from omni_async.types import Prompt, PromptImage
 
 _LARGEST_FILE = 2**30  # bytes; all prompts are held in memory
 _LONGEST_LINE = 2**20  # characters of one, targets and other keys included: they travel with every sample
 _DEEPEST = 50  # levels of nesting in a line, as in a recipe: packing a prompt into a message goes down them all
 
+_PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; of the others headers and checksums are checked
 _KEYS = ("prompt", "target", "image", "images")
 
 # Returns what is wrong with a prompt for a scorer or the model, None if nothing.
 PromptCheck = Callable[[Prompt], str | None]
+# Returns what is wrong with some of all prompts, by position; their images have been found.
+WholeCheck = Callable[[Sequence[Prompt]], Mapping[int, str]]
 
 
-def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = ()) -> list[Prompt]:
+def load_prompts(
+    path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = (), whole: WholeCheck | None = None
+) -> list[Prompt]:
     """Read a prompt file.
 
     Args:
@@ -38,29 +44,37 @@ def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptChe
         key: the configuration path that named the file, for messages.
         max_chars: how many characters a prompt may have.
         checks: what scorers and the model require of every prompt.
+        whole: what the model requires, asked once for all prompts that pass.
 
     Raises:
-        ConfigError: one line with the number of the first line that is wrong, or misses what a check requires."""
+        ConfigError: one line with the numbers of the lines that are wrong or that a check refuses, ten at most."""
     text = _read(path, key)
     parse = _parser(path, key)
-    folder, images = Path(path).resolve().parent, dict[Path, PromptImage]()
-    prompts: list[Prompt] = []
+    images = _Images(Path(path).resolve().parent)
+    prompts: dict[int, Prompt] = {}
+    bad = BadPlaces("line")
     # Not splitlines(): it also cuts at U+2028 and form feeds, which may stand in a prompt, and in a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{key}: {path}:{number}"
-        if len(line) > _LONGEST_LINE:
-            raise ConfigError(f"{where}: the line has {len(line)} characters, more than {_LONGEST_LINE}")
-        prompt = parse(len(prompts), line, where)
-        _require_text(prompt, where, max_chars)
-        for check in checks:
-            if (missing := check(prompt)) is not None:
-                raise ConfigError(f"{where}: {missing}")
-        prompts.append(_with_images(prompt, folder, images, where) if prompt.images else prompt)
+        with bad.noting(where, number):
+            if len(line) > _LONGEST_LINE:
+                raise ConfigError(f"{where}: the line has {len(line)} characters, more than {_LONGEST_LINE}")
+            prompt = parse(len(prompts), line, where)
+            _require_text(prompt, where, max_chars)
+            for check in checks:
+                if (missing := check(prompt)) is not None:
+                    raise ConfigError(f"{where}: {missing}")
+            prompts[number] = images.found(prompt, where) if prompt.images else prompt
+    if whole is not None:
+        numbers = list(prompts)
+        for position, problem in whole([*prompts.values()]).items():
+            bad.add(f"{key}: {path}:{numbers[position]}", numbers[position], problem)
+    bad.require_none()
     if not prompts:
         raise ConfigError(f"{key}: {path} holds no prompts; expected one a line")
-    return prompts
+    return [*prompts.values()]
 
 
 def _read(path: str, key: str) -> str:
@@ -121,15 +135,28 @@ def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]
     return tuple(PromptImage(name, "") for name in names)
 
 
-def _with_images(prompt: Prompt, folder: Path, checked: dict[Path, PromptImage], where: str) -> Prompt:
-    """Return the prompt with its images found and checked, each file once."""
-    from omni_async.data.image_files import find_image, prompt_image
+class _Images:
+    """The images that the prompts of one file name, each checked once."""
 
-    files = [find_image(folder, image.path, f"{where}: image", "the prompt file's") for image in prompt.images]
-    for file, image in zip(files, prompt.images, strict=True):
-        if file not in checked:
-            checked[file] = prompt_image(file, f"{where}: image {image.path[:200]!r}")
-    return replace(prompt, images=tuple(checked[file] for file in files))
+    def __init__(self, folder: Path) -> None:
+        """Start with none; `folder` is the prompt file's, resolved."""
+        self._folder = folder
+        self._checked: dict[Path, PromptImage] = {}
+        self._pixels = 0
+
+    def found(self, prompt: Prompt, where: str) -> Prompt:
+        """Return the prompt with its images found and checked. ConfigError begins with `where`."""
+        from omni_async.data.image_files import find_image, image_size, prompt_image
+
+        files = [find_image(self._folder, one.path, f"{where}: image", "the prompt file's") for one in prompt.images]
+        for file, image in zip(files, prompt.images, strict=True):
+            if file not in self._checked:
+                decode = self._pixels < _PIXELS_DECODED
+                checked = prompt_image(file, f"{where}: image {image.path[:200]!r}", decode)
+                width, height = image_size(checked)
+                self._pixels += width * height
+                self._checked[file] = checked
+        return replace(prompt, images=tuple(self._checked[file] for file in files))
 
 
 def decode(line: str, where: str) -> Any:

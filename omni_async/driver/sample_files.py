@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
 from omni_async.store import ObjectStore
@@ -64,10 +65,10 @@ class SampleFiles:
     async def _draw(self, kind: str, version: int, event: RunEvent, store: ObjectStore) -> None:
         media: list[Media] = await asyncio.gather(*(store.get(one.media) for one in event.shown))
         captions = [caption(one.prompt, one.score) for one in event.shown]
-        tiles = await asyncio.to_thread(lambda: [tile(one) for one in media])
-        grid = await asyncio.to_thread(image_grid, list(zip(tiles, captions, strict=True)))
+        tiles = await in_daemon_thread(lambda: [tile(one) for one in media])
+        grid = await in_daemon_thread(image_grid, list(zip(tiles, captions, strict=True)))
         await self.may_save.wait()
-        await asyncio.to_thread(self._save, grid, media, event.shown, kind, version)
+        await in_daemon_thread(self._save, grid, media, event.shown, kind, version)
 
     def _save(self, grid: Image, media: list[Media], shown: Sequence[Shown], kind: str, version: int) -> None:
         name = f"{kind}-{version:06d}"

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from omni_async.aio.clock import WallClock
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Stopped, is_cancelled, unless
 from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import CheckpointError
@@ -113,7 +114,7 @@ class _Run:
     async def to_its_end(self) -> Summary:
         async with interrupts(self._console.note) as interrupted:
             if enabled(self._config.tracking):
-                self._opening = asyncio.create_task(asyncio.to_thread(_open_sinks, self._inputs, self._run))
+                self._opening = asyncio.create_task(in_daemon_thread(_open_sinks, self._inputs, self._run))
             async with ControlSocket(self._run.control) as control:
                 control.stop = interrupted.set
                 try:
@@ -170,7 +171,7 @@ class _Run:
             found = self._clock.now()
             try:
                 pause = self._restarts.pause("the run", ending.lost)
-                inputs = await asyncio.to_thread(self._from_last_checkpoint)
+                inputs = await in_daemon_thread(self._from_last_checkpoint)
                 if self._observer is not None:
                     self._observer.recall(inputs.start)
             except (GaveUp, OSError, CheckpointError) as error:
@@ -195,7 +196,7 @@ class _Run:
             if self._config.run.runtime == "ray":
                 joined = cluster_address(self._config.run)
                 self._phase(control, f"joining Ray at {joined.address}" if joined else "starting Ray")
-            cluster = await asyncio.to_thread(build_cluster, inputs, self._run, attempt)
+            cluster = await in_daemon_thread(build_cluster, inputs, self._run, attempt)
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
             offline = self._config.data.preferences is not None

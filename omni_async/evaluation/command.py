@@ -139,6 +139,8 @@ def sample(options: argparse.Namespace) -> int:
     models = with_policy(models, options.policy)
     _notes(models)
     settings = settings_of(options, models)
+    for note in settings.notes:
+        _note(note)
     from omni_async.evaluation.pictures import grid
 
     with _gallery(options.out or _DRAWN / _name_of(options.what), settings, models, {}) as gallery:
@@ -227,6 +229,8 @@ def evaluate(options: argparse.Namespace) -> int:
     models = with_policy(find_models([str(path) for path in options.paths], options.which), options.policy)
     _notes(models)
     settings = settings_of(options, models)
+    for note in settings.notes:
+        _note(note)
     requests = settings.requests()
     checks = scores.checks_of(settings.config, requests)
     out = options.out or _COMPARED / _name_of(options.paths[0])

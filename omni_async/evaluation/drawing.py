@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
 from omni_async.config.section import bytes_of
@@ -135,8 +136,8 @@ async def _take_weights(engine: DiffusersEngine, model: Model, settings: Setting
 
     Raises ConfigError if they do not fit."""
     try:
-        snapshot = await asyncio.to_thread(_packed, model, settings, number)
-        manifest = await asyncio.to_thread(snapshot.manifest)
+        snapshot = await in_daemon_thread(_packed, model, settings, number)
+        manifest = await in_daemon_thread(snapshot.manifest)
         await engine.stage(manifest, snapshot.buckets)
         await engine.swap(number)
     except (TrainingError, EngineError, SafetensorError, OSError, ValueError) as error:
@@ -186,7 +187,7 @@ async def _draw(
                 text = one_line(request.prompt.text)[:80]
                 raise ConfigError(f"prompt {text!r} cannot be drawn: {one_line(str(error), 500)}") from None
             async with writing:
-                await asyncio.to_thread(gallery.add, label, request, trajectory.media.numpy())
+                await in_daemon_thread(gallery.add, label, request, trajectory.media.numpy())
             made()
 
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from omni_async.evaluation.models import Model
 from omni_async.families import PipelineFamily, find_family
 from omni_async.preflight.check import images_check
 from omni_async.preflight.model_files import check_checkpoint
+from omni_async.preflight.prompt_limits import PromptLimits
 from omni_async.types import Prompt, SampleRequest
 
 _GUIDANCE = ("guidance_scale", "true_cfg_scale")  # what families call it, the first that one has
@@ -36,12 +38,14 @@ _GUIDANCE = ("guidance_scale", "true_cfg_scale")  # what families call it, the f
 class Settings:
     """How every model draws.
 
-    config: with `validation` as it is used here. device: None is the accelerator if there is one, else the CPU."""
+    config: with `validation` as it is used here. device: None is the accelerator if there is one, else the CPU.
+    notes: for the console."""
 
     config: Config
     family: PipelineFamily
     prompts: tuple[Prompt, ...]
     device: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def validation(self) -> Validation:
@@ -87,10 +91,12 @@ def settings_of(options: argparse.Namespace, models: Sequence[Model]) -> Setting
     steps = options.steps or (given or config.rollout).num_inference_steps
     if steps < 2:
         raise ConfigError(f"--steps: expected at least 2, got {steps}")
-    prompts = _prompts(options, config, images_check(family))
+    limits = PromptLimits(models[0].base, {"rollout.sampling": config.rollout.sampling})
+    limits.check_negative()
+    prompts = _prompts(options, config, images_check(family), limits)
     tree = {"prompts": "-", "num_inference_steps": steps, "samples_per_prompt": options.seeds or _seeds(options, given)}
     config = replace(config, validation=decode(tree, Validation, "validation"))
-    return Settings(config, family, prompts, options.device)
+    return Settings(config, family, prompts, options.device, tuple(limits.notes))
 
 
 def _config(options: argparse.Namespace, models: Sequence[Model]) -> Config:
@@ -120,15 +126,21 @@ def _seeds(options: argparse.Namespace, given: Validation | None) -> int:
     return given.samples_per_prompt if options.command == "eval" and given is not None else 1
 
 
-def _prompts(options: argparse.Namespace, config: Config, check: PromptCheck) -> tuple[Prompt, ...]:
+def _prompts(
+    options: argparse.Namespace, config: Config, check: PromptCheck, limits: PromptLimits
+) -> tuple[Prompt, ...]:
     """Return the prompts of the command line, of its file, or the recipe's for validation; `--limit` of them."""
     longest = config.data.max_prompt_chars
     if options.prompt:
         prompts = _typed(options.prompt, config, check)
+        for position, problem in limits.problems("--prompt", prompts).items():
+            raise ConfigError(f"--prompt {prompts[position].text[:80]!r}: {problem}")
     elif options.prompts is not None:
-        prompts = load_prompts(str(options.prompts), "--prompts", longest, [check])
+        whole = partial(limits.problems, "--prompts")
+        prompts = load_prompts(str(options.prompts), "--prompts", longest, [check], whole)
     elif config.validation is not None:
-        prompts = load_prompts(config.validation.prompts, "validation.prompts", longest, [check])
+        whole = partial(limits.problems, "validation.prompts")
+        prompts = load_prompts(config.validation.prompts, "validation.prompts", longest, [check], whole)
     else:
         raise ConfigError("--prompt: no prompts; give one, or --prompts FILE, or a recipe that has validation.prompts")
     return tuple(prompts[: options.limit])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from omni_async.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
+from omni_async.preflight.prompt_limits import PromptLimits
 from omni_async.preflight.resume import find_resume_point
 from omni_async.programs import find_program
 from omni_async.reward_formula import RewardFormula
@@ -44,6 +46,7 @@ from omni_async.runtime.placement import plan_placements
 from omni_async.tracking.sinks.registry import require_usable
 from omni_async.types import Prompt
 
+_VALIDATION = "validation.prompts"
 # Enough that an epoch is never over within an update.
 _SYNTHETIC_PROMPTS = 1000
 # Emulated devices do not hang, whatever their profile's time scale makes of a timeout.
@@ -96,15 +99,22 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     specs = {"rollout.sampling": config.rollout.sampling, **buckets}
     check_checkpoint(Path(config.model.path), family, specs)
     check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
-    longest = config.data.max_prompt_chars
-    prompts = _prompts(config, checks)
-    validation = (
-        load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
-    )
+    limits = PromptLimits(Path(config.model.path), specs)
+    limits.check_negative()
+    prompts = _prompts(config, checks, limits)
+    validation = []
+    if config.validation:
+        validation = load_prompts(
+            config.validation.prompts,
+            _VALIDATION,
+            config.data.max_prompt_chars,
+            checks,
+            partial(limits.problems, _VALIDATION),
+        )
     if not elsewhere:
         _require_accelerators(config)  # last: what is wrong with the recipe also shows on a machine that is too small
-    inputs = RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation))
-    return _from_checkpoint(inputs)
+    read = RunInputs(config, family, tuple(prompts), tuple(validation), notes=tuple(limits.notes))
+    return _from_checkpoint(read)
 
 
 def _check_services(config: Config) -> None:
@@ -322,14 +332,19 @@ def _check_memory(config: Config, payload: Payload) -> None:
         )
 
 
-def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
+def _prompts(config: Config, checks: list[PromptCheck], limits: PromptLimits) -> list[Prompt]:
     longest = config.data.max_prompt_chars
     if config.data.preferences is not None:
         from omni_async.data.preferences import PreferencePairs
 
         if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
             raise ConfigError(f"data.preferences: pairs are images, but the samples are {' and '.join(made)}")
-        return PreferencePairs(config.data.preferences).prompts(longest)
+        pairs = PreferencePairs(config.data.preferences)
+        prompts = pairs.prompts(longest, partial(limits.problems, "data.preferences"))
+        if (note := pairs.check_images()) is not None:
+            limits.notes.append(note)
+        return prompts
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")
-    return load_prompts(config.data.prompts, "data.prompts", longest, checks)
+    problems = partial(limits.problems, "data.prompts")
+    return load_prompts(config.data.prompts, "data.prompts", longest, checks, problems)

@@ -1,4 +1,6 @@
-"""Finds what is missing or cut off in a checkpoint folder, from its small files and the headers of the large ones.
+"""Finds what a checkpoint folder lacks of what its family loads, and what in it is damaged.
+
+Reads small files and the headers of large ones (`weight_files`).
 
 Imports no torch.
 
@@ -14,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
-from omni_async.config.load import INDEX, LARGEST_JSON, read_model_index, read_model_json
+from omni_async.config.load import INDEX, read_model_index, read_model_json
 from omni_async.families import PipelineFamily, SamplingSpec
+from omni_async.preflight.weight_files import check_vocabulary, check_weights
 
 _DEGREE = "trainer.sequence_parallel"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
-_LFS_POINTER = b"version https://git-lfs"
+_LIBRARIES = ("diffusers", "transformers")
+_NO_MODELS = ("Tokenizer", "Processor", "Extractor", "Scheduler", "Guid")  # in the names of classes without weights
 
 
 def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
@@ -45,8 +47,8 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
         raise ConfigError(f"model.path: {index} lists no parts")
     if (needed := family.components[0]) not in parts:
         raise ConfigError(f"model.path: {index} lists no {needed}")
-    for name, cls in parts.items():
-        _check_part(folder, name, cls)
+    for name, (library, cls) in parts.items():
+        _check_part(folder, name, library, cls)
     for key, spec in specs.items():
         try:
             problem = spec.problem(folder)
@@ -91,62 +93,33 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
             )
 
 
-def _parts(listed: dict[str, Any]) -> dict[str, str]:
-    """Return the class of each part by its folder. What a checkpoint goes without is listed as null."""
+def _parts(listed: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the library and the class of each part by its folder. An absent part is listed as null."""
     entries = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2}
-    return {Path(name).name: str(cls) for name, (_, cls) in sorted(entries.items()) if cls is not None}
+    return {
+        Path(name).name: (str(library), str(cls)) for name, (library, cls) in sorted(entries.items()) if cls is not None
+    }
 
 
-def _check_part(folder: Path, name: str, cls: str) -> None:
-    part = folder / name
+def _check_part(folder: Path, name: str, library: str, cls: str) -> None:
+    part, listed = folder / name, f"but its model_index.json lists {cls} there"
     if not part.is_dir():
-        raise ConfigError(f"model.path: {folder} has no {name}/, but its model_index.json lists {cls} there")
-    settings = {file.name: file for file in sorted(part.glob("*config.json"))}
-    weights = [file for pattern in ("*.safetensors", *_PICKLES) for file in sorted(part.glob(pattern))]
-    if not settings or (weights and "config.json" not in settings):
-        needed = "config.json" if weights else "*config.json"  # what is no model has a name of its kind before it
-        raise ConfigError(f"model.path: {part} has no {needed}, but {folder}/model_index.json lists {cls} there")
-    for file in settings.values():
-        read_model_json(file)
-    if "config.json" in settings and not any(word in cls for word in ("Tokenizer", "Processor", "Extractor")):
-        _check_weights(part)
-
-
-def _check_weights(part: Path) -> None:
-    files = [file for file in sorted(part.glob("*.safetensors")) if file.is_file()]
-    wanted: set[str] = set()
-    for index in sorted(part.glob("*.safetensors.index.json")):
-        shards = read_model_json(index).get("weight_map")
-        wanted |= {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
-    if missing := sorted(wanted - {file.name for file in files}):
-        raise ConfigError(f"model.path: {part} lacks {len(missing)} of {len(wanted)} files of weights: {missing[0]}")
-    if not files:
-        pickled = [path for pattern in _PICKLES for path in sorted(part.glob(pattern))]
+        problem = "is a file, not a folder" if part.exists() else None
         raise ConfigError(
-            f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors"
-            if pickled
-            else f"model.path: {part} has no weights (*.safetensors)"
+            f"model.path: {part} {problem}, {listed}" if problem else f"model.path: {folder} has no {name}/, {listed}"
         )
-    for file in files:
-        if problem := _wrong_with(file):
-            raise ConfigError(f"model.path: {file} {problem}")
-
-
-def _wrong_with(file: Path) -> str | None:
-    """Return what is wrong with a safetensors file, which should be as long as its header says."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return "is a Git LFS pointer and not the file; fetch it with `git lfs pull`"
-            opened.seek(0)
-            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            header = opened.read(length) if length <= LARGEST_JSON else b""
-        tensors = json.loads(header)
-        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-        expected = _LENGTH_BYTES + length + max(ends, default=0)
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return f"({size} bytes) is cut off or no safetensors file; copy it again"
-    return None if size == expected else f"has {size} bytes, its header says {expected}; copy it again"
+    settings = {file.name: file for file in sorted(part.glob("*config.json"))}
+    is_model = library in _LIBRARIES and not any(word in cls for word in _NO_MODELS)
+    needed = "config.json" if is_model else "scheduler_config.json" if "Scheduler" in cls else None
+    if not settings or (needed is not None and needed not in settings):
+        raise ConfigError(
+            f"model.path: {part} has no {needed or '*config.json'}, but {folder}/model_index.json lists {cls} there"
+        )
+    found = {file_name: read_model_json(file) for file_name, file in settings.items()}
+    if is_model or ("config.json" in settings and not any(word in cls for word in _NO_MODELS)):
+        named = found["config.json"].get("_class_name", cls)
+        if library == "diffusers" and named != cls:
+            raise ConfigError(f"model.path: {part}/config.json is of a {named}, {listed}")
+        check_weights(part, library)
+    elif "Tokenizer" in cls or ("Processor" in cls and "ImageProcessor" not in cls):
+        check_vocabulary(part, cls)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from omni_async.aio.clock import WallClock
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line
 from omni_async.config.schema import ScoreCache
@@ -27,6 +28,8 @@ from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
+from omni_async.rollout.calls import try_program
+from omni_async.runtime.builders import built_program
 from omni_async.runtime.inputs import RunInputs
 
 _MOST_PARTS = 6
@@ -54,7 +57,22 @@ def try_scorers(inputs: RunInputs) -> Tried:
         where = "when the run starts, where they have an accelerator"
         return Tried(notes=[f"note: placement.reward.gpus: the scorers are tried {where}"])
     with contextlib.redirect_stdout(sys.stderr):  # what is checked is printed, and may be kept as a recipe
+        asyncio.run(_try_program(config, probe))
         return asyncio.run(_try_scorers(inputs, probe))
+
+
+async def _try_program(config: Config, probe: Probe) -> None:
+    """Try the judges of the rollout program. ConfigError if one is wrong."""
+    timeout_s = config.run.startup_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            program = await in_daemon_thread(built_program, config)
+    except TimeoutError:
+        raise ConfigError(f"rollout.program: not built within run.startup_timeout_s = {timeout_s:g}") from None
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from None
+    if program is not None and (wrong := await try_program(program, probe)) is not None:
+        raise ConfigError(wrong)
 
 
 async def _try_scorers(inputs: RunInputs, probe: Probe) -> Tried:

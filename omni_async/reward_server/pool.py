@@ -12,6 +12,7 @@ import secrets
 
 from msgspec.structs import replace
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, schema
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import Scoring
@@ -52,7 +53,7 @@ class PoolService(Service):
         routes = {}
         for number, scorer in enumerate(scorers_of(config.reward, self._pool.name)):
             reward = _alone(config, scorer)
-            loaded = await asyncio.to_thread(LoadedReward, reward, self._pool.resources.gpus)
+            loaded = await in_daemon_thread(LoadedReward, reward, self._pool.resources.gpus)
             metrics = Metrics()
             scoring = Scoring(
                 reward,

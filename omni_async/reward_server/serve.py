@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import replace
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import ConfigError
 from omni_async.reward_server.listener import address_of, end_signal, listening
 from omni_async.reward_server.metrics import Metrics
@@ -70,7 +71,7 @@ async def answering(server: Server, routes: Mapping[str, RewardApp]) -> AsyncIte
     )
     await runner.setup()
     try:
-        bound = await asyncio.to_thread(listening, server.host, server.port, "server.port")
+        bound = await in_daemon_thread(listening, server.host, server.port, "server.port")
         await web.SockSite(runner, bound).start()
         yield address_of(bound)
     finally:

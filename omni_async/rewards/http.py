@@ -6,7 +6,6 @@ server which has scored it already can answer a repeated request from memory.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from functools import partial
 from typing import Literal
@@ -15,6 +14,7 @@ import msgspec
 import xxhash
 
 from omni_async.aio.backoff import Backoff
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.section import Urls
 from omni_async.media import Media
@@ -70,7 +70,7 @@ class HttpScorer:
         self._servers.connect(addresses)
 
     async def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
-        body = await asyncio.to_thread(self._encoded, media, prompts)
+        body = await in_daemon_thread(self._encoded, media, prompts)
         question = Question(self._path, body, {"Content-Type": self._form})
         read = partial(self._answer, len(media))
         answer = await self._servers.ask(question, read, lambda content: wire.decode_refusal(content, self._form))

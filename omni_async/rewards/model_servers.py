@@ -23,6 +23,7 @@ from yarl import URL
 
 from omni_async.aio.backoff import Backoff
 from omni_async.aio.waiting import cancel
+from omni_async.config.proxies import proxy_for, through
 from omni_async.config.redact import one_line
 from omni_async.rewards.base import Addresses, Outage, ScoreError
 
@@ -60,6 +61,7 @@ class _Server:
 
     url: str
     token: str | None
+    of_run: bool = False  # started by the run, on machines that a proxy need not know
     running: int = 0
     failed_at: float = -math.inf
     lost: int = 0
@@ -162,8 +164,9 @@ class ModelServers:
         except TimeoutError:
             return
         self._asked_at = asyncio.get_running_loop().time()
-        known = {(one.url, one.token): one for one in self._of_role}
-        split = [_split(address) for address in found.values()]
+        known = {(one.url, one.token, one.of_run): one for one in self._of_role}
+        # Of a server that the recipe gives the name ends in its address (`addresses.urls_of`).
+        split = [(*_split(address), " at " not in name) for name, address in found.items()]
         self._of_role = [known.get(one) or _Server(*one) for one in split]
         if not self.servers:
             raise Outage(f"no server of {self._role!r} is ready")
@@ -271,19 +274,21 @@ class ModelServers:
         headers = {"Accept-Encoding": "identity"} | question.headers
         if server.token is not None:
             headers["Authorization"] = f"Bearer {server.token}"
+        url = server.url + question.path
+        proxy = None if server.of_run else proxy_for(url)
         try:
             async with asyncio.timeout(self._timeout_s):
-                url = server.url + question.path
                 asked = self._opened().request(
-                    method, url, data=question.body or None, headers=headers, allow_redirects=False
+                    method, url, data=question.body or None, headers=headers, allow_redirects=False, proxy=proxy
                 )
                 async with asked as response:
                     return response, await _read(response)
         except TimeoutError:
-            raise _Failed(f"{server.url} did not answer within {self._timeout_s:g} s", down=True) from None
-        except (aiohttp.ClientError, OSError) as error:
+            why = f"did not answer within {self._timeout_s:g} s{through(proxy)}"
+            raise _Failed(f"{server.url} {why}", down=True) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a proxy of a kind that is not known
             why = one_line(str(error) or type(error).__name__, 300)
-            raise _Failed(f"{server.url} cannot be asked: {why}", down=True) from None
+            raise _Failed(f"{server.url} cannot be asked{through(proxy)}: {why}", down=True) from None
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

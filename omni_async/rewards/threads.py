@@ -12,47 +12,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeVar
 
+from omni_async.aio.threads import DaemonThread
+
 T = TypeVar("T")
-
-
-class _DaemonThread(Executor):
-    """A thread that runs one call after the other."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((future, partial(call, *args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after its current call, if that returns; never waits for it."""
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:  # noqa: BLE001 (it belongs to the awaiter of the future)
-                    future.set_exception(error)
 
 
 class Threads:
     def __init__(self, name: str) -> None:
         self._name = name
-        self._idle: list[_DaemonThread] = []
-        self._busy: dict[asyncio.Future[Any], _DaemonThread] = {}
+        self._idle: list[DaemonThread] = []
+        self._busy: dict[asyncio.Future[Any], DaemonThread] = {}
         self._closed = False
 
     @property
@@ -64,7 +35,7 @@ class Threads:
         """Begin the call now.
 
         Give it up by forgetting the future; a cancelled one frees its thread for a second call too early."""
-        thread = self._idle.pop() if self._idle else _DaemonThread(self._name)
+        thread = self._idle.pop() if self._idle else DaemonThread(self._name)
         future = asyncio.get_running_loop().run_in_executor(thread, call)
         self._busy[future] = thread
         future.add_done_callback(self._returned)

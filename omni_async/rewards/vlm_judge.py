@@ -18,6 +18,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from omni_async.aio.backoff import Backoff
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.section import Urls
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media, evenly
@@ -135,7 +136,7 @@ class VlmJudgeScorer:
         return await asyncio.gather(*map(self._score, range(len(media)), media, prompts))
 
     async def _score(self, position: int, media: Media, prompt: Prompt) -> Score:
-        shown = await asyncio.to_thread(self._encoded, media)
+        shown = await in_daemon_thread(self._encoded, media)
         try:
             if self._mode == "pairwise":
                 return await self._compared(shown, prompt)
@@ -153,7 +154,7 @@ class VlmJudgeScorer:
 
     async def _compared(self, sample: list[str], prompt: Prompt) -> Score:
         """Ask for the better of the sample and the prompt's image, in both orders, because judges prefer a place."""
-        other = await asyncio.to_thread(self._encoded, read_prompt_image(prompt.images[0]))
+        other = await in_daemon_thread(self._encoded, read_prompt_image(prompt.images[0]))
         replies = await asyncio.gather(self._ask(sample + other, prompt), self._ask(other + sample, prompt))
         first, second = (preference(reply, "a", "b", self._from_text, self._least_mass) for reply in replies)
         return _scored((first + 1 - second) / 2, *replies)

@@ -8,10 +8,10 @@ batching must not change a sample. Tensors it returns are on the CPU. `StagedVer
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.media import Media
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
@@ -107,6 +107,6 @@ async def require_whole(engine: str, manifest: WeightManifest, buckets: list[np.
     Raises:
         EngineError: it is damaged."""
     try:
-        await asyncio.to_thread(verify, manifest, buckets)
+        await in_daemon_thread(verify, manifest, buckets)
     except WeightError as error:
         raise EngineError(f"{engine}: {error}") from error

@@ -34,6 +34,18 @@ class Program(Protocol):
                 as NumPy arrays."""
 
 
+async def try_program(program: Program, probe: Any) -> str | None:
+    """Return why a program's judges are wrong, which it finds out by its method `try_out`, if it has that.
+
+    `try_out` is a coroutine function: (`omni_async.rewards.probe.Probe`) -> a sentence, or None. None without a probe.
+    """
+    found = getattr(program, "try_out", None)
+    if found is None or probe is None:
+        return None
+    wrong: str | None = await found(probe)
+    return wrong
+
+
 async def draw_calls(
     program: Program, request: SampleRequest, generate: Callable[[SampleRequest], Awaitable[Trajectory]]
 ) -> Trajectory:

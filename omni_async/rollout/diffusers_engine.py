@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import torch
 from tensordict import TensorDict
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.components import compute_velocity, named_parameters
 from omni_async.policy import Codec, Policy, modalities_of
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
@@ -84,7 +85,7 @@ class DiffusersEngine:
         self._base: dict[str, torch.Tensor] = {}
 
     async def start(self) -> WeightReport:
-        await asyncio.to_thread(self._load)
+        await in_daemon_thread(self._load)
         self._runner = asyncio.create_task(self._serve(), name=f"{self.name}-runner")
         return self._report()
 
@@ -140,7 +141,7 @@ class DiffusersEngine:
                 self._work.clear()
                 while not self._closing and (self._waiting or not self._swaps.empty()):
                     batch = self._take_batch()
-                    outcome = await asyncio.to_thread(self._make, loop, [w.request for w in batch])
+                    outcome = await in_daemon_thread(self._make, loop, [w.request for w in batch])
                     for waiting, result in zip(batch, outcome, strict=True):
                         _settle(waiting.result, result)
         finally:

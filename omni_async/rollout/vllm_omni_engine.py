@@ -8,13 +8,13 @@ between two denoising steps; in request batching, between two batches.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.families import PipelineFamily
 from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
@@ -79,7 +79,7 @@ class VllmOmniEngine:
         """Take tens of seconds, most of it imports; the event loop runs on meanwhile."""
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-        self._omni = await asyncio.to_thread(self._build)
+        self._omni = await in_daemon_thread(self._build)
         held = await self._call("begin", self._conditioning_bytes, self._offload)
         return WeightReport(engine=self.name, version=held["version"], digest=held["digest"])
 
@@ -170,7 +170,7 @@ class VllmOmniEngine:
     async def close(self) -> None:
         omni, self._omni = self._omni, None
         if omni is not None:
-            await asyncio.to_thread(omni.shutdown)
+            await in_daemon_thread(omni.shutdown)
 
     def _require_open(self) -> Any:
         if self._omni is None:

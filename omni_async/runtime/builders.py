@@ -107,6 +107,7 @@ def coordinator(context: WorkerContext) -> Coordinator:
 
 
 def producer(context: WorkerContext) -> Producer:
+    from omni_async.rewards.probe import Probe
     from omni_async.rollout.factory import build_engine
 
     inputs, config = context.inputs, context.config
@@ -115,7 +116,9 @@ def producer(context: WorkerContext) -> Producer:
     engine = build_engine(config, context.name, inputs.family, inputs.profile)
     receiver = build_receiver(config, context.name, context.store)
     program = built_program(config)
-    return Producer(context.name, config, engine, context.coordinator, context.store, context.clock, receiver, program)
+    probe = None if inputs.profile is not None or program is None else Probe.of(config, inputs.prompts)
+    peers = context.coordinator, context.store, context.clock
+    return Producer(context.name, config, engine, *peers, receiver, program, probe)
 
 
 def built_program(config: Config) -> Program | None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from omni_async.aio.backoff import Backoff
 from omni_async.aio.clock import WallClock
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.schema import ScoreCache
@@ -166,7 +167,7 @@ async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Score 
     """Score a sample; one of a scorer that is down waits until it answers, or is given up."""
     try:
         async with reading:  # in their order
-            media = await asyncio.to_thread(read_media, row.sample.files)
+            media = await in_daemon_thread(read_media, row.sample.files)
     except ConfigError as error:
         return Failure(one_line(str(error)), "reject")
     while True:

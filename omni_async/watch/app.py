@@ -132,7 +132,7 @@ class WatchApp:
 
     async def _asset(self, request: web.Request) -> web.Response:
         path = self._assets[request.path[1:]]
-        content = await asyncio.to_thread(path.read_bytes)
+        content = await in_daemon_thread(path.read_bytes)
         return web.Response(body=content, content_type=_TYPES[path.suffix], charset="utf-8")
 
     async def _login(self, request: web.Request) -> web.Response:
@@ -147,7 +147,7 @@ class WatchApp:
         name = request.match_info["name"]
         found = _SAMPLE.fullmatch(name)
         path = self._live.run.samples / name
-        if found is None or not await asyncio.to_thread(is_plain_file, path):
+        if found is None or not await in_daemon_thread(is_plain_file, path):
             raise Refused(404, "there is no such sample")
         return web.FileResponse(path, headers={**HEADERS, "Content-Type": _MEDIA_TYPES[found[3]]})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
 from omni_async.reward_server.listener import address_of, listening
 from omni_async.runs.record import run_config
@@ -39,7 +40,7 @@ async def serving(folder: Path, host: str, port: int, token: str | None) -> Asyn
         shutdown_timeout=_GRACE_S,
     )
     await runner.setup()
-    bound = await asyncio.to_thread(listening, host, port, "--port")
+    bound = await in_daemon_thread(listening, host, port, "--port")
     keeping = asyncio.create_task(live.keep(), name="keep the page up to date")
     try:
         await web.SockSite(runner, bound).start()

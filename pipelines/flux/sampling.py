@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from pipelines.sampling import ImageSampling, read_config
+from omni_async.families import EncodedText
+from pipelines.sampling import ImageSampling, clip_texts, read_config
 
 
 class FluxSampling(ImageSampling, frozen=True, kw_only=True):
@@ -26,6 +27,10 @@ class FluxSampling(ImageSampling, frozen=True, kw_only=True):
     @property
     def guided(self) -> bool:
         return self.true_cfg_scale > 1
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        t5 = EncodedText(tokenizer="tokenizer_2", cls="T5Tokenizer", text=text, most=self.max_sequence_length)
+        return (*clip_texts(text, "tokenizer"), t5)
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a guidance that the transformer has no input for."""

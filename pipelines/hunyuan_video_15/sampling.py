@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from omni_async.families import MediaShape, SamplingSpec
+from omni_async.families import EncodedText, MediaShape, SamplingSpec
 from pipelines.sampling import other_layout, require_frames
 
 SPATIAL, TEMPORAL = 16, 4  # pixels, and frames after the first, that become one latent
+# Of diffusers' pipeline: the text encoder's tokens after the system message, those of a system message, and ByT5's.
+_TEXT_TOKENS, _SYSTEM_TOKENS, _GLYPH_TOKENS = 1000, 108, 256
+_SYSTEM = """\
+You are a helpful assistant. Describe the video by detailing the following aspects: \
+        1. The main content and theme of the video. \
+        2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects. \
+        3. Actions, events, behaviors temporal relationships, physical movement changes of the objects. \
+        4. background environment, light, style and atmosphere. \
+        5. camera angles, movements, and transitions used in the video."""
+_QUOTED = re.compile(r'"(.*?)"|“(.*?)”')
 _LAYOUT = (
     ("vae", "spatial_compression_ratio", SPATIAL),
     ("vae", "temporal_compression_ratio", TEMPORAL),
@@ -29,6 +40,16 @@ class HunyuanVideo15Sampling(SamplingSpec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_frames(self.num_frames, TEMPORAL)
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        chat = (("system", _SYSTEM), ("user", text or " "))
+        seen = EncodedText(
+            tokenizer="tokenizer", cls="Qwen2Tokenizer", chat=chat, most=_TEXT_TOKENS, dropped=_SYSTEM_TOKENS
+        )
+        quoted = dict.fromkeys(first or second for first, second in _QUOTED.findall(text))
+        glyphs = "".join(f'Text "{one}". ' for one in quoted)
+        drawn = EncodedText(tokenizer="tokenizer_2", cls="ByT5Tokenizer", text=glyphs, most=_GLYPH_TOKENS)
+        return (seen, drawn) if quoted else (seen,)
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a part of another size than HunyuanVideo-1.5's, and a distilled model that is told two times a step."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from omni_async.config.section import doc
-from omni_async.families import MediaShape, SamplingSpec
+from omni_async.families import EncodedText, MediaShape, SamplingSpec
 from pipelines.sampling import other_layout, read_config, require_frames
 
 SPATIAL, TEMPORAL = 32, 8  # pixels, and frames after the first, that become one latent of the video
@@ -45,6 +45,10 @@ class LTX2Sampling(SamplingSpec, frozen=True, kw_only=True):
         require_frames(self.num_frames, TEMPORAL)
         if self.audio_frames < 2:
             raise ValueError(f"fps: {self.num_frames} frames at {self.fps:g} a second are too short for their sound")
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        length = self.max_sequence_length
+        return (EncodedText(tokenizer="tokenizer", cls="AutoTokenizer", text=text.strip(), most=length),)
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a part of another size than LTX-2's, and a prompt length that the text connectors do not divide."""

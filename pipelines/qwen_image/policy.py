@@ -27,16 +27,9 @@ from pipelines.parts import (
     stack_pixels,
     unpack_patches,
 )
-from pipelines.qwen_image.sampling import QwenImageSampling
+from pipelines.qwen_image.sampling import MAX_TEXT_TOKENS, NUM_TEMPLATE_TOKENS, PROMPT_TEMPLATE, QwenImageSampling
 from pipelines.sampling import read_config
 
-PROMPT_TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial"
-    " relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-# The template's system part: its hidden states are dropped, whatever the tokenizer made of it.
-NUM_TEMPLATE_TOKENS = 34
-MAX_TEXT_TOKENS = 1024
 PATCH = 2
 # The VAE saves no time on more pixels than this at once, and takes memory for them.
 _PIXELS_AT_ONCE = 1024 * 1024

@@ -23,7 +23,8 @@ from diffusers import (
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from pipelines import tiny
-from pipelines.qwen_image.policy import NUM_TEMPLATE_TOKENS, PATCH, PROMPT_TEMPLATE
+from pipelines.qwen_image.policy import PATCH
+from pipelines.qwen_image.sampling import NUM_TEMPLATE_TOKENS, PROMPT_TEMPLATE
 
 # The policy drops what the prefix became, so a tokenizer is right only if it spends exactly that many tokens on it.
 PROMPT_PREFIX, PROMPT_SUFFIX = PROMPT_TEMPLATE.split("{}")

@@ -22,19 +22,10 @@ from omni_async.types import Prompt, PromptImage
 from pipelines.parts import make_conditioning, pack_patches
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
-from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
+from pipelines.qwen_image_edit.sampling import EDIT_TEMPLATE, NUM_EDIT_TEMPLATE_TOKENS, QwenImageEditSampling, sides_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-EDIT_TEMPLATE = (
-    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects,"
-    " background), then explain how the user's text instruction should alter or modify the image. Generate a new image"
-    " that meets the user's requirements while maintaining consistency with the original input where appropriate."
-    "<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
-)
-NUM_EDIT_TEMPLATE_TOKENS = 64  # of the system part, and the user's first line
-_SIDE = 32  # what the sides of a prompt's image are multiples of
 
 
 class QwenImageEditCodec(QwenImageCodec):
@@ -145,11 +136,8 @@ def fitted(image: PromptImage, area: int) -> Image:
 
     pixels = np.asarray(read_prompt_image(image).image).transpose(1, 2, 0)
     height, width = pixels.shape[:2]
-    wide = math.sqrt(area * (width / height))
-    sides = [round(side / _SIDE) * _SIDE for side in (wide, wide / (width / height))]
-    if not all(sides):
-        raise ValueError(
-            f"the prompt's image {image.path} of {width} x {height} pixels is too narrow: at image_area {area} a side"
-            f" is shorter than half of {_SIDE} pixels"
-        )
+    try:
+        sides = sides_of(width, height, area)
+    except ValueError as error:
+        raise ValueError(f"the prompt's image {image.path} {error}") from None
     return Image.fromarray(pixels).resize((sides[0], sides[1]), Image.Resampling.LANCZOS)

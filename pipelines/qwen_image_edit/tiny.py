@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 from pipelines import tiny
 from pipelines.qwen_image import tiny as qwen_image
-from pipelines.qwen_image_edit.policy import EDIT_TEMPLATE, NUM_EDIT_TEMPLATE_TOKENS
+from pipelines.qwen_image_edit.sampling import EDIT_TEMPLATE, NUM_EDIT_TEMPLATE_TOKENS
 
 _SEEN = "<|vision_start|>"  # begins what is not dropped
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from pipelines.sampling import ImageSampling, read_config
+from omni_async.families import EncodedText
+from pipelines.sampling import ImageSampling, clip_texts, read_config
 
 
 class StableDiffusion3Sampling(ImageSampling, frozen=True, kw_only=True):
@@ -19,6 +20,10 @@ class StableDiffusion3Sampling(ImageSampling, frozen=True, kw_only=True):
     @property
     def guided(self) -> bool:
         return self.guidance_scale > 1
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        t5 = EncodedText(tokenizer="tokenizer_3", cls="T5Tokenizer", text=text, most=self.max_sequence_length)
+        return (*clip_texts(text, "tokenizer", "tokenizer_2"), t5)
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a side that the transformer's position table is too short for."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from omni_async.families import MediaShape, SamplingSpec
+from omni_async.families import EncodedText, MediaShape, SamplingSpec
 from pipelines.sampling import read_config, require_frames
 
 TEMPORAL = 4  # frames that become one latent frame, after the first
@@ -30,6 +31,11 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_frames(self.num_frames, TEMPORAL)
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        clean = " ".join(html.unescape(html.unescape(text)).split())  # as diffusers' pipeline does
+        length = self.max_sequence_length
+        return (EncodedText(tokenizer="tokenizer", cls="AutoTokenizer", text=clean, most=length),)
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a size that the checkpoint's VAE and patches do not divide, and a second scale for one expert."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
+from omni_async.families import EncodedText
 from pipelines.sampling import ImageSampling, read_config
 
 CAPTION_TOKENS = 32  # a caption takes a multiple of so many positions
@@ -25,6 +26,10 @@ class ZImageSampling(ImageSampling, frozen=True, kw_only=True):
     @property
     def guided(self) -> bool:
         return self.guidance_scale > 0
+
+    def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
+        length = self.max_sequence_length
+        return (EncodedText(tokenizer="tokenizer", cls="AutoTokenizer", chat=(("user", text),), most=length),)
 
     def problem(self, checkpoint: Path) -> str | None:
         """Find a side or a length that the transformer's position tables are too short for."""

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextvars import ContextVar
 
 import pytest
 
-from omni_async.aio.threads import in_daemon_thread
+from omni_async.aio.threads import DaemonThread, busy, in_daemon_thread
 from tests.patience import PATIENCE
 
 
@@ -32,3 +33,47 @@ async def test_a_cancelled_caller_leaves_a_call_behind_that_never_returns() -> N
     assert not ended.is_set()
     release.set()  # its answer has nobody to go to
     assert ended.wait(PATIENCE)
+
+
+async def test_calls_that_do_not_overlap_share_a_thread_and_have_the_callers_context() -> None:
+    value: ContextVar[int] = ContextVar("value", default=0)
+    value.set(7)
+    first = await in_daemon_thread(lambda a, *, b: (threading.get_ident(), a, b, value.get()), 1, b=2)
+    assert first[1:] == (1, 2, 7)
+    assert await in_daemon_thread(threading.get_ident) == first[0]
+
+
+async def test_a_call_that_has_not_returned_is_known() -> None:
+    began, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        began.set()
+        release.wait()
+
+    waiting = asyncio.create_task(in_daemon_thread(block))
+    await in_daemon_thread(began.wait)
+    assert busy()
+    release.set()
+    await waiting
+
+
+def test_a_thread_runs_calls_in_order_and_ends_with_its_owner() -> None:
+    thread = DaemonThread("mine")
+    done: list[int] = []
+    futures = [thread.submit(done.append, number) for number in range(100)]
+    futures[-1].result(PATIENCE)
+    assert done == [*range(100)]
+    [itself] = [one for one in threading.enumerate() if one.name == "mine"]
+    del thread
+    itself.join(PATIENCE)
+    assert not itself.is_alive()
+
+
+def test_calls_that_wait_are_cancelled_when_that_is_asked() -> None:
+    thread, release = DaemonThread("mine"), threading.Event()
+    running, waiting = thread.submit(release.wait), thread.submit(int)
+    while not running.running():
+        pass
+    thread.shutdown(wait=False, cancel_futures=True)
+    release.set()
+    assert running.result(PATIENCE) and waiting.cancelled()

@@ -110,6 +110,24 @@ def test_what_a_check_misses_in_a_prompt_is_said_with_its_line(tmp_path):
         load_prompts(str(tmp_path / "p.txt"), "data.prompts", 50, checks)
 
 
+def test_all_wrong_lines_are_named_at_once_ten_at_most(tmp_path):
+    lines = [f'{{"prompt": "{"" if i % 2 else "fine"}"}}' for i in range(30)]
+    lines[2] = '{"prompt": "a cat'
+    said = refusal(tmp_path, "\n".join(lines), "p.jsonl")
+    path = tmp_path / "p.jsonl"
+    assert said.startswith(
+        f'data.prompts: {path}:2: expected an object with a non-empty string "prompt"; line 3: not v'
+    )
+    assert said.endswith('; line 18: expected an object with a non-empty string "prompt"; and 6 more')
+
+
+def test_what_is_asked_of_all_prompts_at_once_is_reported_with_line_numbers(tmp_path):
+    (tmp_path / "p.txt").write_text("a\n\nb\nc\n")
+    with pytest.raises(ConfigError) as refused:
+        load_prompts(str(tmp_path / "p.txt"), "k", 50, whole=lambda prompts: {len(prompts) - 1: "last", 1: "second"})
+    assert str(refused.value) == f"k: {tmp_path / 'p.txt'}:3: second; line 4: last"
+
+
 def test_a_million_prompts_are_read_in_seconds(tmp_path):
     """A prompt takes some 53 lines of Python, which are microseconds, and not more in a longer file."""
     line = '{"prompt": "a sign that says \\"open\\"", "target": "open", "language": "en", "n": 1}\n'
@@ -189,6 +207,8 @@ def test_images_are_found_beside_the_prompt_file_and_keep_their_digest(tmp_path)
         (with_images("nowhere.png", "image"), "image: no such file: 'nowhere.png'"),
         (with_images(["fine.png", "text.png"]), "image 'text.png': not a PNG, JPEG or WebP image"),
         (with_images("cut.png", "image"), "image 'cut.png': the image cannot be decoded"),
+        (with_images("cut.jpg", "image"), "image 'cut.jpg': the image cannot be decoded: OSError: image file is trunc"),
+        (with_images("cut.webp", "image"), "image 'cut.webp': "),
         (with_images("../outside.png", "image"), "'../outside.png' leads out of the prompt file's folder"),
         (with_images("/etc/passwd", "image"), "leads out of the prompt file's folder"),
         (with_images("fine.png"), "images: expected a list of paths, got 'fine.png'"),
@@ -203,6 +223,11 @@ def test_an_image_that_is_none_is_refused_with_file_and_line(tmp_path, line, err
     draw(tmp_path / "outside.png")
     (folder / "text.png").write_text("no image")
     (folder / "cut.png").write_bytes(content[:-20])
+    noise = Image.effect_noise((200, 100), 90)
+    for suffix in ("jpg", "webp"):
+        noise.save(folder / f"cut.{suffix}")
+        whole = (folder / f"cut.{suffix}").read_bytes()
+        (folder / f"cut.{suffix}").write_bytes(whole[: len(whole) // 2])
     said = refusal(folder, '{"prompt": "x"}\n' + line, "p.jsonl")
     assert said.startswith(f"data.prompts: {folder / 'p.jsonl'}:2: ") and error in said
 

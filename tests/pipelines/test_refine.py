@@ -3,18 +3,23 @@
 import asyncio
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from omni_async.actors.producer import Producer
+from omni_async.aio.clock import WallClock
 from omni_async.config import ConfigError
 from omni_async.data.image_files import read_prompt_image
 from omni_async.families import find_family
 from omni_async.media import Media
 from omni_async.preflight.check import preflight
+from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.failures import Discreet
+from omni_async.rewards.probe import Probe
+from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score
 from pipelines.refine import REFINE, Refine, build
 from tests.config.recipe import MINIMAL, complaint, load_text
@@ -149,6 +154,61 @@ async def test_what_a_judge_raises_shows_no_credential():
 
     with pytest.raises(Exception, match=r"\*\*\* was refused"):
         await build(config)(Prompt(0, "x"), draw)
+
+
+def probe() -> Probe:
+    return Probe([grey(0), grey(9)], [Prompt(0, "x"), Prompt(1, "y")])
+
+
+async def test_a_judge_is_tried_with_a_synthetic_sample():
+    class Broken(Reader):
+        def score(self, media: list[Media], prompts: list[Prompt]) -> list[Any]:
+            self.batches.append(len(media))
+            raise RuntimeError("no licence")
+
+    class Down(Reader):
+        def score(self, media: list[Media], prompts: list[Prompt]) -> list[Any]:
+            raise ConnectionRefusedError("nobody is there")
+
+    broken = Broken()
+    wrong = await Refine(2, "{read}", "broken", shown(broken)).try_out(probe())
+    assert wrong is not None and wrong.startswith("rollout.program.settings.judge: ") and "no licence" in wrong
+    assert broken.batches == [2, 2]
+    assert await Refine(2, "{read}", "down", shown(Down())).try_out(probe()) is None
+    assert await Refine(2, "{read}", "reader", shown(Reader())).try_out(probe()) is None
+
+
+async def test_a_run_whose_judge_is_wrong_ends_before_a_sample_is_drawn():
+    class Wrong:
+        async def __call__(self, prompt: Prompt, draw: Any) -> None:
+            raise AssertionError("a sample was drawn")
+
+        async def try_out(self, probe: Probe) -> str | None:
+            return "the judge has no licence"
+
+    class Desk:
+        said: ClassVar[list[str]] = []
+
+        async def scorer_wrong(self, reason: str) -> bool:
+            self.said.append(reason)
+            return True
+
+    class Engine:
+        closed = False
+
+        async def start(self) -> None:
+            pass
+
+        async def close(self) -> None:
+            self.closed = True
+
+    engine: Any = Engine()
+    desk: Any = Desk()
+    config = load_text(MINIMAL)
+    producer = Producer("rollout-0", config, engine, desk, LocalStore(), WallClock(), None, Wrong(), probe())
+    with pytest.raises(WrongScorer, match="the judge has no licence"):
+        await producer.start()
+    assert engine.closed and desk.said == ["the judge has no licence"]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,15 @@ def safetensors(length: int) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(length)
 
 
+def library(cls: str) -> str:
+    return "diffusers" if cls.startswith(("Auto", "SD3", "Flow")) else "transformers"
+
+
+def stem(name: str) -> str:
+    """Returns the name under which a part's library looks for weights."""
+    return "diffusion_pytorch_model" if library(CLASSES[name]) == "diffusers" else "model"
+
+
 def write_parts(folder: Path) -> None:
     """Writes a folder that looks like Stable Diffusion 3, with empty parts."""
     for name, cls in CLASSES.items():
@@ -56,8 +65,10 @@ def write_parts(folder: Path) -> None:
         kind = "" if is_model else "tokenizer_" if "Tokenizer" in cls else "scheduler_"
         (folder / name / f"{kind}config.json").write_text(json.dumps(SETTINGS.get(name, {})))
         if is_model:
-            (folder / name / "model.safetensors").write_bytes(safetensors(100))
-    index: dict[str, Any] = {name: ["a library", cls] for name, cls in CLASSES.items()}
+            (folder / name / f"{stem(name)}.safetensors").write_bytes(safetensors(100))
+        if "Tokenizer" in cls:
+            (folder / name / "tokenizer.json").write_text("{}")
+    index: dict[str, Any] = {name: [library(cls), cls] for name, cls in CLASSES.items()}
     index |= {"_class_name": "StableDiffusion3Pipeline", "feature_extractor": [None, None]}
     (folder / "model_index.json").write_text(json.dumps(index))
 
@@ -144,12 +155,32 @@ def without_a_trace_of_the_vae(model: Path) -> None:
 
 
 def pickled(model: Path) -> None:
-    (model / WEIGHTS).rename(model / "transformer" / "model.bin")
+    (model / WEIGHTS).rename(model / "transformer" / "diffusion_pytorch_model.bin")
 
 
-SHARDS = b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+def renamed(ending: str, index: str | None = None) -> Callable[[Path], Any]:
+    """Returns what gives the denoiser's weights another ending, and an index of that variant."""
+
+    def spoil(model: Path) -> None:
+        (model / WEIGHTS).rename(model / "transformer" / f"diffusion_pytorch_model{ending}")
+        if index is not None:
+            (model / f"{WEIGHTS}.index{index}.json").write_bytes(SHARDS)
+
+    return spoil
+
+
+def as_file(name: str) -> Callable[[Path], Any]:
+    def spoil(model: Path) -> None:
+        remove(name)(model)
+        (model / name).write_text("")
+
+    return spoil
+
+
+FP16, BF16_INDEX = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.bf16.json"
+SHARDS = b'{"weight_map": {"w": "diffusion_pytorch_model.safetensors", "b": "model-2.safetensors"}}'
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n"
-WEIGHTS = "transformer/model.safetensors"
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -159,24 +190,53 @@ WEIGHTS = "transformer/model.safetensors"
         (remove("model_index.json"), "it has no model_index.json"),
         (remove("vae/config.json"), "vae has no config.json, but "),
         (remove("tokenizer_2/tokenizer_config.json"), "tokenizer_2 has no *config.json, but "),
-        (remove("scheduler/scheduler_config.json"), "scheduler has no *config.json, but "),
+        (remove("scheduler/scheduler_config.json"), "scheduler has no scheduler_config.json, but "),
         (write("vae/config.json", b'{"block_out'), "vae/config.json is cut off or no JSON (Unterminated string"),
         (write("text_encoder_3/config.json", b""), "text_encoder_3/config.json is cut off or no JSON ("),
         (write("vae/config.json", b"\xff\xfe"), "vae/config.json is cut off or no JSON ("),
         (write("vae/config.json", b"[]"), "vae/config.json: expected a JSON object, got a list"),
         (write("vae/config.json", b"{}"), "height: "),
-        (remove(WEIGHTS), "transformer has no weights (*.safetensors)"),
+        (remove(WEIGHTS), "transformer has no weights (diffusion_pytorch_model.safetensors, or "),
         (write(WEIGHTS, b""), f"{WEIGHTS} (0 bytes) is cut off or no safetensors file; copy it again"),
         (write(WEIGHTS, safetensors(100)[:20]), f"{WEIGHTS} (20 bytes) is cut off or no safetensors file"),
         (write(WEIGHTS, safetensors(100)[:-1]), "its header says "),
         (write(WEIGHTS, safetensors(100) + b"x"), "its header says "),
         (write(WEIGHTS, b"\xff" * 50), "is cut off or no safetensors file"),
         (write(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "is cut off or no safetensors file"),
-        (write("vae/model.safetensors", LFS), "is a Git LFS pointer and not the file; fetch it with `git lfs pull`"),
+        (
+            write("vae/diffusion_pytorch_model.safetensors", LFS),
+            "is a Git LFS pointer and not the file; fetch it with `git lfs pull`",
+        ),
         (write(f"{WEIGHTS}.index.json", SHARDS), "transformer lacks 1 of 2 files of weights: model-2.safetensors"),
         (write("model_index.json", b'{"_class_name": "StableDiffusion3Pipeline"}'), "lists no parts"),
+        (renamed(".fp16.safetensors"), f"but only the fp16 variant, {FP16}; rename it to diffusion_pytorch_model.safe"),
+        (renamed("-00001-of-00002.safetensors"), "but 1 shards without an index (diffusion_pytorch_model-00001-of-00"),
+        (renamed(".bf16.safetensors", index=".bf16"), f"but only the bf16 variant in shards; rename {BF16_INDEX} to "),
+        (write(f"{WEIGHTS}.index.json", SHARDS.replace(b"model-2", b"../vae/a")), "names of files in its own folder, "),
+        (write(f"{WEIGHTS}.index.json", b'{"weight_map": {}}'), "expected a weight_map, tensors to files"),
+        (
+            write(f"{WEIGHTS}.index.json", SHARDS.replace(b"model-2", b"diffusion_pytorch_model")),
+            "lacks the tensor 'b'",
+        ),
+        (write(WEIGHTS, safetensors(100).replace(b"[100]", b"[ 10]")), "is no safetensors file: "),
+        (
+            as_file("text_encoder"),
+            "text_encoder is a file, not a folder, but its model_index.json lists CLIPTextModelW",
+        ),
+        (remove("tokenizer_3/tokenizer.json"), "tokenizer_3 has no vocabulary; expected tokenizer.json, or "),
+        (write("tokenizer/tokenizer.json", b"{"), "tokenizer/tokenizer.json is cut off or no JSON ("),
+        (write("tokenizer/tokenizer.json", b""), "tokenizer/tokenizer.json is empty; copy it again"),
+        (write("tokenizer/tokenizer.json", LFS), "tokenizer/tokenizer.json is a Git LFS pointer and not the file; fe"),
+        (write("vae/config.json", LFS), "vae/config.json is a Git LFS pointer and not the file; fetch it with `git lf"),
+        (
+            write("vae/config.json", b'{"_class_name": "AutoencoderKLWan"}'),
+            "vae/config.json is of a AutoencoderKLWan, ",
+        ),
         (without_a_trace_of_the_vae, "is no checkpoint of this family in diffusers layout, "),
-        (pickled, "transformer/model.bin is a pickle, which may run code when it is read; convert it to safetensors"),
+        (
+            pickled,
+            "transformer/diffusion_pytorch_model.bin is a pickle, which may run code when it is read; convert it to ",
+        ),
         (write("model_index.json", b'{"_class_name": "FluxPipeline"}'), "is a FluxPipeline checkpoint, but model.pip"),
     ],
 )

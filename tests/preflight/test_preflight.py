@@ -24,6 +24,7 @@ from omni_async.preflight.scorers import _try_scorers
 from omni_async.rewards.probe import Probe
 from omni_async.runtime.inputs import RunInputs
 from omni_async.types import Prompt, Score
+from tests.data.test_preferences import encoded, random_image
 from tests.rewards.judge_server import completion, judging
 from tests.runtime.runtime_world import OFFLINE, write_world
 
@@ -73,10 +74,15 @@ def test_what_does_not_fit_is_refused_under_its_key_with_the_reason(tmp_path, se
 
 
 def test_the_prompts_of_preference_pairs_are_those_of_the_file(tmp_path):
-    columns = {"prompt": ["a cat", "a dog", "a cat"], "chosen": [b"png"] * 3, "rejected": [b"png"] * 3}
+    image = encoded(random_image(0))
+    columns: dict[str, Any] = {"prompt": ["a cat", "a dog", "a cat"], "chosen": [image] * 3, "rejected": [image] * 3}
     pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
     inputs = preflight(write_world(tmp_path, **OFFLINE))
     assert [(prompt.index, prompt.text) for prompt in inputs.prompts] == [(0, "a cat"), (1, "a dog"), (2, "a cat")]
+
+    columns["rejected"][1] = image[: len(image) // 2]
+    pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
+    assert "row 1, column rejected: the image cannot be decoded" in refusal(write_world(tmp_path, **OFFLINE))
 
 
 class Client:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from omni_async.config import schema
+from omni_async.config.proxies import proxy_for
 from omni_async.rewards import registry, wire
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.failures import is_outage
@@ -272,3 +273,37 @@ def test_the_documented_messages_are_those_of_the_protocol():
     media, prompt = wire.sample_of(asked.samples[0])
     assert media.image.shape == (3, 64, 64) and re.search('"open"', prompt.text) and prompt.target == "open"
     assert [one.kind for one in wire.decode_answer(answer.encode(), wire.JSON).scores] == ["sample", "sample"]
+
+
+# ---- proxies ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_proxy_of_the_environment_is_asked_for_a_remote_server(monkeypatch):
+    with answering(lambda n: (200, GOOD)) as (proxy, bodies):
+        monkeypatch.setenv("http_proxy", proxy)
+        with asking("http://reward.internal.example:8000", retries=0) as scorer:
+            assert score_one(scorer)[0].value == 0.5
+        assert len(bodies) == 1
+
+
+def test_a_server_of_this_machine_or_of_no_proxy_is_asked_directly(monkeypatch):
+    with unused_address() as proxy, answering(lambda n: (200, GOOD)) as (url, bodies), asking(url) as scorer:
+        monkeypatch.setenv("http_proxy", f"http://{proxy}")
+        assert score_one(scorer)[0].value == 0.5 and len(bodies) == 1
+    monkeypatch.setenv("no_proxy", ".internal.example")
+    assert proxy_for("http://reward.internal.example:8000/x") is None
+    assert proxy_for("http://other.example/x") is not None
+    assert all(proxy_for(f"http://{host}:8000") is None for host in ("localhost", "[::1]", "127.0.0.9", "a.localhost"))
+
+
+def test_an_error_names_the_proxy_without_its_password(monkeypatch):
+    with (
+        unused_address() as proxy,
+        asking("http://reward.internal.example:8000", retries=0) as scorer,
+        pytest.raises(Outage) as raised,
+    ):
+        monkeypatch.setenv("http_proxy", f"http://me:hunter2222@{proxy}")
+        score_one(scorer)
+    named = rf"cannot be asked \(through the proxy http://.*@{re.escape(proxy)} "
+    assert re.search(named, str(raised.value))
+    assert "hunter2222" not in str(raised.value)

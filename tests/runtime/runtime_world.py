@@ -54,7 +54,7 @@ OFFLINE: dict[str, Any] = {
 def write_checkpoint(folder: Path, class_name: str = "QwenImagePipeline") -> None:
     (folder / "transformer").mkdir(parents=True, exist_ok=True)
     (folder / "transformer" / "config.json").write_text('{"num_attention_heads": 4}')
-    (folder / "transformer" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     index = {"_class_name": class_name, "transformer": ["diffusers", "Denoiser"]}
     (folder / "model_index.json").write_bytes(msgspec.json.encode(index))
 

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 (`end_process` has a time-out)
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,7 @@ class RayCluster(Cluster):
         handle, where = self._handles.pop(name, None), self._where.pop(name, None)
         self._actors.pop(name, None)
         if where is not None:
-            await asyncio.to_thread(end_process, where)
+            await in_daemon_thread(end_process, where)
         if handle is not None:
             ray.kill(handle)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Coalescer
 from omni_async.store import ObjectLost, nbytes
 
@@ -43,7 +44,7 @@ class RayStore:
         # Reads block a thread and not the event loop, which Ray can't tell.
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
         self._reads: Coalescer[Any, list[Any] | ray.exceptions.RayError] = Coalescer(
-            lambda objects: asyncio.to_thread(_read, objects)
+            lambda objects: in_daemon_thread(_read, objects)
         )
 
     async def put(self, value: Any) -> Place:
@@ -54,7 +55,7 @@ class RayStore:
         """Store values, which share objects in their order."""
         shares = list(_shares(values))
         objects = await asyncio.gather(
-            *(asyncio.to_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares)
+            *(in_daemon_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares)
         )
         return [Place(made, index) for made, share in zip(objects, shares, strict=True) for index in range(len(share))]
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from omni_async.config import schema
+from omni_async.config.proxies import is_loopback, proxy_for, through
 from omni_async.config.redact import redact_text
 from omni_async.tracking.catalogue import Group, chart
 from omni_async.tracking.sinks.base import About, Ended, Sink, SinkUnusableError, command_of
@@ -218,8 +219,26 @@ def _probe(uri: str) -> None:
         return
     parts = urlsplit(uri)
     address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}/health"
-    with contextlib.suppress(urllib.error.HTTPError):
-        urllib.request.urlopen(address, timeout=_PROBE_S).close()
+    proxy = proxy_for(uri)
+    if proxy is None and (host := parts.hostname):
+        _bypass(host)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({parts.scheme: proxy} if proxy else {}))
+    try:
+        opener.open(address, timeout=_PROBE_S).close()
+    except urllib.error.HTTPError:
+        return
+    except OSError as error:
+        raise OSError(f"{getattr(error, 'reason', error)}{through(proxy)}") from None
+
+
+def _bypass(host: str) -> None:
+    """Except a host of this machine from the environment's proxies, which MLflow's client and its children obey."""
+    if not is_loopback(host):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [one.strip() for one in os.environ.get(name, "").split(",") if one.strip()]
+        if "*" not in hosts and host not in hosts and (hosts or urllib.request.getproxies()):
+            os.environ[name] = ",".join([*hosts, host])
 
 
 def _client(uri: str) -> MlflowClient:

@@ -21,7 +21,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -32,6 +31,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from omni_async.aio.threads import DaemonThread, in_daemon_thread
 from omni_async.config import Config
 from omni_async.tcp_store import join_store, serve_store
 from omni_async.types import WeightManifest
@@ -103,7 +103,7 @@ class CollectiveSender:
         try:
             await join(invitation)
         except BaseException:
-            await asyncio.to_thread(_report_gone, invitation, self._timeout_s)
+            await in_daemon_thread(_report_gone, invitation, self._timeout_s)
             raise
 
     def _serve(self) -> Any:
@@ -261,7 +261,7 @@ class _Thread:
     """A thread that runs calls one at a time, in order."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._executor = DaemonThread("weights")
 
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, work)

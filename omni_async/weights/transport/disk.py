@@ -10,7 +10,6 @@ here.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import mmap
 import re
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights.digest import Bucket, WeightError, check_size, item_bytes
 from omni_async.weights.transport.base import Join, TransportError
@@ -70,14 +70,14 @@ class DiskSender:
 
     async def finish(self, delivered: bool) -> None:
         if self._file is not None:
-            await asyncio.to_thread(self._file.discard)
+            await in_daemon_thread(self._file.discard)
             if delivered:
-                await asyncio.to_thread(_clear_all_but, self._file.path)
+                await in_daemon_thread(_clear_all_but, self._file.path)
 
 
 async def _write(file: VersionFile, work: Callable[[], None]) -> None:
     try:
-        await asyncio.to_thread(work)
+        await in_daemon_thread(work)
     except OSError as error:
         raise TransportError(
             f"weights.transport: disk: version {file.version} cannot be written to {file.path}:"
@@ -103,7 +103,7 @@ class DiskReceiver:
         """Do nothing: the file has all buckets."""
 
     async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
-        return await asyncio.to_thread(read_version, self._path, self._manifest)
+        return await in_daemon_thread(read_version, self._path, self._manifest)
 
 
 class VersionFile:

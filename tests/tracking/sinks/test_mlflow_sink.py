@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from PIL import Image
 from omni_async.config import schema
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.mlflow_sink import MlflowSink
+from omni_async.tracking.sinks.mlflow_sink import MlflowSink, _probe
 from tests.tracking.sinks.sink_world import ENDINGS, LEFT_OUT, RED, about, tell
 
 if TYPE_CHECKING:
@@ -173,3 +175,20 @@ def test_a_locked_database_is_down_and_a_wrong_value_is_refused(tmp_path):
     assert not sink.refuses(MlflowException("slow down", codes.REQUEST_LIMIT_EXCEEDED))
     assert sink.refuses(MlflowException("no such run", codes.RESOURCE_DOES_NOT_EXIST))
     assert sink.refuses(MlflowException("not a number", codes.INVALID_PARAMETER_VALUE))
+
+
+def test_a_server_of_this_machine_is_asked_without_the_environments_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _probe(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert os.environ["no_proxy"] == "127.0.0.1", "MLflow's own client obeys it"
+
+
+def test_an_unreachable_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match=r"refused \(through the proxy http://127\.0\.0\.1:9 of the environment\)"):
+        _probe("http://tracking.internal.example:5000")
