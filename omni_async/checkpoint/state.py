@@ -90,7 +90,7 @@ def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[
 
     contents: of the recipe's files, as `contents_of` returns it."""
     control, before, now = state.control, state.samples, made_with(config)
-    changed = [name for name in now | before if before.get(name) != now.get(name)]
+    changed = [name for name in before | _DRAWN if before.get(name) != now.get(name)]
     if state.statement is not None:  # which is more exact, and knows files
         since = changes_since(state.statement, config, contents, tracked=False)
         changed = [name for name in changed if name not in AGAIN] + [one.key for one in since if one.again]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from omni_async.aio.supervisor import TaskFailed
 from omni_async.aio.waiting import Stopped, first_of, unless
@@ -157,7 +159,9 @@ def test_a_run_that_ends_well_leaves_its_files_and_says_where_and_the_numbers_of
 
 
 def test_a_run_on_preferences_neither_loads_engines_nor_generates(tmp_path, monkeypatch):
-    pairs = pa.table({"prompt": ["a cat"], "chosen": [b"png"], "rejected": [b"png"]})
+    image = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(image, "PNG")
+    pairs = pa.table({"prompt": ["a cat"], "chosen": [image.getvalue()], "rejected": [image.getvalue()]})
     pq.write_table(pairs, tmp_path / "pairs.parquet")
     _, console = play(tmp_path, monkeypatch, {"trainer": ends_well}, **OFFLINE)
     assert console.phases[-2:] == [
