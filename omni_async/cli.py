@@ -275,11 +275,16 @@ class _Output(io.FileIO):
 
     An error would reach whatever happens to write: rich would end the process, and with it what is still to be done."""
 
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        # A closed terminal's error is EIO, which is a failing disk's as well.
+        self._gone = (errno.EPIPE, errno.EIO) if self.isatty() else (errno.EPIPE,)
+
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that is closed
+            if error.errno not in self._gone:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
@@ -291,7 +296,7 @@ def _outliving_its_reader(stream: Any) -> Any:
     """Return a stream to where `stream`, standard output or error, writes. None stays None."""
     if stream is None:
         return stream
-    output = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    output = io.BufferedWriter(_Output(stream.fileno()))
     return io.TextIOWrapper(output, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 
@@ -326,7 +331,8 @@ def _check(config: Config, probe: bool) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
         inputs = preflight(config)
     for note in inputs.notes:
-        _tell(note if note.startswith("warning: ") else f"note: {note}")
+        if note.startswith("warning: "):
+            _tell(note)
     said: list[str] = []
     if probe:
         from omni_async.preflight.scorers import try_scorers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +22,14 @@ def test_everything_that_is_copied_is_there_and_sent_to_the_builder() -> None:
     for path in COPIED:
         assert (ROOT / path).exists(), path
         assert any(fnmatch.fnmatch(path.split("/")[0], allowed) for allowed in ALLOWED), path
+
+
+def test_the_version_can_be_read_in_the_layer_of_the_packages() -> None:
+    """Setuptools imports the version's module where little more than that is copied."""
+    before = "\n".join(LINES).partition("\nRUN python3.12 -m venv")[0]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    module = project["tool"]["setuptools"]["dynamic"]["version"]["attr"].rpartition(".")[0]
+    assert f"{module.replace('.', '/')}.py" in before
 
 
 def test_the_image_installs_what_the_makefile_installs_and_the_user_is_not_root() -> None:

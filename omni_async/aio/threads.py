@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -35,16 +36,20 @@ class DaemonThread(Executor):
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
+        self._closed = False
         weakref.finalize(self, self._calls.put, None)
         Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
 
     def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[T] = Future()
         self._calls.put((future, partial(call, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the thread after its current call, if that returns; never waits for it."""
+        self._closed = True
         with contextlib.suppress(Empty):
             while cancel_futures:
                 if (item := self._calls.get_nowait()) is not None:
@@ -91,8 +96,14 @@ class _Pool(Executor):
         future.add_done_callback(returned)
         return future
 
+    def forget(self) -> None:
+        """Forget the threads: a forked process has none of them."""
+        self._idle.clear()
+        _busy.clear()
+
 
 _POOL = _Pool()
+os.register_at_fork(after_in_child=_POOL.forget)
 
 
 async def in_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -68,12 +69,20 @@ def reward_contents(config: Config) -> dict[str, str]:
         names = [*scorer.params] if foreign else path_params(scorer.name)
         for name in names:
             value = scorer.params.get(name)
-            if isinstance(value, str) and (not foreign or value.startswith("/")):
+            if isinstance(value, str) and (not foreign or _is_plain_file(value)):
                 found |= path_contents(f"reward.scorers.{number}.params.{name}", value)
     for number, server in enumerate(config.reward.servers):
         if server.replicas:
             found |= path_contents(f"reward.servers.{number}.model", server.model)
     return found
+
+
+def _is_plain_file(text: str) -> bool:
+    """Return whether a text names a file that can be read; a folder may hold what a scorer writes."""
+    try:
+        return text.startswith("/") and Path(text).is_file() and os.access(text, os.R_OK)
+    except (OSError, ValueError):
+        return False
 
 
 def model_contents(folder: Path) -> dict[str, str]:
@@ -104,6 +113,8 @@ def path_contents(key: str, path: str | Path) -> dict[str, str]:
             return {}
         files = _files_of(path)
         return {key: _digest(path, tuple((file, *_stamp(file)) for file in files))}
+    except ValueError as error:  # no path at all
+        raise ConfigError(f"{key}: {str(path)[:200]!r} cannot be read: {error}") from None
     except OSError as error:
         where = error.filename or path
         raise ConfigError(f"{key}: {where} cannot be read: {error.strerror or error}") from None
@@ -170,12 +181,15 @@ def _tensors(file: BinaryIO, size: int) -> dict[str, tuple[str, list[int], int, 
     try:
         header = json.loads(file.read(length))
         begin = _LENGTH_BYTES + length
-        return {
-            name: (entry["dtype"], entry["shape"], *(begin + int(offset) for offset in entry["data_offsets"]))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        found = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = (begin + int(offset) for offset in entry["data_offsets"])
+                if not begin <= start <= end <= size:
+                    return None
+                found[name] = (entry["dtype"], entry["shape"], start, end)
+        return found
+    except (OverflowError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -194,9 +208,11 @@ def _sampled(file: BinaryIO, start: int, end: int) -> str:
 
 def _json_of(content: bytes) -> Any:
     try:
-        return _without_notes(json.loads(content))
-    except (ValueError, RecursionError):
+        value = _without_notes(json.loads(content))
+        _hashed(value)  # which a lone surrogate prevents
+    except (ValueError, OverflowError, RecursionError):
         return content.hex()
+    return value
 
 
 def _without_notes(value: Any) -> Any:

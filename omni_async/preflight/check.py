@@ -63,7 +63,9 @@ def preflight(config: Config, elsewhere: bool = False) -> RunInputs:
     inputs = _preflight(config, elsewhere)
     if joined is None or joined.named_by != VARIABLE:
         return inputs
-    note = f"{VARIABLE} is set: the run joins the Ray cluster at {joined.address}; unset it to start a local Ray"
+    note = (
+        f"warning: {VARIABLE} is set: the run joins the Ray cluster at {joined.address}; unset it to start a local Ray"
+    )
     return dataclasses.replace(inputs, notes=(*inputs.notes, note))
 
 

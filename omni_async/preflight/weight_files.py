@@ -42,7 +42,8 @@ def check_weights(part: Path, library: str) -> None:
     stems = _STEMS.get(library, _ANY_STEM)
     for stem in stems:
         index, alone = part / f"{stem}.safetensors.index.json", part / f"{stem}.safetensors"
-        if index.is_file():
+        # Of both, transformers loads the single file, diffusers the shards of the index.
+        if index.is_file() and not (library == "transformers" and alone.is_file()):
             return _check_shards(index)
         if alone.is_file():
             # vLLM-Omni reads every safetensors file of a folder without an index.

@@ -6,6 +6,7 @@ and `omni-async status` format numbers by the functions here, so that one has th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TextIO, TypedDict
 
@@ -175,7 +176,7 @@ def groups_left_out(
     why = {"rejected": rejected, "dropped": dropped or {}}
     ended = [event for event in why if counts[event]]
     if dropped is None or sum(rejected.values()) > counts["rejected"]:  # it is unknown which ending a reason belongs to
-        together = {**rejected, **(dropped or {})}
+        together = Counter(rejected) + Counter(dropped or {})
         if len(ended) > 1:
             lines = [_ended(counts[event], counts["admitted"], event, {}) for event in ended]
             return [*lines, f"groups were rejected or dropped because: {listed(count(together))}"]

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from contextvars import ContextVar
 
 import pytest
 
-from omni_async.aio.threads import DaemonThread, busy, in_daemon_thread
+from omni_async.aio.threads import _POOL, DaemonThread, busy, in_daemon_thread
 from tests.patience import PATIENCE
 
 
@@ -77,3 +78,20 @@ def test_calls_that_wait_are_cancelled_when_that_is_asked() -> None:
     thread.shutdown(wait=False, cancel_futures=True)
     release.set()
     assert running.result(PATIENCE) and waiting.cancelled()
+
+
+def test_a_call_after_the_end_is_refused() -> None:
+    thread = DaemonThread("mine")
+    thread.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        thread.submit(int)
+
+
+async def test_a_forked_process_has_threads_of_its_own() -> None:
+    """Idle threads of its parent do not exist there: a call to one would never return."""
+    await in_daemon_thread(int)
+    child = os.fork()
+    if child == 0:
+        answered = _POOL.submit(int).exception(PATIENCE) is None
+        os._exit(0 if answered else 1)
+    assert await in_daemon_thread(os.waitpid, child, 0) == (child, 0)

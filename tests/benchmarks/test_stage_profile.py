@@ -74,7 +74,7 @@ def test_payloads_are_those_of_a_sample_and_of_a_version(out: Path) -> None:
     tokens, channels, text = 2 * 2, 64, 64  # of 32 x 32 pixels, and the width of a text embedding
     latents = (2 + 1) * tokens * channels * 4
     conditioning = (8 + 2) * (text * 4 + 1)
-    rest = (4 + 1) * 4 + 2 * 8 + 2 * 4  # sigmas, steps, log-probs
+    rest = (4 + 1) * 4 + 2 * 8 + 2 * 8  # sigmas, steps, log-probs
     assert payload.trajectory == latents + conditioning + rest
     assert payload.media == 3 * 32 * 32
     config = tiny_config(out)

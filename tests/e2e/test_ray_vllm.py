@@ -56,6 +56,10 @@ def test_metrics_validation_and_images(asynchronous: Run) -> None:
         "conservation",
         "samples",
         "standard_error",
+        "asked",
+        "drawn",
+        "reasons",
+        "scores",
     }, "others are documented"
     versions = [point.version for point in asynchronous.summary.validation]
     assert versions[0] == 0 and versions[-1] == 6
@@ -82,5 +86,6 @@ def test_two_ranks_left_one_whole_checkpoint(asynchronous: Run) -> None:
     folder = asynchronous.path / "checkpoints" / "update-000006"
     require_whole(folder)
     state = read_state(folder)
-    assert state.version == 6 and state.engine == {"optimizer_steps": 6}
+    assert state.version == 6 and state.engine["optimizer_steps"] == 6
+    assert {*state.engine} == {"optimizer_steps", "base_digest", "base_dtype"}
     assert all(torch.isfinite(weight).all() for weight in asynchronous.weights().values())

@@ -101,8 +101,9 @@ class Sink:
         """End the run. None: it never began here and stays as it is."""
 
     def refuses(self, error: Exception) -> bool:
-        """Return whether the same call would raise this error again; all other errors are of a tracker that is down."""
-        return isinstance(error, ValueError | TypeError | LookupError | FileNotFoundError)
+        """Return whether the same call would raise this error again; all others are of a tracker that is down."""
+        local = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
+        return isinstance(error, local) or not isinstance(error, OSError)  # of which time-outs and lost connections are
 
     @property
     def live(self) -> str:

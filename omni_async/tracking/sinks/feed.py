@@ -98,6 +98,7 @@ class _Feed:
         self._closing = threading.Event()
         self._deadline = float("inf")  # of the last write, on the monotonic clock
         self._status: Ended | None = None
+        self._down = False
         self._why = ""  # the last failure, while the tracker is down or refuses
         self._refused = 0  # in a row
         self._lacking = 0
@@ -122,7 +123,7 @@ class _Feed:
     def close(self, status: Ended, timeout_s: float) -> None:
         with self._changed:
             self._status = status if self.begun else None
-            self._deadline = time.monotonic() + (min(timeout_s, _LAST_CHANCE_S) if self._why else timeout_s)
+            self._deadline = time.monotonic() + (min(timeout_s, _LAST_CHANCE_S) if self._down else timeout_s)
             self._closing.set()
             self._changed.notify()
 
@@ -139,7 +140,7 @@ class _Feed:
     def _work(self) -> None:
         while (write := self._next()) is not None:
             if not self._send(write):
-                return
+                break  # the end of the run is worth a last try
             with self._changed:
                 self._waiting.popleft()
                 if self._gets_no_more:
@@ -160,20 +161,27 @@ class _Feed:
             try:
                 write(self.sink)
             except Exception as error:  # noqa: BLE001 (trackers raise anything: sqlalchemy's, requests', OSError)
-                first, self._why = not self._why, _one_line(error)
+                self._why = _one_line(error)
                 if self.sink.refuses(error):
+                    self._answered()
                     self._leave_out()
                     return True
-                if first:
+                self._refused = 0
+                if not self._down:
+                    self._down = True
                     self._warn("it does not answer; writes wait until it does", self._why)
                 if not self._wait(pause):
                     return False
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
-                if self._why and not self._refused:
-                    logger.warning("%s answers again; %d writes are sent now", self.sink.label, len(self._waiting))
+                self._answered()
                 self._why, self._refused = "", 0
                 return True
+
+    def _answered(self) -> None:
+        if self._down:
+            self._down = False
+            logger.warning("%s answers again; %d writes are sent now", self.sink.label, len(self._waiting))
 
     def _leave_out(self) -> None:
         self._refused += 1

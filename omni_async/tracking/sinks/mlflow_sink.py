@@ -130,7 +130,9 @@ class MlflowSink(Sink):
             self._client.set_terminated(self.run_id, _STATUS[status])
 
     def refuses(self, error: Exception) -> bool:
-        return _is_refusal(error) or super().refuses(error)
+        from mlflow.exceptions import MlflowException
+
+        return _is_refusal(error) if isinstance(error, MlflowException) else super().refuses(error)
 
     def _send_settings(self) -> None:
         from mlflow.entities import Param, RunTag

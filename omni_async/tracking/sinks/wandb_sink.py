@@ -44,7 +44,7 @@ class WandbSink(Sink):
                 raise SinkUnusableError(
                     f"tracking.wandb: cannot start a run: {reason}; set tracking.wandb.mode=offline, or"
                     " tracking.wandb.enabled=false",
-                    down=config.mode == "online",
+                    down=not self.refuses(error),
                 ) from None  # the original may quote the key
 
     def _open(self) -> Run:
@@ -106,6 +106,11 @@ class WandbSink(Sink):
     def artifact(self, path: Path) -> None:
         if self._run is not None:
             self._run.save(str(path), base_path=str(path.parent), policy="now")
+
+    def refuses(self, error: Exception) -> bool:
+        import wandb
+
+        return not isinstance(error, wandb.errors.CommError) and super().refuses(error)
 
     def finish(self, status: Ended | None) -> None:
         if self._run is not None and status is not None:
