@@ -110,3 +110,27 @@ def test_prompts_and_models_of_scorers_are_stated_by_content(tmp_path: Path) -> 
     assert of(config) == stated, "what a line ends with does not"
     head.write_bytes(b"two")
     assert {key for key, value in of(config).items() if value != stated[key]} == {"reward.scorers.0.params.head"}
+
+
+def test_a_foreign_scorers_text_is_no_folder_to_read(tmp_path: Path) -> None:
+    """Only the scorer knows what its parameters mean: `/` may be a separator, and a folder a place to write to."""
+    own = tmp_path / "own"
+    own.mkdir()
+    params = {"sep": "/", "long": "/" + "x" * 5000, "odd": "/a\0b", "own": str(own)}
+    config = write_world(tmp_path, reward={"scorers": [{"name": "tests.of:Mine", "params": params}]})
+    assert not any(key.startswith("reward.scorers") for key in of(config))
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 8], [0, 10**30], [8, 0], [-9, 4], "ab"])
+def test_a_damaged_header_is_read_as_bytes(model: Path, offsets: object) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    damaged = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = model_contents(model)
+    damaged.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert changed_part(before, model) == "transformer"
+
+
+def test_a_configuration_that_cannot_be_written_as_json_is_read_as_bytes(model: Path) -> None:
+    before = model_contents(model)
+    (model / "transformer" / "config.json").write_text('{"name": "\\ud800", "size": 1e999}')
+    assert changed_part(before, model) == "transformer"

@@ -249,6 +249,16 @@ def test_a_checkpoint_that_is_not_whole(
     assert said.startswith(("omni-async: model.path: ", "omni-async: rollout.sampling.height: "))
 
 
+def test_transformers_loads_the_single_file_where_there_are_shards_as_well(
+    recipe: Path, line: Callable[..., str]
+) -> None:
+    encoder = recipe.parent / "model" / "text_encoder"
+    (encoder / "a.safetensors").write_bytes((encoder / "model.safetensors").read_bytes())
+    (encoder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
+    (encoder / "model.safetensors").write_bytes(safetensors(100)[:-1])
+    assert "text_encoder/model.safetensors" in line(recipe)
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Installs a package that registers the family `mine` with a module of the given source."""

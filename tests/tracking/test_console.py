@@ -140,6 +140,8 @@ def test_groups_that_were_not_trained_are_counted_by_how_they_ended() -> None:
     assert groups_left_out(both, equal, dropped) == ["1 of 5 groups was rejected: zero reward variance", *said]
     unknown = groups_left_out(both, equal | dropped, None)
     assert unknown[:2] == ["1 of 5 groups was rejected", "2 of 5 groups were dropped"] and "because" in unknown[2]
+    once_more = groups_left_out(both, equal | {"x": 4}, equal)  # recorded before, then resumed
+    assert once_more[-1].endswith("x (4), zero reward variance (2)")
     assert groups_left_out(both, {}, {}) == ["1 of 5 groups was rejected", "2 of 5 groups were dropped"]
     assert groups_left_out(counts | {"dropped": 0}, {}, {}) == []
 

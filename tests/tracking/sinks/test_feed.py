@@ -145,20 +145,37 @@ def test_every_write_refused(sink: Stubborn, caplog: pytest.LogCaptureFixture):
     assert "it lacks 100 writes" in warnings(caplog)[-1]
 
 
-def test_missing_file(sink: Stubborn, caplog: pytest.LogCaptureFixture):
-    """A file that is gone is not waited for."""
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, IsADirectoryError, AttributeError, ImportError])
+def test_a_write_that_always_fails_holds_up_no_other(error: type[Exception], caplog: pytest.LogCaptureFixture):
+    """MLflow's server may have an artifact folder that this machine lacks: every image fails, and no number does."""
 
     class Reader(Stubborn):
         def artifact(self, path: Path) -> None:
-            path.read_bytes()
+            raise error(path)
 
     reader = Reader()
     reader.release.set()
     sinks = begun(reader)
-    sinks.artifact(Path("/nowhere/at/all"))
+    sinks.artifact(Path("/mlruns"))
     sinks.metrics({"x": 1.0}, 1)
     sinks.finish("done")
     assert reader.steps == [1] and reader.ended == ["done"]
+    assert not any("does not answer" in said for said in warnings(caplog))
+
+
+def test_an_outage_after_a_refusal(sink: Stubborn, caplog: pytest.LogCaptureFixture):
+    sink.refused = {0}
+    sinks = begun(sink)
+    put(sinks, range(1))
+    wait_for(lambda: len(warnings(caplog)) == 1, "the refusal")
+    sink.down = True
+    put(sinks, range(1, 3))
+    wait_for(lambda: len(warnings(caplog)) == 2, "the outage")
+    sink.down = False
+    sinks.finish("done")
+    assert sink.steps == [1, 2] and sink.ended == ["done"]
+    assert ["refused" in warnings(caplog)[0], "does not answer" in warnings(caplog)[1]] == [True, True]
+    assert "answers again" in warnings(caplog)[2]
 
 
 def test_too_far_behind(caplog: pytest.LogCaptureFixture):
