@@ -111,6 +111,10 @@ class Refine:
             threads.close()
         return None if wrong is None else f"rollout.program.settings.judge: {wrong}"
 
+    async def close(self) -> None:
+        """Let the judge free what it holds, such as connections."""
+        await self._judge.close(in_daemon_thread)
+
     async def __call__(self, prompt: Prompt, draw: Draw) -> None:
         media = await draw(prompt)
         for call in range(1, self._calls):

@@ -71,7 +71,14 @@ async def _try_program(config: Config, probe: Probe) -> None:
         raise ConfigError(f"rollout.program: not built within run.startup_timeout_s = {timeout_s:g}") from None
     except RuntimeError as error:
         raise ConfigError(str(error)) from None
-    if program is not None and (wrong := await try_program(program, probe)) is not None:
+    if program is None:
+        return
+    try:
+        wrong = await try_program(program, probe)
+    finally:
+        if (close := getattr(program, "close", None)) is not None:
+            await close()
+    if wrong is not None:
         raise ConfigError(wrong)
 
 

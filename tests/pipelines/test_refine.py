@@ -15,6 +15,7 @@ from omni_async.config import ConfigError
 from omni_async.data.image_files import read_prompt_image
 from omni_async.families import find_family
 from omni_async.media import Media
+from omni_async.preflight import scorers
 from omni_async.preflight.check import preflight
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.failures import Discreet
@@ -176,6 +177,21 @@ async def test_a_judge_is_tried_with_a_synthetic_sample():
     assert broken.batches == [2, 2]
     assert await Refine(2, "{read}", "down", shown(Down())).try_out(probe()) is None
     assert await Refine(2, "{read}", "reader", shown(Reader())).try_out(probe()) is None
+
+
+async def test_check_closes_the_judge_that_it_tried(monkeypatch: pytest.MonkeyPatch):
+    """A judge may hold connections or a model, of which the scorers that are tried next would miss the memory."""
+
+    class Held(Reader):
+        closed = 0
+
+        async def close(self) -> None:
+            self.closed += 1
+
+    held = Held()
+    monkeypatch.setattr(scorers, "built_program", lambda config: Refine(2, "{read}", "held", shown(held)))
+    await scorers._try_program(load_text(MINIMAL), probe())
+    assert held.closed == 1
 
 
 async def test_a_run_whose_judge_is_wrong_ends_before_a_sample_is_drawn():
