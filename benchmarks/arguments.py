@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from omni_async.tracking.files import write_atomic
+from omni_async.config.writing import write_atomic
 
 EMULATED = Path(__file__).parents[1] / "recipes" / "emulated"
 

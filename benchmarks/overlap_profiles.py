@@ -15,7 +15,7 @@ from omni_async.bench.comparison import ArmSummary, compare
 from omni_async.bench.overlap import run_overlap
 from omni_async.bench.result import Overlap, Spread
 from omni_async.config import ConfigError
-from omni_async.tracking.files import write_atomic
+from omni_async.config.writing import write_atomic
 
 _BASELINE, _ASYNC = "sync", "async:2"
 _HELP = """\

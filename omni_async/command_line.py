@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
+from omni_async.config.writing import replacing, require_replaceable
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
@@ -81,28 +81,32 @@ def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] |
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def require_writable(option: str, path: Path | None) -> None:
+def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
     """Raise ConfigError, one line, before minutes of work if the file that `option` names cannot be written.
 
-    Its folder is made. A file that is there stays as it is, and none is left where none was."""
+    Its folder is made. A file that is there stays as it is, and none is left where none was.
+
+    `inputs`: files that the command reads. None of them may be written, under whatever name."""
     if path is None:
         return
     try:
-        there = os.path.lexists(path)
+        if path.exists() and any(given.exists() and path.samefile(given) for given in inputs):
+            raise ConfigError(f"{option}: {path} is read by this command; name another file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-        if not there:
-            path.unlink()
+        require_replaceable(path)
     except OSError as error:
         raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from None
 
 
 def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[list[Path], int]:
-    """Write results, each by itself. Return those that are written, and the exit code: 1 if one is not, and a line."""
+    """Write results, each by itself. Return those that are written, and the exit code: 1 if one is not, and a line.
+
+    `writers`: by the result's path, a function that fills the file whose path it gets, which then takes that place."""
     written = []
     for path, write in writers.items():
         try:
-            write(path)
+            with replacing(path) as unfinished:
+                write(unfinished)
         except OSError as error:
             sys.stderr.write(f"omni-async: {path} could not be written: {error.strerror or error}\n")
         else:

@@ -23,9 +23,9 @@ from omni_async.bench.measure import enough_updates, steady_part
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.schedule import SCHEDULES
 from omni_async.config.schema import ScheduleName
+from omni_async.config.writing import write_atomic
 from omni_async.preflight.check import preflight
 from omni_async.runtime.inputs import RunInputs
-from omni_async.tracking.files import write_atomic
 from omni_async.tracking.summary import read_summary
 
 BASELINES: tuple[ScheduleName, ...] = ("sync", "sync_colocated", "async_reward", "one_step_off")

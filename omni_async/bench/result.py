@@ -15,8 +15,8 @@ import psutil
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import TooLargeError, read_file
+from omni_async.config.writing import write_atomic
 from omni_async.performance.law import StageTimes
-from omni_async.tracking.files import write_atomic
 
 FILE_NAME = "overlap.json"
 _LARGEST_FILE = 200_000_000

@@ -1,6 +1,8 @@
-"""Opens files that a user names: a recipe, prompts, a profile.
+"""Opens files for reading: those that a user names, and those that a folder from elsewhere names.
 
-Opening a path never blocks and never reads without end, whatever kind of file is there.
+A user's path may lead anywhere, through links: a recipe, a model folder, a hub's cache. A path that stands in a foreign
+folder, or in a foreign file, must not leave that folder: pass it as `within`. Opening never blocks, and reading never
+goes past a bound, whatever kind of file is there.
 """
 
 from __future__ import annotations
@@ -26,38 +28,59 @@ class TooLargeError(OSError):
     """A file with more bytes than its reader accepts."""
 
 
-def require_file(path: str | Path) -> None:
-    """Raise OSError, its `strerror` for users, unless `path` leads to a plain file (links are followed)."""
-    _require_plain_file(Path(path).stat(), path)
+class OutsideError(OSError):
+    """A path that leads out of the folder that it must stay in."""
 
 
-def open_file(path: str | Path) -> BinaryIO:
+def require_file(path: str | Path, within: Path | None = None) -> None:
+    """Raise OSError, its `strerror` for users, unless `path` leads to a plain file (links are followed).
+
+    Raises OutsideError if the file is not below the folder `within`."""
+    require_plain(Path(path).stat(), path)
+    if within is not None:
+        _require_below(os.path.realpath(path), within, path)
+
+
+def is_within(path: str | Path, folder: Path) -> bool:
+    """Tell whether `path`, its links followed, is `folder` or lies below it. What is there is not asked."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:
     """Open a plain file for reading.
 
     Raises OSError, as from `require_file`, if it is none: checked again after opening, since the path may lead
     elsewhere by then."""
-    require_file(path)
+    require_file(path, within)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        _require_plain_file(os.fstat(handle), path)
+        require_plain(os.fstat(handle), path)
+        if within is not None:
+            _require_below(os.path.realpath(f"/proc/self/fd/{handle}"), within, path)
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
         raise
 
 
-def read_file(path: str | Path, largest: int | None = None) -> bytes:
+def read_file(path: str | Path, largest: int | None = None, within: Path | None = None) -> bytes:
     """Read all bytes of a plain file.
 
     Raises OSError as from `require_file`; TooLargeError if there are more than `largest`."""
-    with open_file(path) as file:
+    with open_file(path, within) as file:
         content = file.read(-1 if largest is None else largest + 1)
     if largest is not None and len(content) > largest:
         raise TooLargeError(errno.EFBIG, f"larger than {largest} bytes", str(path))
     return content
 
 
-def _require_plain_file(found: os.stat_result, path: str | Path) -> None:
+def require_plain(found: os.stat_result, path: str | Path) -> None:
+    """Raise OSError, its `strerror` for users, unless `found` is of a plain file. `path`: its name in the error."""
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something else')}, not a file", str(path))
+
+
+def _require_below(real: str, folder: Path, path: str | Path) -> None:
+    if not Path(real).is_relative_to(os.path.realpath(folder)):
+        raise OutsideError(errno.EPERM, "it leads out of its folder", str(path))

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
 _LONGEST_NAME = 255  # bytes of a file's name
-_MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines could stand for billions of values
 
 
 def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -210,25 +208,20 @@ def _resolved(path: str, given: str, folder: Path, hub: bool) -> str:
     return str(resolved)
 
 
-def _require_plain(
-    value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = (), values: Iterator[int] | None = None
-) -> None:
+def _require_plain(value: Any, path: tuple[str, ...] = ()) -> None:
     """Refuse values that no field can mean, also inside a scorer's free-form options.
 
-    They are nan, infinity, YAML's rarer types, and endless structures."""
+    They are nan, infinity, YAML's rarer types, and deep structures."""
     key_path = ".".join(path)
-    values = count() if values is None else values
-    if next(values) > _MOST_VALUES:
-        raise ConfigError(f"{'.'.join(path[:4])}: more than {_MOST_VALUES} values, aliases counted wherever they stand")
     if isinstance(value, (dict, list)):
-        if len(above) > _DEEPEST or any(value is outer for outer in above):
+        if len(path) > _DEEPEST:
             raise ConfigError(f"{'.'.join(path[:4])}: nested too deeply")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(key, str) and not _is_encodable(key):
                 raise ConfigError(
                     f"{key_path or 'the file'}: half a surrogate pair is no character, got the key {shown(key)}"
                 )
-            _require_plain(item, (*path, str(key)), (*above, value), values)
+            _require_plain(item, (*path, str(key)))
     elif isinstance(value, str) and not _is_encodable(value):
         raise ConfigError(f"{key_path}: half a surrogate pair is no character, got {shown(value)}")
     elif isinstance(value, float) and not math.isfinite(value):

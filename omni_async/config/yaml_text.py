@@ -11,6 +11,8 @@ from omni_async.config.redact import one_line
 
 _LONGEST_MESSAGE = 2000
 _LONGEST_NUMBER = 1000  # characters
+_LONGEST_TEXT = 2**18  # characters of a file
+_MOST_VALUES = 40_000  # keys included, aliases counted wherever they stand: a few lines could stand for billions
 
 
 class ConfigError(ValueError):
@@ -33,6 +35,17 @@ class _Loader(yaml.SafeLoader):
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._left = _MOST_VALUES
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Stop at the first node too many, before the text behind it is read."""
+        self._left -= 1
+        if self._left < 0:
+            raise _too_many()
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -77,9 +90,17 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return plain data. ConfigError, which begins with `where`, if the text is not such YAML."""
+    """Return plain data. ConfigError, which begins with `where`, if the text is not such YAML, or too much of it."""
+    if len(text) > _LONGEST_TEXT:
+        raise ConfigError(f"{where}: longer than {_LONGEST_TEXT} characters")
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_values(node, {}) > _MOST_VALUES:
+            raise _too_many()
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         location = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
@@ -95,6 +116,26 @@ def parse_yaml(text: str, where: str) -> Any:
         TypeError,
     ) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
         raise ConfigError(f"{where}: not valid YAML: a value does not fit its type: {error!r}") from None
+
+
+def _num_values(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Count the nodes below and with `node`, each alias as what it stands for.
+
+    `known`: the counts by the identity of nodes; None for those that the count is inside of."""
+    if id(node) in known:
+        counted = known[id(node)]
+        if counted is None:
+            raise yaml.YAMLError("a value holds itself")
+        return counted
+    known[id(node)] = None
+    parts: Any = node.value if not isinstance(node, yaml.ScalarNode) else ()
+    below = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
+    counted = known[id(node)] = 1 + sum(_num_values(part, known) for part in below)
+    return counted
+
+
+def _too_many() -> yaml.YAMLError:
+    return yaml.YAMLError(f"more than {_MOST_VALUES} values, aliases counted wherever they stand")
 
 
 def to_yaml(tree: Any, compact: bool = False) -> str:

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Set
-from io import FileIO
+from io import BufferedWriter, FileIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import msgspec
 import xxhash
 
 from omni_async.config.reading import open_file, require_file
+from omni_async.config.writing import open_append, open_update
 from omni_async.control.control_state import LedgerState
 from omni_async.types import LedgerEntry
 
@@ -143,7 +144,7 @@ class JsonlSink:
     def _open(self) -> FileIO:
         if self._counted is not None:
             _keep(self._path, self._counted)
-        return self._path.open("ab", buffering=0)
+        return open_append(self._path)
 
     def _write(self) -> FileIO:
         """Write what is unwritten, and return the file.
@@ -172,7 +173,7 @@ def _keep(path: Path, counted: LedgerState) -> None:
         return
     require_file(path)
     if path.stat().st_size > counted.size:
-        with path.open("r+b") as file, path.with_name(f"{path.name}.void").open("ab") as void:
+        with open_update(path) as file, BufferedWriter(open_append(path.with_name(f"{path.name}.void"))) as void:
             file.seek(counted.size)
             shutil.copyfileobj(file, void)
             void.flush()

@@ -16,12 +16,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import samples_per_rank
+from omni_async.config.writing import write_atomic
 from omni_async.driver.observer import Observer
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import encode_profile, is_empty
 from omni_async.runtime.inputs import RunInputs
 from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.files import write_atomic
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.summary import Summary, write_summary

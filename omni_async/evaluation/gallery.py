@@ -10,7 +10,6 @@ A sample without a row is drawn again.
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ import msgspec
 
 from omni_async.config import ConfigError
 from omni_async.config.redact import shown
+from omni_async.config.writing import open_lock, write_atomic
 from omni_async.driver.sample_files import sample_row
 from omni_async.evaluation.models import Model
 from omni_async.families import PARTS
 from omni_async.media import Media
-from omni_async.tracking.files import keep_from_children, read_records, write_atomic
+from omni_async.tracking.files import keep_from_children, read_records
 from omni_async.tracking.images import write_media
 from omni_async.tracking.rundir import append_jsonl
 from omni_async.types import Prompt, SampleRequest, Score
@@ -57,11 +57,12 @@ class Gallery:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = keep_from_children((folder / _LOCK).open("wb", buffering=0))
+            self._lock = keep_from_children(open_lock(folder / _LOCK))
+        except BlockingIOError:
+            raise ConfigError(f"--out: another process is at work in {folder}") from None
         except OSError as error:
             raise ConfigError(f"--out: {folder} cannot be used: {error.strerror or error}") from None
         try:
-            self._claim()
             self._settle(settings, {model.label: [str(model.base), model.identity()] for model in models})
             self._drawn = {model.label: self._rows(model.label) for model in models}
             self._scores = read_records(folder / _SCORES, Kept)
@@ -78,12 +79,6 @@ class Gallery:
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
-
-    def _claim(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"--out: another process is at work in {self.folder}") from None
 
     def _settle(self, settings: dict[str, Any], models: dict[str, Any]) -> None:
         """Compare what is asked for with what the folder holds, and write it down."""

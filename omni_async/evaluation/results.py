@@ -18,10 +18,10 @@ from msgspec.structs import replace
 from rich.markup import escape
 from rich.table import Table
 
+from omni_async.config.writing import write_atomic
 from omni_async.control.reasons import count, listed
 from omni_async.evaluation.models import Model
 from omni_async.evaluation.statistics import LEVEL, Estimate, Paired, clustered_mean, holm, paired_test
-from omni_async.tracking.files import write_atomic
 from omni_async.types import SampleRequest, Score
 
 if TYPE_CHECKING:

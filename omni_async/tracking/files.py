@@ -1,4 +1,4 @@
-"""Writes files that a reader never sees half written, reads files of lines, and closes files in forked children."""
+"""Reads files of lines, and closes files in forked children."""
 
 from __future__ import annotations
 
@@ -14,24 +14,6 @@ import msgspec
 from omni_async.config.reading import open_file
 
 T = TypeVar("T")
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write next to `path`, then rename over it; a device or a pipe is written to as it is.
-
-    Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> list[bytes]:

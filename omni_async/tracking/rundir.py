@@ -23,8 +23,9 @@ from omni_async.aio.clock import Clock
 from omni_async.checkpoint.statement import Change
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
+from omni_async.config.writing import append, open_lock, write_atomic
 from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.files import keep_from_children, read_lines, read_records, write_atomic
+from omni_async.tracking.files import keep_from_children, read_lines, read_records
 from omni_async.types import Span
 
 _LOCK = ".lock"
@@ -127,9 +128,8 @@ class RunDirectory:
         """Lock the folder until `release`, or until this process ends; its children do not hold the lock.
 
         Raises RunDirectoryError if another process does."""
-        self._lock = keep_from_children((self.path / _LOCK).open("wb", buffering=0))
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = keep_from_children(open_lock(self.path / _LOCK))
         except BlockingIOError:
             raise RunDirectoryError(f"{self.path} is running: another process has it") from None
 
@@ -142,7 +142,7 @@ class RunDirectory:
     def is_running(self) -> bool:
         """Tell whether a process has locked the folder."""
         try:
-            with (self.path / _LOCK).open("r") as lock:
+            with open_file(self.path / _LOCK, within=self.path) as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -168,8 +168,7 @@ class RunDirectory:
         for line in read_lines(self.metrics):
             (valid if _record(line, version, validated) is not None else void).append(line)
         if void:
-            with self.metrics.with_name(f"{self.metrics.name}.void").open("ab") as file:
-                file.writelines(void)
+            append(self.metrics.with_name(f"{self.metrics.name}.void"), b"".join(void))
             write_atomic(self.metrics, b"".join(valid))
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
@@ -224,16 +223,8 @@ def append_jsonl(path: Path, record: Any) -> None:
     """Append one line, handed to the operating system before this returns.
 
     Raises RunDirectoryError if it can't be written; then no part of it is in the file."""
-    line = msgspec.json.encode(record) + b"\n"
-    with refusing(f"cannot append to {path}"), path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            while line:
-                line = line[file.write(line) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(end)
-            raise
+    with refusing(f"cannot append to {path}"):
+        append(path, msgspec.json.encode(record) + b"\n")
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:
@@ -282,8 +273,8 @@ class SpanLog:
 
     def _write(self, spans: Sequence[Span]) -> None:
         if spans:
-            with refusing(f"cannot append to {self._path}"), self._path.open("ab") as file:
-                file.write(self._encoder.encode_lines(spans))
+            with refusing(f"cannot append to {self._path}"):
+                append(self._path, self._encoder.encode_lines(spans))
 
     def add(self, spans: Sequence[Span]) -> None:
         """Add spans. Raises RunDirectoryError if they cannot be written."""

@@ -11,8 +11,8 @@ import msgspec
 
 from omni_async.config.reading import read_file
 from omni_async.config.redact import redact_text
+from omni_async.config.writing import write_atomic
 from omni_async.control.rounds import Change, NotComparable, Round, compare, first_and_last
-from omni_async.tracking.files import write_atomic
 from omni_async.tracking.timeline import busy_fractions, overlap_fraction
 from omni_async.types import Span
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from omni_async.config.reading import read_file
+from omni_async.config.writing import write_atomic
 from omni_async.role_table import WORKING
-from omni_async.tracking.files import write_atomic
 from omni_async.types import Span
 from omni_async.worker import Worker
 

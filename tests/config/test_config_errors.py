@@ -172,7 +172,10 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
             (f"reward.scorers.0.params={text}", "half a surrogate pair is no character, got ")
             for text in ('"a \\ud800"', '{a: ["\\udfff"]}', '{"\\ud800": 1}')
         ),
-        ("reward.scorers.0.params=&p {x: *p}", "~: nested too deeply"),
+        (
+            "reward.scorers.0.params=&p {x: *p}",
+            "override 'reward.scorers.0.params': not valid YAML: a value holds itself",
+        ),
         ("reward.scorers.0.params=" + "{a: " * 60 + "1" + "}" * 60, "reward.scorers.0.params: nested too deeply"),
         ("reward.scorers.0.params" + ".a" * 5000 + "=1", "reward.scorers.0.params: nested too deeply"),
         ("reward.scorers.0.params=" + "[" * 1500 + "]" * 1500, "override 'reward.scorers.0.params': nested too deeply"),
@@ -240,13 +243,13 @@ _MERGED = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in ran
         (MINIMAL + "run:\n  seed: 1\n  name: x\n  seed: 2\n", "recipe.yaml:7:3: not valid YAML: key 'seed' given twi"),
         ("!!python/object/apply:os.system ['echo no']", "could not determine a constructor for the tag"),
         ("a: *nothing", "not valid YAML: found undefined alias 'nothing'"),
-        (MINIMAL + "run: &r {dir: *r}\n", "run.dir: nested too deeply"),
+        (MINIMAL + "run: &r {dir: *r}\n", "a value holds itself"),
         ("? [a, b]\n: 1\n", "not valid YAML: keys are names"),
         ("2024-13-45: 1", "2024-13-45: unknown key"),
         ("\ud800: 1", "cannot be read"),
         # made to exhaust the reader
-        pytest.param("\n".join(["a0: &a0 [x]", *_NESTED]), "more than 20000 values, aliases counted", id="aliases"),
-        pytest.param("\n".join(["a0: &a0 {x: 1}", *_MERGED]), "the tag 'tag:yaml.org,2002:merge'", id="merges"),
+        pytest.param("\n".join(["a0: &a0 [x]", *_NESTED]), "more than 40000 values, aliases counted", id="aliases"),
+        pytest.param("\n".join(["a0: &a0 {x: 1}", *_MERGED]), "more than 40000 values", id="merges"),
         pytest.param("run: {seed: 1" + ":1" * 120_000 + "}", "a number of 240001 characters", id="base 60"),
         ("run: {seed: 1" + ":1" * 400 + ".5}", "a value does not fit its type: OverflowError"),
         pytest.param("a: " + "[\n" * 20_000, "nested too deeply", id="lists"),

@@ -8,12 +8,14 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from omni_async.bench.result import read_overlap
 from omni_async.cli import main
 from omni_async.config import ConfigError, load
-from omni_async.config.reading import TooLargeError, open_file, read_file, require_file
+from omni_async.config.decoding import decode_json
+from omni_async.config.reading import OutsideError, TooLargeError, open_file, read_file, require_file
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
@@ -87,3 +89,34 @@ def test_files_are_read_through_links_and_up_to_a_size(tmp_path: Path) -> None:
     assert refused.value.strerror == "larger than 4 bytes"
     with pytest.raises(FileNotFoundError):
         require_file(tmp_path / "nowhere")
+
+
+def test_a_file_outside_the_folder_that_names_it_is_refused_links_included(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    for path in (tmp_path / "secret", folder / "below" / "own"):
+        path.write_bytes(b"12345")
+    (folder / "out").symlink_to(tmp_path / "secret")
+    (folder / "up").symlink_to(tmp_path, target_is_directory=True)
+    (folder / "in").symlink_to("below/own")
+    (tmp_path / "folder.secret").write_bytes(b"12345")  # shares the folder's name, and is not below it
+    (tmp_path / "named").symlink_to(folder, target_is_directory=True)
+    for root in (folder, tmp_path / "named"):
+        for inside in ("below/own", "in", "below/../in"):
+            assert read_file(root / inside, within=root) == b"12345"
+        for outside in ("out", "up/secret", "../secret", "../folder.secret", tmp_path / "secret"):
+            with pytest.raises(OutsideError, match="out of its folder"):
+                read_file(root / outside, within=root)
+
+
+def test_json_of_too_many_values_is_refused_before_it_takes_memory() -> None:
+    assert decode_json(b'{"a": [1, 2]}') == {"a": [1, 2]}
+    for content, complaint in (
+        (b"[" + b"[]," * 10**6 + b"0]", "more than 1000000 values"),
+        (b"[" * 10**5, "nested too deeply"),
+        (b'{"a": "\xff"}', "."),
+        (b"1e400", "out of range"),
+        (b"nan", "."),
+    ):
+        with pytest.raises(msgspec.DecodeError, match=complaint):
+            decode_json(content)

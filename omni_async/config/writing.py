@@ -1,0 +1,135 @@
+"""Writes files that a reader never sees half written, and that no link at their path redirects.
+
+Every result is written to a new name in its folder, synchronised, and renamed. A full disk or a kill leaves what was
+there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import secrets
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+from omni_async.config.reading import require_plain
+
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of an empty file to fill. It takes the place of `path` once the context is left without an error.
+
+    A link at `path` is replaced and not followed. A device or a pipe, such as /dev/stdout, is given as it is.
+
+    Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised."""
+    if _is_stream(path):
+        yield path
+        return
+    _require_no_folder(path)
+    partial = new_beside(path)
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, as `replacing` does."""
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+
+
+def require_replaceable(path: Path) -> None:
+    """Raise OSError if `replacing` could not begin; nothing is changed."""
+    if _is_stream(path):
+        return
+    _require_no_folder(path)
+    if path.is_file() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    new_beside(path).unlink()
+
+
+def new_beside(path: Path) -> Path:
+    """Make an empty file with a new hidden name in the folder of `path`, and return its path."""
+    # Writers of pictures choose a format by the suffix. The stem is cut, since a name has a largest length.
+    stem, suffix = os.fsencode(path.stem)[:150], os.fsencode(path.suffix)[:50]
+    name = b".%s.%d-%s.partial%s" % (stem, os.getpid(), secrets.token_hex(8).encode(), suffix)
+    partial = path.with_name(os.fsdecode(name))
+    os.close(os.open(partial, os.O_WRONLY | _NEW, 0o666))
+    return partial
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append to a plain file, made if there is none. After an OSError no part of `content` is in it."""
+    with open_append(path) as file:
+        end = file.tell()
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def open_append(path: Path) -> FileIO:
+    """Open a plain file to write at its end; made if there is none. A write may take less than it was given.
+
+    Raises OSError if the path is a link, a pipe or anything else that is no plain file."""
+    return _open_kept(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def open_update(path: Path) -> BinaryIO:
+    """Open a plain file that is there, to read and write it in place. Raises OSError as `open_append`."""
+    return io.BufferedRandom(_open_kept(path, os.O_RDWR))
+
+
+def open_lock(path: Path) -> FileIO:
+    """Open a file, made if there is none, and lock it until it is closed or the process ends.
+
+    Raises BlockingIOError if another holder has the lock; OSError as `open_append`."""
+    file = _open_kept(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_kept(path: Path, flags: int) -> FileIO:
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        why = {errno.ELOOP: "it is a link, not a file", errno.ENXIO: "it is a pipe or a socket, not a file"}
+        if error.errno in why:
+            raise OSError(errno.EINVAL, why[error.errno], str(path)) from None
+        raise
+    try:
+        require_plain(os.fstat(handle), path)
+        return FileIO(handle, "r+" if flags & os.O_RDWR else "a")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _require_no_folder(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+
+
+def _is_stream(path: Path) -> bool:
+    """Tell whether `path` is a device or a pipe, or a name of an open file, which renaming would take away."""
+    given = path.absolute()
+    named = given.is_relative_to("/proc") or given.is_relative_to("/dev/fd") or str(given).startswith("/dev/std")
+    return named or (path.exists() and not path.is_file() and not path.is_dir())
