@@ -149,7 +149,9 @@ def missing_text(prompt: Prompt) -> str | None:
 
 def similarity_of(found: str, wanted: str) -> float:
     """Return 1 - min(Levenshtein distance, n) / n to the `wanted` text of n characters; 1 if `found` contains it."""
-    return 1.0 if wanted in found else 1 - min(Levenshtein.distance(found, wanted), len(wanted)) / len(wanted)
+    if wanted in found:
+        return 1.0
+    return 1 - min(Levenshtein.distance(found, wanted, score_cutoff=len(wanted)), len(wanted)) / len(wanted)
 
 
 @cache
