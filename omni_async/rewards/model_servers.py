@@ -284,7 +284,7 @@ class ModelServers:
                     method, url, data=question.body or None, headers=headers, allow_redirects=False, proxy=proxy
                 )
                 async with asked as response:
-                    return response, await _read(response)
+                    return response, await read_body(response)
         except TimeoutError:
             why = f"did not answer within {self._timeout_s:g} s{through(proxy)}"
             raise _Failed(f"{server.url} {why}", down=True) from None
@@ -323,7 +323,8 @@ def _split(address: str) -> tuple[str, str | None]:
     return str(url.with_user(None)).rstrip("/"), url.password
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer. ScoreError if it has no end."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
