@@ -60,7 +60,7 @@ def test_metadata_of_many_values_take_little_memory(unit: bytes, number: int) ->
     body = HEAD + struct.pack(">I", number) + unit * number + b"\xa5media\x80"
     tracemalloc.start()
     try:
-        with pytest.raises(wire.WireError, match="more than 250000 values|more than 20000 values|media"):
+        with pytest.raises(wire.WireError, match=r"more than 250000 values|more than 20000 values|media"):
             wire.sample_of(wire.decode_request(body, wire.MSGPACK).samples[0])
         assert tracemalloc.get_traced_memory()[1] < 50e6
     finally:

@@ -46,7 +46,7 @@ class PrometheusSink(Sink):
                 down=error.errno == errno.EADDRINUSE,  # the attempt before may be about to close it
             ) from None
         keep_from_children(self._server.socket)
-        self._thread = Thread(target=self._server.serve_forever, name="Prometheus", daemon=True)
+        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="Prometheus", daemon=True)
         self._thread.start()
         self._address = f"http://{config.host}:{self._server.server_port}/metrics"
         run = Info(f"{_PREFIX}run", "what the run is", registry=self._registry)
