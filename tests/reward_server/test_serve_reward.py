@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import http.client
 import json
 import signal
@@ -233,6 +234,13 @@ def test_more_samples_than_may_ever_wait_are_not_told_to_come_back(tmp_path):
         assert not isinstance(raised.value, Outage)
 
 
+AUDIO = {"dtype": "float32", "shape": [1, 2], "rate": 8000.0}
+
+
+def nested(depth):
+    return {} if depth == 0 else {"x": nested(depth - 1)}
+
+
 def wrong(**changes):
     whole = msgspec.to_builtins(wire.Request(1, (sample(),)), builtin_types=(bytes,))
     image = whole["samples"][0]["media"]["image"]
@@ -266,6 +274,11 @@ def wrong(**changes):
         (wrong(metadata={"x": msgspec.msgpack.Ext(5, b"y")}), 400),
         (wrong(metadata={"x": float("nan")}), 400),
         (wrong(metadata={"x": [0] * 30_000}), 400),
+        (wrong(metadata={"x": [0] * 300_000}), 400),
+        (wrong(metadata=nested(51)), 400),
+        (wrong(metadata={1: 2}), 400),
+        (wrong(text="x" * (2**20 + 1)), 400),
+        (wrong(media=AUDIO | {"data": np.float32([0, np.inf]).tobytes()}), 400),
         (b"x" * 20_000_000, 413),
     ],
 )
@@ -292,6 +305,21 @@ def test_a_wrong_way_to_ask_is_a_4xx(tmp_path, how, status):
     with served(write_scorers(tmp_path)) as url:
         answered, _, body = ask(url, request_of(sample()), **how)
         assert answered == status and (status == 400 or b"error" in body)
+
+
+def test_a_body_without_a_length_is_a_411_and_the_token_is_compared_in_constant_time(tmp_path, monkeypatch):
+    compared = []
+
+    def compare(given, token):
+        compared.append((given, token))
+        return given == token
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    monkeypatch.setenv("SERVE_TOKEN", TOKEN)
+    with served(write_scorers(tmp_path, token="env:SERVE_TOKEN")) as url:
+        assert ask(url, iter([b"x"]), Authorization=f"Bearer {TOKEN}")[0] == 411
+        assert ask(url, b"x", Authorization="Bearer \xe9")[0] == 401
+    assert compared == [(given, f"Bearer {TOKEN}".encode()) for given in (f"Bearer {TOKEN}".encode(), b"Bearer \xe9")]
 
 
 def test_a_body_that_does_not_arrive_is_a_408(tmp_path):

@@ -253,6 +253,28 @@ async def test_requests_without_the_token_use_up_nothing_of_those_with_it(
         assert [(await page.get("/api/report", **known))[0] for _ in range(4)] == [200] * 3 + [429]
 
 
+async def test_an_address_asks_so_often_and_tokens_are_compared_in_constant_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[bytes] = []
+
+    def compare(given: bytes, secret: bytes) -> bool:
+        compared.append(given)
+        return given == secret
+
+    monkeypatch.setattr(guard.hmac, "compare_digest", compare)
+    monkeypatch.setattr(guard, "_PER_S", 1e-6)
+    monkeypatch.setattr(guard, "_BURST", 4)
+    async with watched(tmp_path, TOKEN) as page:
+        await page.get("/", Authorization="Bearer x")
+        await page.post("/login", {"token": "wrong"})
+        await page.post("/login", {"token": TOKEN})
+        await page.post("/api/act", STOP, **{KEY_HEADER: "wrong"})
+        assert compared == [b"Bearer x", b"wrong", TOKEN.encode(), b"wrong"]
+        statuses = [(await page.get("/api/report"))[0] for _ in range(5)]
+        assert statuses == [200] * 3 + [429] * 2
+
+
 async def test_more_connections_than_the_server_keeps_close_idle_ones_and_let_the_next_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
