@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from omni_async.reward_server.limits import client_of
+
 IDLE_S = 30.0
 
 
@@ -53,7 +55,7 @@ class Connections:
     def begin(self, transport: Any) -> None:
         """Hand a new connection to the server, or end it if there is no room."""
         peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if peer else ""
+        address = client_of(str(peer[0]) if peer else None)
         if not self._make_room(address):
             transport.abort()
             return

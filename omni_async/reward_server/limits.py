@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections import Counter, OrderedDict, deque
 
 # Addresses that are remembered: those that have not asked for longest are forgotten, and have a full burst again.
 _MOST_ADDRESSES = 4096
+
+
+def client_of(address: str | None) -> str:
+    """Return whom an address belongs to: of IPv6, all that share its first 64 bits, which one machine may have."""
+    try:
+        found = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:
+        return address or ""
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.IPv6Network((found, 64), strict=False))
 
 
 class RateLimit:

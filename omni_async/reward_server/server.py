@@ -18,7 +18,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line
 from omni_async.config.section import bytes_of
 from omni_async.media import Media
-from omni_async.reward_server.limits import RateLimit, Room
+from omni_async.reward_server.limits import RateLimit, Room, client_of
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.reward_server.settings import Server
@@ -31,6 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _COME_BACK_S = 1
 _UNCHARGED = 2**16  # bytes of a body that are read before there is room for all of it
 _DECODED_HERE = 2**16  # bytes of a body that is decoded on the event loop; a larger one in a thread
+_DECODED_AT_ONCE = 4
 
 Samples = list[tuple[str | None, Media, Prompt]]
 
@@ -61,6 +62,7 @@ class RewardApp:
         self._strangers = RateLimit(server.requests_per_s, server.burst)  # who uses up nothing of those with the token
         self._largest = bytes_of(server.max_request)
         self._room = Room(bytes_of(server.max_held))
+        self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
         self.ending = False
         metrics.held.set_function(lambda: self._room.held)
 
@@ -99,7 +101,7 @@ class RewardApp:
     def _require_allowed(self, request: web.Request, now: float) -> None:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         is_known = self._token is None or hmac.compare_digest(given, self._token)
-        if wait_s := (self._rate if is_known else self._strangers).wait_s(request.remote or "", now):
+        if wait_s := (self._rate if is_known else self._strangers).wait_s(client_of(request.remote), now):
             raise Refused(429, "too many requests", wait_s)
         if not is_known and request.path != "/health":
             raise Refused(401, "a token is needed: Authorization: Bearer ...")
@@ -118,7 +120,7 @@ class RewardApp:
             raise Refused(503, "the server is ending", _COME_BACK_S)
         if reason := self._scoring.down:
             raise Refused(503, reason, _COME_BACK_S)
-        client, body = request.remote or "", bytearray()
+        client, body = client_of(request.remote), bytearray()
         await self._read(request, body, length, min(length, _UNCHARGED))
         await self._room.take(client, length)
         try:
@@ -145,7 +147,8 @@ class RewardApp:
         if len(body) <= _DECODED_HERE:
             samples = self._samples(body, form)
         else:
-            samples = await in_daemon_thread(self._samples, body, form)
+            async with self._decoding:
+                samples = await in_daemon_thread(self._samples, body, form)
         body.clear()
         try:
             outcomes = await self._scoring.score(samples, client)

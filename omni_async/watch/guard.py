@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from omni_async.reward_server.limits import RateLimit
+from omni_async.reward_server.limits import RateLimit, client_of
 
 KEY_HEADER = "X-Omni-Async-Key"
 _MOST_SESSIONS = 100
@@ -74,7 +74,7 @@ class Guard:
             request: of which the body is not read.
             has_token: as `knows` returns it.
             now: seconds of a clock that never goes back."""
-        if wait_s := (self._rate if has_token else self._strangers).wait_s(request.remote or "", now):
+        if wait_s := (self._rate if has_token else self._strangers).wait_s(client_of(request.remote), now):
             raise Refused(429, "too many requests", wait_s)
         hosts = request.headers.getall("Host", [])
         if len(hosts) != 1 or not self._is_own_name(hosts[0]):
@@ -114,7 +114,7 @@ class Guard:
             return True
         given = request.headers.get("Authorization", "")
         if given:
-            address = request.remote or ""
+            address = client_of(request.remote)
             if self._logins.is_spent(address, now):
                 raise Refused(429, "too many tries", 1 / _LOGINS_PER_S)
             if _same(given, f"Bearer {self._token}"):
@@ -125,7 +125,7 @@ class Guard:
 
     def begin_session(self, request: web.Request, token: str, now: float) -> str:
         """Return a new session's secret. Raises Refused for a wrong token, and for too many tries."""
-        if wait_s := self._logins.wait_s(request.remote or "", now):
+        if wait_s := self._logins.wait_s(client_of(request.remote), now):
             raise Refused(429, "too many tries", wait_s)
         if self._token is None or not _same(token, self._token):
             raise Refused(401, "that is not the token")

@@ -17,7 +17,7 @@ from aiohttp import web
 from omni_async.config.schema import Reward
 from omni_async.reward_server import connections, server
 from omni_async.reward_server.connections import listen
-from omni_async.reward_server.limits import Room
+from omni_async.reward_server.limits import Room, client_of
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.rewards import model_servers, wire
@@ -129,6 +129,22 @@ def test_a_large_message_is_decoded_beside_the_event_loop_and_a_small_one_on_it(
             scorer.score(MEDIA[:1] * number, [Prompt(i, f"{i}") for i in range(number)])
     for used in threads.values():
         assert [thread.name == "blocking call" for thread in used] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        (None, ""),
+        ("127.0.0.1", "127.0.0.1"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("a socket", "a socket"),
+    ],
+)
+def test_a_network_of_one_machine_is_one_client(address: str | None, client: str) -> None:
+    assert client_of(address) == client
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
