@@ -218,5 +218,7 @@ def _require_plain(value: Any, values: Iterator[int], depth: int = 0) -> None:
             _require_plain(item, values, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise WireError("metadata: expected finite numbers")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise WireError("metadata: expected integers of 64 bits")
     elif value is not None and not isinstance(value, str | int | float):
         raise WireError(f"metadata: expected what JSON holds, got a {type(value).__name__}")
