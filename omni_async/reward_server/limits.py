@@ -66,6 +66,10 @@ class Room:
     def held(self) -> int:
         return self._held.total()
 
+    def waiting(self, client: str) -> int:
+        """Return how many bodies of a client wait."""
+        return len(self._waiting.get(client, ()))
+
     async def take(self, client: str, nbytes: int) -> None:
         """Wait until the client may hold so many bytes more; from then on it does, until `give_back`."""
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -122,6 +122,9 @@ class RewardApp:
             raise Refused(503, reason, _COME_BACK_S)
         client, body = client_of(request.remote), bytearray()
         await self._read(request, body, length, min(length, _UNCHARGED))
+        # A connection that has gone is not counted any more, and its request may wait.
+        if self._room.waiting(client) >= max(1, self._server.max_connections // 2):
+            raise Refused(503, "too many requests of this client wait", _COME_BACK_S)
         await self._room.take(client, length)
         try:
             await self._read(request, body, length, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -23,7 +24,7 @@ from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.rewards import model_servers, wire
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 from tests.reward_server.serving_world import MEDIA, Recorder, asking, served, write_scorers
 from tests.reward_server.test_serve_reward import TOKEN, ask, request_of, sample
 
@@ -65,6 +66,16 @@ def test_a_body_that_stops_loses_its_place_and_others_of_its_size_are_read(tmp_p
         for one in stuck:
             answer = one.recv(2**16)
             assert answer.startswith(b"HTTP/1.1 408 ") and b"100000 of 1048576 bytes came in" in answer
+
+
+def test_requests_of_one_client_that_wait_for_room_are_bounded(tmp_path: Path) -> None:
+    with served(write_scorers(tmp_path, max_request="1MiB", max_held="1KiB", max_connections=6)) as url:
+        held_bytes = b"omni_async_reward_held_bytes 1.048576e+06"
+        with beginning(url, 1, 2**20, body=b"x" * 100_000):
+            wait_for(lambda: held_bytes in ask(url, method="GET", path="/metrics")[2], "the first body to be held")
+            with beginning(url, 4, 2**20, body=b"x" * 100_000) as waiting:
+                readable, _, _ = select.select(waiting, [], [], PATIENCE)
+                assert readable[0].recv(2**16).startswith(b"HTTP/1.1 503 ")
 
 
 async def test_the_client_that_holds_least_is_next_and_one_client_holds_half() -> None:
