@@ -17,6 +17,7 @@ from aiohttp import web
 from omni_async.reward_server.limits import client_of
 
 IDLE_S = 30.0
+_FRESH_S = 1.0  # a new connection is not idle: its request is on its way
 
 
 class Connections:
@@ -71,6 +72,11 @@ class Connections:
         if handler.transport is not None:
             handler.transport.abort()
 
+    def _is_idle(self, handler: Any) -> bool:
+        timer = self._silent.get(handler)
+        is_fresh = timer is not None and timer.when() - asyncio.get_running_loop().time() > self._idle_s - _FRESH_S
+        return handler not in self._busy and not is_fresh
+
     def _make_room(self, address: str) -> bool:
         """Return whether there is room for a connection of an address, after another has been ended if need be."""
         if len(self._open) < self._most // 2:
@@ -82,7 +88,7 @@ class Connections:
             return True
         giver = max(counts, key=lambda one: counts[one]) if is_full else address
         own = [one for one, its in self._open.items() if its == giver]
-        victim = next((one for one in own if one not in self._busy), None)
+        victim = next((one for one in own if self._is_idle(one)), None)
         if victim is None and is_full and counts[giver] > counts[address] + 1:
             victim = own[0]
         if victim is None:

@@ -292,6 +292,12 @@ async def test_an_address_that_has_all_connections_gives_one_to_another_and_none
         assert [await one.answer() for one in busy] == [b"", b"ok"] and await other.ask() == b"ok"
 
 
+async def test_a_new_connection_makes_no_room_before_it_has_asked() -> None:
+    async with site(4) as page:
+        opened = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(4)]
+        assert [await Visitor(*one).ask() for one in opened] == [b"ok"] * 4
+
+
 async def test_one_address_keeps_half_of_the_connections_idle() -> None:
     async with site(8) as page:
         visitors = [await page.open() for _ in range(6)]

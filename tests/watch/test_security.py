@@ -16,6 +16,7 @@ import pytest
 from aiohttp.web_protocol import RequestHandler
 
 from omni_async.cli import main
+from omni_async.reward_server import connections
 from omni_async.reward_server.listener import address_of, listening
 from omni_async.watch import app, guard, live, serve
 from omni_async.watch.actions import Asked
@@ -279,6 +280,7 @@ async def test_more_connections_than_the_server_keeps_close_idle_ones_and_let_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(connections, "_FRESH_S", 0.0)
     async with watched(tmp_path) as page:
         idle = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(8)]
         assert (await raw(page, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")).startswith(b"HTTP/1.1 200")
