@@ -86,6 +86,10 @@ class Room:
                 self._admit()
             raise
 
+    def charge(self, client: str, nbytes: int) -> None:
+        """Take note that a client holds so many bytes more, without waiting."""
+        self._held[client] += nbytes
+
     def give_back(self, client: str, nbytes: int) -> None:
         """Take note that a client holds so many bytes less."""
         self._held[client] -= nbytes

@@ -32,6 +32,7 @@ _COME_BACK_S = 1
 _UNCHARGED = 2**16  # bytes of a body that are read before there is room for all of it
 _DECODED_HERE = 2**16  # bytes of a body that is decoded on the event loop; a larger one in a thread
 _DECODED_AT_ONCE = 4
+_VALUE_BYTES = 64  # of memory that a value of metadata takes besides its own
 
 Samples = list[tuple[str | None, Media, Prompt]]
 
@@ -148,19 +149,22 @@ class RewardApp:
 
     async def _answer(self, client: str, body: bytearray, form: str) -> web.Response:
         if len(body) <= _DECODED_HERE:
-            samples = self._samples(body, form)
+            samples, values = self._samples(body, form)
         else:
             async with self._decoding:
-                samples = await in_daemon_thread(self._samples, body, form)
+                samples, values = await in_daemon_thread(self._samples, body, form)
         body.clear()
+        self._room.charge(client, values * _VALUE_BYTES)
         try:
             outcomes = await self._scoring.score(samples, client)
         except NotNow as error:
             raise Refused(503, str(error), _COME_BACK_S) from None
+        finally:
+            self._room.give_back(client, values * _VALUE_BYTES)
         return web.Response(body=wire.encode(wire.Answer(1, tuple(outcomes)), form), content_type=form)
 
-    def _samples(self, body: bytearray, form: str) -> Samples:
-        """Return the samples of a body. Raises Refused."""
+    def _samples(self, body: bytearray, form: str) -> tuple[Samples, int]:
+        """Return the samples of a body, and how many values their metadata have. Raises Refused."""
         try:
             asked = wire.decode_request(body, form)
         except wire.WireError as error:
@@ -173,7 +177,7 @@ class RewardApp:
                 samples.append((sample.key, *wire.sample_of(sample)))
             except wire.WireError as error:
                 raise Refused(400, f"sample {position}: {error}") from None
-        return samples
+        return samples, sum(wire.num_values(prompt.metadata) for _, _, prompt in samples)
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 if samples are scored now. The reason is for those who have the token: see the log."""

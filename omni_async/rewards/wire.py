@@ -204,6 +204,12 @@ def _whole(rate: float | None) -> int | None:
     return None if rate is None else int(rate)
 
 
+def num_values(tree: Any) -> int:
+    """Return how many values metadata have, without their keys."""
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return 1 + sum(map(num_values, items))
+
+
 def _require_plain(value: Any, values: Iterator[int], depth: int = 0) -> None:
     """Refuse metadata that no JSON file could hold: MessagePack has bytes, times and extensions."""
     if next(values) > _MOST_VALUES or depth > _DEEPEST:

@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +26,8 @@ from omni_async.rewards import model_servers, wire
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
 from tests.patience import PATIENCE, wait_for
-from tests.reward_server.serving_world import MEDIA, Recorder, asking, served, write_scorers
+from tests.reward_server.serving_world import HELD, MEDIA, Held, Recorder, asking, served, write_scorers
+from tests.reward_server.serving_world import held as held_scorer
 from tests.reward_server.test_serve_reward import TOKEN, ask, request_of, sample
 
 LARGE = 2**28  # server.max_request
@@ -76,6 +78,22 @@ def test_requests_of_one_client_that_wait_for_room_are_bounded(tmp_path: Path) -
             with beginning(url, 4, 2**20, body=b"x" * 100_000) as waiting:
                 readable, _, _ = select.select(waiting, [], [], PATIENCE)
                 assert readable[0].recv(2**16).startswith(b"HTTP/1.1 503 ")
+
+
+def test_values_of_metadata_are_held_as_what_they_take(tmp_path: Path) -> None:
+    many = wire.sent_sample(MEDIA[0], Prompt(0, "x", metadata={"x": [{"y": None}] * 5000}), None)
+    body = request_of(many)
+    path = write_scorers(tmp_path, HELD)
+    with served(path) as url, ThreadPoolExecutor(1) as pool:
+        with held_scorer():
+            asked = pool.submit(ask, url, body)
+            assert Held.begun.wait(PATIENCE)
+            line = f"omni_async_reward_held_bytes {len(body) + 64 * 10_002}.0\n"
+            assert line.encode() in ask(url, method="GET", path="/metrics")[2]
+        assert asked.result()[0] == 200
+        wait_for(
+            lambda: b"omni_async_reward_held_bytes 0.0" in ask(url, method="GET", path="/metrics")[2], "its release"
+        )
 
 
 async def test_the_client_that_holds_least_is_next_and_one_client_holds_half() -> None:
