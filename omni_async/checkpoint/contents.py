@@ -58,6 +58,8 @@ def contents_of(config: Config, prompts: Sequence[Prompt], validation: Sequence[
         found["data.prompts"] = _of_prompts(prompts)
     if config.validation is not None:
         found["validation.prompts"] = _of_prompts(validation)
+    if (program := config.rollout.program) is not None:
+        found |= _settings_contents("rollout.program.settings", program.settings)
     return found | reward_contents(config)
 
 
@@ -65,16 +67,37 @@ def reward_contents(config: Config) -> dict[str, str]:
     """Return the digests of the models that scorers and judges load. Raises ConfigError, one line."""
     found: dict[str, str] = {}
     for number, scorer in enumerate(config.reward.scorers):
-        foreign = ":" in scorer.name  # it knows alone which of its parameters are paths
-        names = [*scorer.params] if foreign else path_params(scorer.name)
-        for name in names:
-            value = scorer.params.get(name)
-            if isinstance(value, str) and (not foreign or _is_plain_file(value)):
-                found |= path_contents(f"reward.scorers.{number}.params.{name}", value)
+        found |= _scorer_contents(f"reward.scorers.{number}", scorer.name, scorer.params)
     for number, server in enumerate(config.reward.servers):
         if server.replicas:
             found |= path_contents(f"reward.servers.{number}.model", server.model)
     return found
+
+
+def _scorer_contents(key: str, scorer: str, params: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of what a scorer's parameters name. `key`: the scorer's in the recipe."""
+    found: dict[str, str] = {}
+    foreign = ":" in scorer  # it knows alone which of its parameters are paths
+    for name in [*params] if foreign else path_params(scorer):
+        value = params.get(name)
+        if isinstance(value, str) and (not foreign or _is_plain_file(value)):
+            found |= path_contents(f"{key}.params.{name}", value)
+    return found
+
+
+def _settings_contents(key: str, value: Any) -> dict[str, str]:
+    """Return the digests of files that a program's settings name, its judge's model included."""
+    if isinstance(value, str):
+        return path_contents(key, value) if _is_plain_file(value) else {}
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {}
+    if isinstance(value.get("name"), str) and isinstance(value.get("params"), dict):
+        return _scorer_contents(key, value["name"], value["params"])
+    return {
+        found: one for name, item in value.items() for found, one in _settings_contents(f"{key}.{name}", item).items()
+    }
 
 
 def _is_plain_file(text: str) -> bool:
