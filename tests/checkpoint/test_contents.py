@@ -143,7 +143,7 @@ def test_files_that_a_programs_settings_and_its_judge_name_are_stated_by_content
     head.write_bytes(b"one")
     words.write_bytes(b"one")
     judge = {"name": "tests.of:Mine", "params": {"head": str(head)}}
-    program = Program("refine", {"judge": judge, "lists": [{"words": str(words)}], "edit": "{prompt}"})
+    program = Program(name="refine", settings={"judge": judge, "lists": [{"words": str(words)}], "edit": "{prompt}"})
     config = write_world(tmp_path)
     config = replace(config, rollout=replace(config.rollout, program=program))
     stated, settings = of(config), "rollout.program.settings"
