@@ -25,6 +25,8 @@ from omni_async.config.stages import Reward, Scorer
 from omni_async.types import Prompt, Score
 
 # An emulated run has scorers only in its profile.
+# Of a value that does not count, but whose mean and spread are metrics.
+_LARGEST = 1e100
 _EMULATED = (Scorer(name="replay"),)
 
 
@@ -147,6 +149,8 @@ class RewardFormula:
             total = total * term if product else total + term
         self._require_bounded("the product of all scorers" if product else "the sum of all scorers", total)
         for number, value in whole.items():
+            if abs(value) > _LARGEST:
+                raise NoReward(f"scorer {self.labels[number]!r}: a value of {value:g}, beyond {_LARGEST:g}")
             gate = self.scorers[number].gate
             if gate is not None and value < gate:
                 return self._config.gated

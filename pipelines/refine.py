@@ -95,10 +95,13 @@ class Refine:
             reward: its time-out and pauses hold for the trial of the judge."""
         self._calls, self._edit, self._label, self._judge = calls, edit, label, judge
         self._reward = reward or Reward()
+        self.untried: str | None = None
         self._judging = Coalescer(self._judge_all)
 
     async def try_out(self, probe: Probe) -> str | None:
-        """Return why the judge is wrong, if it fails twice in the same way for a synthetic sample."""
+        """Return why the judge is wrong, if it fails twice in the same way for a synthetic sample.
+
+        `untried` is why it could not be tried, if it is down or hangs."""
 
         async def silent(text: str) -> None:
             """Report nothing: a judge that is down is reported with the samples that it fails."""
@@ -107,6 +110,7 @@ class Refine:
         guard = GuardedScorer(self._label, self._judge, self._reward, limits, WallClock(), threads, silent, probe)
         try:
             wrong = await guard.try_out()
+            self.untried = f"rollout.program.settings.judge: {guard.outage}" if guard.down and wrong is None else None
         finally:
             threads.close()
         return None if wrong is None else f"rollout.program.settings.judge: {wrong}"

@@ -57,6 +57,7 @@ def test_components_count_in_place_of_the_value_each_with_its_weight_and_are_col
         ([{}, {}], {"combine": "product"}, (-1.0, 2.0), "scorer 'a': a value of -1 .* has no place in a product"),
         ([{"weight": -1.0}, {}], {"combine": "product"}, (0.0, 2.0), "scorer 'a': a value of 0 .* has no place"),
         ([{"weight": 1e3}, {}], {"combine": "product"}, (1e9, 2.0), "scorer 'a': a reward of inf"),
+        ([{"weight": 1e-200}, {}], {}, (1e160, 2.0), "scorer 'a': a value of 1e[+]160, beyond 1e[+]100"),
     ],
 )
 def test_what_makes_no_reward_is_refused_with_its_scorer(scorers, reward, values, why):

@@ -24,7 +24,7 @@ from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.probe import Probe
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
-from omni_async.rollout.calls import Program, draw_calls, try_program
+from omni_async.rollout.calls import Program, draw_calls, try_program, untried
 from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
@@ -115,6 +115,8 @@ class Producer:
         if wrong is not None and await self.coordinator.scorer_wrong(wrong):
             await self.engine.close()
             raise WrongScorer(wrong)
+        if self.program is not None and (why := untried(self.program)) is not None:
+            await self.coordinator.phase(f"warning: {self.name}: a judge could not be tried, it may be down: {why}")
 
     async def run(self) -> None:
         """Generate leased samples until the run is over. EngineError if the engine is dead."""

@@ -20,10 +20,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from omni_async.config.decoding import decode_json
 from omni_async.tracking.files import keep_from_children
 
 MOST_WORKERS = 100_000
 _LONGEST_REQUEST = 2**16
+_LONGEST_ANSWER = 2**24
+_MOST_CLIENTS = 64
+_PATIENCE_S = 10.0  # for a client's line, and for it to take its answer
 
 
 class ControlError(RuntimeError):
@@ -66,6 +70,7 @@ class ControlSocket:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._server: asyncio.AbstractServer | None = None
+        self._num_clients = 0
         self.answer: Callable[[Request, Tell], Awaitable[dict[str, Any]]] | None = None
         self.stop: Callable[[], None] | None = None
         self.doing = "starting"
@@ -94,18 +99,25 @@ class ControlSocket:
             if not writer.is_closing():  # the client may have gone
                 writer.write(msgspec.json.encode(Answer(doing=text)) + b"\n")
 
+        self._num_clients += 1
         try:
-            answer = await self._answer(await reader.readline(), tell)
+            if self._num_clients > _MOST_CLIENTS:
+                return
+            async with asyncio.timeout(_PATIENCE_S):
+                line = await reader.readline()
+            answer = await self._answer(line, tell)
             writer.write(msgspec.json.encode(answer, enc_hook=str) + b"\n")
-            await writer.drain()
-        except (ConnectionError, ValueError):  # the client has gone, or sent too much
+            async with asyncio.timeout(_PATIENCE_S):
+                await writer.drain()
+        except (ConnectionError, ValueError, TimeoutError):  # the client has gone, sent too much, or is too slow
             pass
         finally:
+            self._num_clients -= 1
             writer.close()
 
     async def _answer(self, line: bytes, tell: Tell) -> Answer:
         try:
-            request = msgspec.json.decode(line, type=Request)
+            request = decode_json(line, Request)
             if request.stop and self.stop is not None:  # also while no session is alive
                 self.stop()
                 return Answer(status={})
@@ -138,7 +150,7 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
                 connection.connect(short)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as file:
-                while (answer := _read(path, file.readline())).doing is not None:
+                while (answer := _read(path, file.readline(_LONGEST_ANSWER))).doing is not None:
                     tell(answer.doing)
         except OSError as error:
             raise NotRunning(f"{path.parent} is not running here: {path.name}: {error.strerror or error}") from None
@@ -149,7 +161,7 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
 
 def _read(path: Path, line: bytes) -> Answer:
     try:
-        return msgspec.json.decode(line, type=Answer)
+        return decode_json(line, Answer)
     except msgspec.DecodeError:
         raise ControlError(f"{path.parent} ended before it answered") from None
 

@@ -28,7 +28,7 @@ from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
-from omni_async.rollout.calls import try_program
+from omni_async.rollout.calls import try_program, untried
 from omni_async.runtime.builders import built_program
 from omni_async.runtime.inputs import RunInputs
 
@@ -57,12 +57,13 @@ def try_scorers(inputs: RunInputs) -> Tried:
         where = "when the run starts, where they have an accelerator"
         return Tried(notes=[f"note: placement.reward.gpus: the scorers are tried {where}"])
     with contextlib.redirect_stdout(sys.stderr):  # what is checked is printed, and may be kept as a recipe
-        asyncio.run(_try_program(config, probe))
-        return asyncio.run(_try_scorers(inputs, probe))
+        judges = asyncio.run(_try_program(config, probe))
+        tried = asyncio.run(_try_scorers(inputs, probe))
+        return tried._replace(notes=[*judges, *tried.notes])
 
 
-async def _try_program(config: Config, probe: Probe) -> None:
-    """Try the judges of the rollout program. ConfigError if one is wrong."""
+async def _try_program(config: Config, probe: Probe) -> list[str]:
+    """Try the judges of the rollout program. Returns notes for the user. ConfigError if one is wrong."""
     timeout_s = config.run.startup_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
@@ -72,7 +73,7 @@ async def _try_program(config: Config, probe: Probe) -> None:
     except RuntimeError as error:
         raise ConfigError(str(error)) from None
     if program is None:
-        return
+        return []
     try:
         wrong = await try_program(program, probe)
     finally:
@@ -80,6 +81,8 @@ async def _try_program(config: Config, probe: Probe) -> None:
             await close()
     if wrong is not None:
         raise ConfigError(wrong)
+    why = untried(program)
+    return [] if why is None else [f"warning: a judge could not be tried, it may be down: {why}"]
 
 
 async def _try_scorers(inputs: RunInputs, probe: Probe) -> Tried:

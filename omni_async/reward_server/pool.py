@@ -49,7 +49,15 @@ class PoolService(Service):
     async def start(self) -> str:
         config, token = self._site.config, secrets.token_urlsafe(_TOKEN_BYTES)
         # Whoever asks has the token, and a run's own samples are as many as its buffers hold.
-        server = Server(host=self._site.host, port=0, requests_per_s=1e6, burst=1_000_000, max_waiting=100_000)
+        server = Server(
+            host=self._site.host,
+            port=0,
+            max_held="2GiB",
+            max_connections=100_000,
+            max_waiting=100_000,
+            requests_per_s=1e6,
+            burst=1_000_000,
+        )
         routes = {}
         for number, scorer in enumerate(scorers_of(config.reward, self._pool.name)):
             reward = _alone(config, scorer)

@@ -82,11 +82,11 @@ class Scoring:
         self._most_waiting = most_waiting
         self._remembered = remembered
         self._known: OrderedDict[str, asyncio.Future[Outcome]] = OrderedDict()
-        self._waiting: deque[_Job] = deque()
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by client; the next one's turn first
         self._queue = FairQueue(lambda: bool(self._waiting))
         self._num_down = 0
         self._workers: list[asyncio.Task[None]] = []
-        metrics.waiting.set_function(lambda: len(self._waiting))
+        metrics.waiting.set_function(self._num_waiting)
         metrics.up.set_function(lambda: float(not self.down))
 
     async def __aenter__(self) -> Scoring:
@@ -111,18 +111,26 @@ class Scoring:
             return ""
         return next((reason for panel in self._panels for reason in panel.outages), "the scorers are down")
 
-    async def score(self, samples: Sequence[tuple[str | None, Media, Prompt]]) -> list[Outcome]:
-        """Return one outcome per sample: (key, media, prompt). Raises NotNow if none of them can be taken."""
+    async def score(self, samples: Sequence[tuple[str | None, Media, Prompt]], client: str = "") -> list[Outcome]:
+        """Return one outcome per sample: (key, media, prompt). Raises NotNow if none of them can be taken.
+
+        A client gets half of the places, or those of one request; clients take turns."""
         if reason := self.down:
             raise NotNow(reason)
-        if len(self._waiting) + len(samples) > self._most_waiting:
-            raise NotNow(f"{len(self._waiting)} samples wait already")
-        outcomes = [self._outcome(*sample) for sample in samples]
+        if (waiting := self._num_waiting()) + len(samples) > self._most_waiting:
+            raise NotNow(f"{waiting} samples wait already")
+        own = len(self._waiting.get(client, ()))
+        if own and own + len(samples) > self._most_waiting // 2:
+            raise NotNow(f"{own} samples of this client wait already")
+        outcomes = [self._outcome(client, *sample) for sample in samples]
         self._queue.notify()
         await asyncio.wait(outcomes)  # not gathered: a client that leaves takes nothing away from others
         return [outcome.result() for outcome in outcomes]
 
-    def _outcome(self, key: str | None, media: Media, prompt: Prompt) -> asyncio.Future[Outcome]:
+    def _num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _outcome(self, client: str, key: str | None, media: Media, prompt: Prompt) -> asyncio.Future[Outcome]:
         """Return the future outcome of a sample, which waits from now on unless it is known."""
         if key is not None and (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
@@ -133,7 +141,7 @@ class Scoring:
             outcome.set_result(Outcome(error=missing))
             self._metrics.samples.labels("failed").inc()
             return outcome
-        self._waiting.append(_Job(media, prompt, outcome))
+        self._waiting.setdefault(client, deque()).append(_Job(media, prompt, outcome))
         if key is not None:
             self._remember(key, outcome)
         return outcome
@@ -188,14 +196,21 @@ class Scoring:
             self._num_down -= 1
 
     def _take(self, room: int) -> list[_Job]:
-        return [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        jobs: list[_Job] = []
+        while self._waiting and len(jobs) < room:
+            client, own = next(iter(self._waiting.items()))
+            jobs.append(own.popleft())
+            self._waiting.move_to_end(client)
+            if not own:
+                del self._waiting[client]
+        return jobs
 
     def _settle(self, job: _Job, outcome: Outcome) -> None:
         self._metrics.samples.labels("scored" if outcome.error is None else "failed").inc()
         job.outcome.set_result(outcome)
 
     def _fail_waiting(self, reason: str) -> None:
-        waiting, self._waiting = [*self._waiting], deque()
+        waiting = self._take(self._num_waiting())
         self._fail(waiting, reason)
 
     def _fail(self, jobs: Sequence[_Job], reason: str) -> None:

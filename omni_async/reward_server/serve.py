@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import ConfigError
+from omni_async.reward_server.connections import IDLE_S, listen
 from omni_async.reward_server.listener import address_of, end_signal, listening
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import Scoring
@@ -66,17 +67,21 @@ async def answering(server: Server, routes: Mapping[str, RewardApp]) -> AsyncIte
         access_log=None,
         handle_signals=False,
         auto_decompress=False,
+        keepalive_timeout=IDLE_S,
         lingering_time=_LINGER_S,
         shutdown_timeout=server.grace_s,
     )
     await runner.setup()
+    accepting: asyncio.Server | None = None
     try:
         bound = await in_daemon_thread(listening, server.host, server.port, "server.port")
-        await web.SockSite(runner, bound).start()
+        accepting = await listen(runner, bound, server.max_connections)
         yield address_of(bound)
     finally:
         for one in routes.values():
             one.ending = True
+        if accepting is not None:
+            accepting.close()
         await runner.cleanup()
 
 

@@ -14,19 +14,26 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from omni_async.aio.waiting import FairQueue
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line
 from omni_async.config.section import bytes_of
-from omni_async.reward_server.limits import RateLimit
+from omni_async.media import Media
+from omni_async.reward_server.limits import RateLimit, Room, client_of
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.reward_server.settings import Server
 from omni_async.rewards import wire
 from omni_async.rewards.failures import place_of, told
+from omni_async.types import Prompt
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COME_BACK_S = 1
+_UNCHARGED = 2**16  # bytes of a body that are read before there is room for all of it
+_DECODED_HERE = 2**16  # bytes of a body that is decoded on the event loop; a larger one in a thread
+_DECODED_AT_ONCE = 4
+
+Samples = list[tuple[str | None, Media, Prompt]]
 
 
 class Refused(Exception):
@@ -52,12 +59,12 @@ class RewardApp:
         self._metrics = metrics
         self._tell = tell
         self._rate = RateLimit(server.requests_per_s, server.burst)
+        self._strangers = RateLimit(server.requests_per_s, server.burst)  # who uses up nothing of those with the token
         self._largest = bytes_of(server.max_request)
-        self._held = 0
-        most_held = bytes_of(server.max_held)
-        self._room = FairQueue(lambda: self._held < most_held)
+        self._room = Room(bytes_of(server.max_held))
+        self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
         self.ending = False
-        metrics.held.set_function(lambda: self._held)
+        metrics.held.set_function(lambda: self._room.held)
 
     def app(self) -> web.Application:
         @web.middleware
@@ -92,12 +99,11 @@ class RewardApp:
         return response
 
     def _require_allowed(self, request: web.Request, now: float) -> None:
-        if wait_s := self._rate.wait_s(request.remote or "", now):
-            raise Refused(429, "too many requests", wait_s)
-        if self._token is None or request.path == "/health":
-            return
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._token):
+        is_known = self._token is None or hmac.compare_digest(given, self._token)
+        if wait_s := (self._rate if is_known else self._strangers).wait_s(client_of(request.remote), now):
+            raise Refused(429, "too many requests", wait_s)
+        if not is_known and request.path != "/health":
             raise Refused(401, "a token is needed: Authorization: Bearer ...")
 
     async def _score(self, request: web.Request) -> web.Response:
@@ -114,43 +120,60 @@ class RewardApp:
             raise Refused(503, "the server is ending", _COME_BACK_S)
         if reason := self._scoring.down:
             raise Refused(503, reason, _COME_BACK_S)
-        await self._room.take(lambda: self._hold(length))
+        client, body = client_of(request.remote), bytearray()
+        await self._read(request, body, length, min(length, _UNCHARGED))
+        # A connection that has gone is not counted any more, and its request may wait.
+        if self._room.waiting(client) >= max(1, self._server.max_connections // 2):
+            raise Refused(503, "too many requests of this client wait", _COME_BACK_S)
+        await self._room.take(client, length)
         try:
-            return await self._answer(request)
+            await self._read(request, body, length, length)
+            return await self._answer(client, body, request.content_type)
         finally:
-            self._hold(-length)
-            self._room.notify()
+            self._room.give_back(client, length)
 
-    def _hold(self, nbytes: int) -> None:
-        self._held += nbytes
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        body = bytearray()
+    async def _read(self, request: web.Request, body: bytearray, length: int, end: int) -> None:
+        """Read a body of `length` bytes up to `end`. Raises Refused if it is too slow, see `server.read_s`."""
+        longest, now = self._server.read_s, asyncio.get_running_loop().time
+        began = now()
         try:
-            async with asyncio.timeout(self._server.read_s):
-                async for chunk in request.content.iter_any():  # `request.read` would keep a second copy
+            async with asyncio.timeout(longest / 6) as limit:
+                # `request.read` would keep a second copy
+                while len(body) < end and (chunk := await request.content.readany()):
                     body += chunk
+                    limit.reschedule(began + longest * min(1.0, 1 / 6 + len(body) / length))
         except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {self._server.read_s:g} s") from None
-        form = request.content_type
+            found = f"{len(body)} of {length} bytes came in {now() - began:.3g} s"
+            raise Refused(408, f"the body did not arrive within {longest:g} s at its pace: {found}") from None
+
+    async def _answer(self, client: str, body: bytearray, form: str) -> web.Response:
+        if len(body) <= _DECODED_HERE:
+            samples = self._samples(body, form)
+        else:
+            async with self._decoding:
+                samples = await in_daemon_thread(self._samples, body, form)
+        body.clear()
+        try:
+            outcomes = await self._scoring.score(samples, client)
+        except NotNow as error:
+            raise Refused(503, str(error), _COME_BACK_S) from None
+        return web.Response(body=wire.encode(wire.Answer(1, tuple(outcomes)), form), content_type=form)
+
+    def _samples(self, body: bytearray, form: str) -> Samples:
+        """Return the samples of a body. Raises Refused."""
         try:
             asked = wire.decode_request(body, form)
         except wire.WireError as error:
             raise Refused(400, str(error)) from None
-        del body
         if (number := len(asked.samples)) > self._server.max_waiting:  # to come back would not help
             raise Refused(413, f"{number} samples in one request, at most {self._server.max_waiting} may wait")
-        samples = []
+        samples: Samples = []
         for position, sample in enumerate(asked.samples):
             try:
                 samples.append((sample.key, *wire.sample_of(sample)))
             except wire.WireError as error:
                 raise Refused(400, f"sample {position}: {error}") from None
-        try:
-            outcomes = await self._scoring.score(samples)
-        except NotNow as error:
-            raise Refused(503, str(error), _COME_BACK_S) from None
-        return web.Response(body=wire.encode(wire.Answer(1, tuple(outcomes)), form), content_type=form)
+        return samples
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 if samples are scored now. The reason is for those who have the token: see the log."""

@@ -29,15 +29,21 @@ class Server(Section, kw_only=True, frozen=True):
     max_request: SizeText = "256MiB"
     """Largest body of a request."""
     max_held: SizeText = "1GiB"
-    """Bytes of requests that are held at once; the next one is read when there is room."""
+    """Bytes of requests that are held at once; the next one is read when there is room. A client's address holds half
+    of them, or one body."""
+    max_connections: Annotated[int, most(100_000, ge=1)] = 1000
+    """Connections at once; beyond, the address with the most gives up an idle one, or else its oldest."""
     max_waiting: InMemory = 4096
-    """Samples that may wait for a scorer; a request beyond is told to come back (503)."""
+    """Samples that may wait for a scorer; a request beyond is told to come back (503). A client's address may have
+    half of them, or one request; addresses take turns."""
     requests_per_s: Annotated[float, most(1e6, gt=0)] = 200.0
-    """Requests a second of one client's address, on average; beyond it is told to wait (429)."""
+    """Requests a second of one client's address, on average; beyond it is told to wait (429). Requests without the
+    token count by themselves."""
     burst: Annotated[int, most(1_000_000, ge=1)] = 1000
     """Requests of one address that are taken at once after a pause."""
     read_s: Seconds = 30.0
-    """Longest that the body of a request may take to arrive."""
+    """Longest that the body of a request may take to arrive. Of a sixth of it, and of as much as the part of the body
+    that has arrived, more must arrive, or it is refused (408)."""
     grace_s: Seconds = 30.0
     """How long requests under way are waited for at the end."""
     remembered: Annotated[int, most(1_000_000, ge=0)] = 10_000

@@ -26,6 +26,9 @@ import aiohttp
 from omni_async.compat import is_mixed
 from omni_async.config.redact import one_line
 from omni_async.config.stages import Server
+from omni_async.rewards.base import ScoreError
+from omni_async.rewards.model_names import served_names
+from omni_async.rewards.model_servers import read_body
 from omni_async.runtime.builders import ServiceHost, WorkerContext
 from omni_async.services import Service, ServiceSite
 
@@ -42,7 +45,7 @@ _FOLLOWS = re.compile(r"Engine core initialization failed|EngineDeadError|Worker
 # How vLLM, or a process of it, reports a port that another process has.
 _ADDRESS_IN_USE = re.compile(r"\bEADDRINUSE\b|address already in use", re.IGNORECASE)
 # What stands before the words: the process, and of what is logged its level, time and place.
-_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ \S+ \S+ \[[^\]]*\] )?", re.MULTILINE)
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ \S+ \S+ \[[^\]\n]*\] )?", re.MULTILINE)
 # The line that ends a traceback, and indented ones after it, where some exceptions have their reason.
 _RAISED = re.compile(r"^[\w.]+(?:Error|Exception)\b(?:: .*)?(?:\n[ \t].+){0,2}", re.MULTILINE)
 
@@ -145,7 +148,10 @@ class VllmServer(Service):
         async with self._session.get(f"{self._url}/v1/models") as response:
             if response.status != 200:
                 raise PortTaken(f"what answers at {self._url} is another server: {response.status} to our token")
-            return [str(one["id"]) for one in (await response.json(content_type=None))["data"]]
+            try:
+                return served_names(await read_body(response))
+            except ScoreError as error:
+                raise PortTaken(f"what answers at {self._url} is another server: {error}") from None
 
     async def _health(self) -> int | None:
         """Return the status that the server answers with; None if it does not answer."""

@@ -21,8 +21,8 @@ from omni_async.types import Prompt, Score
 _LONGEST_TEXT = 2000
 _LONGEST_NAME = 100
 _MOST_PARTS = 256
-# Metrics are means of parts: a sum of them has to be a number, too.
-_LARGEST_PART = 1e100
+# Metrics are means, and spreads are made of squares: a sum of them has to be a number, too.
+LARGEST = 1e100
 # Halves of surrogate pairs, which no file can hold, and control characters, which no image can show.
 _UNFIT = re.compile(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
@@ -176,12 +176,13 @@ def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[
     if len(scores) != len(prompts):
         raise ScoreError(f"scorer {scorer!r} returned {len(scores)} scores for {len(prompts)} samples")
     return [
-        _require_score(f"scorer {scorer!r}, {describe(position, prompt)}", score)
+        require_score(f"scorer {scorer!r}, {describe(position, prompt)}", score)
         for position, (score, prompt) in enumerate(zip(scores, prompts, strict=True))
     ]
 
 
-def _require_score(where: str, score: Any) -> Score:
+def require_score(where: str, score: Any) -> Score:
+    """Return one score as `require_scores` does; `where` begins its errors. Raises ScoreError."""
     if not isinstance(score, Score):
         raise ScoreError(f"{where}: a {_kind(score)}, expected a Score")
     if not isinstance(score.text, str | None):
@@ -207,8 +208,8 @@ def _require_parts(where: str, parts: Any) -> dict[str, float]:
             raise ScoreError(f"{where}: a part is called {name[:_LONGEST_NAME]!r}, {expected}")
     numbers = {str.__str__(name): _finite(where, name, number) for name, number in parts.items()}
     for name, number in numbers.items():
-        if abs(number) > _LARGEST_PART:
-            raise ScoreError(f"{where}: {name} is {number:g}, expected at most {_LARGEST_PART:g}")
+        if abs(number) > LARGEST:
+            raise ScoreError(f"{where}: {name} is {number:g}, expected at most {LARGEST:g}")
     return numbers
 
 
@@ -226,6 +227,8 @@ def _finite(where: str, part: str, number: Any) -> float:
         plain = float(number)
     except OverflowError:  # an int of any size is Real
         plain = math.inf
+    except (TypeError, ValueError):  # NumPy's times are Real, too
+        raise ScoreError(f"{where}: {part} is a {_kind(number)}, expected a number") from None
     if not math.isfinite(plain):
         raise ScoreError(f"{where}: {part} is {plain}, expected a finite number")
     return plain

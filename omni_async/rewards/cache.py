@@ -21,13 +21,16 @@ import numpy as np
 import xxhash
 
 from omni_async.config import schema
+from omni_async.config.decoding import decode_msgpack
 from omni_async.config.redact import resolve_references
 from omni_async.media import Media
+from omni_async.rewards.base import ScoreError, require_score
 from omni_async.rewards.score_file import ScoreFile
 from omni_async.types import Prompt, Score
 
 _FORMAT = b"1"
 _SUM_BYTES = 8  # of the checksum before every entry
+_MOST_VALUES = 1000  # of an entry: 256 parts with their names, and what else a score has
 _OVERHEAD = 200  # bytes that an entry in memory takes besides its own
 _MEDIA = Path(__file__).parents[1] / "media.py"
 
@@ -171,12 +174,12 @@ def _encoded(key: bytes, score: Score) -> bytes:
 
 
 def _decoded(key: bytes, entry: Any) -> Score | None:
-    """Return the score of an entry; None if the entry is damaged, or another key's."""
+    """Return the score of an entry; None if the entry is damaged, another key's, or no score that a scorer may give."""
     if not isinstance(entry, bytes) or _sum(key, entry[_SUM_BYTES:]) != entry[:_SUM_BYTES]:
         return None
     try:
-        return msgspec.msgpack.decode(entry[_SUM_BYTES:], type=Score)
-    except msgspec.MsgspecError:
+        return require_score("cache", decode_msgpack(entry[_SUM_BYTES:], Score, _MOST_VALUES))
+    except (msgspec.MsgspecError, ScoreError):
         return None
 
 

@@ -15,6 +15,7 @@ import av
 import numpy as np
 from msgspec import Meta
 
+from omni_async.rewards.base import ScoreError
 from omni_async.rewards.pretrained import (
     Precision,
     embedded_texts,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from omni_async.media import Media
 
+_LONGEST_S = 1200
 _MOST_TOKENS = 512
 
 
@@ -112,9 +114,12 @@ class ClapScorer:
 
 
 def mono_at(rate: int, media: Media) -> NDArray[np.float32]:
-    """Return the mean of the channels, float32 (n), at `rate` samples a second."""
-    mono = np.asarray(media.audio).mean(axis=0, dtype=np.float32)
+    """Return the mean of the channels, float32 (n), at `rate` samples a second. ScoreError for a sound without end."""
+    sound = np.asarray(media.audio)
     assert media.sample_rate is not None
+    if (seconds := sound.shape[1] / media.sample_rate) > _LONGEST_S:  # at 1 Hz, a few bytes would become gigabytes
+        raise ScoreError(f"the sound lasts {seconds:g} s, expected {_LONGEST_S} at most")
+    mono = sound.mean(axis=0, dtype=np.float32)
     if media.sample_rate == rate:
         return mono
     frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(mono[None]), format="fltp", layout="mono")

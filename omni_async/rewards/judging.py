@@ -15,10 +15,12 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from string import Formatter
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
+from omni_async.config.decoding import decode_json
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.model_servers import BadAnswer
 from omni_async.rewards.ocr import similarity_of, wanted_text
@@ -34,8 +36,13 @@ PROMPTS: dict[str, str] = {
     "pairwise": 'Which of these two images shows better what the following text asks for? Text: "{prompt}" The first'
     " image is A, the second is B. Answer with A or B.",
 }
-_RATING = re.compile(r"(?:score|rating)?\s*[:=]?\s*([-+]?\d+(?:\.\d+)?)\s*\.?", re.IGNORECASE)
+# Each blank can be matched in one way only, so that an answer costs no more than its length.
+_RATING = re.compile(r"(?:score|rating)?\s*+(?:[:=]\s*+)?([-+]?[0-9]++(?:\.[0-9]++)?)\s*+\.?", re.IGNORECASE)
+# Of characters: a judge writes 8192 tokens at most.
+_LONGEST_ANSWER = 2**17
 _LONGEST_SHOWN = 200
+_MOST_REFUSED = 1000  # values of a refusal
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class TopToken(msgspec.Struct):
@@ -44,7 +51,7 @@ class TopToken(msgspec.Struct):
 
 
 class _Tokens(msgspec.Struct):
-    top_logprobs: list[TopToken] = []
+    top_logprobs: Annotated[list[TopToken], Meta(max_length=1000)] = []
 
 
 class _LogProbs(msgspec.Struct):
@@ -62,8 +69,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
 
 
 class _Completion(msgspec.Struct):
@@ -85,9 +92,6 @@ class Reply(NamedTuple):
     model: str | None
 
 
-_COMPLETION = msgspec.json.Decoder(_Completion)
-
-
 def read_reply(content: bytes) -> Reply:
     """Return the answer in a body of `/v1/chat/completions`.
 
@@ -95,8 +99,8 @@ def read_reply(content: bytes) -> Reply:
         BadAnswer: it is none.
         ScoreError: the judge did not answer, but refused, say: that is not the empty text of an image without any."""
     try:
-        found = _COMPLETION.decode(content)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        found: _Completion = decode_json(content, _Completion)
+    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise BadAnswer(f"sent no chat completion: {error}") from None
     if not found.choices:
         raise BadAnswer("sent a chat completion without a choice")
@@ -117,8 +121,8 @@ def read_reply(content: bytes) -> Reply:
 def read_refusal(content: bytes) -> str:
     """Return a server's own words in a refusal, or an empty text if there are none."""
     try:
-        body = msgspec.json.decode(content)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        body = decode_json(content, most=_MOST_REFUSED)
+    except (msgspec.MsgspecError, ValueError):
         return ""
     error = body.get("error", body) if isinstance(body, dict) else {}
     words = error.get("message") if isinstance(error, dict) else error
@@ -172,7 +176,7 @@ def preference(reply: Reply, one: str, other: str, from_text: bool, least_mass: 
     Raises:
         ScoreError: the words are less likely, or there are no candidates."""
     if reply.first is None:
-        word = re.match(r"\W*(\w+)", reply.text)
+        word = re.match(r"\W*+(\w++)", _parsed(reply))
         if from_text and word and word[1].lower() in (one, other):
             return float(word[1].lower() == one)
         why = "the server sends no log-probabilities" if not from_text else f"it says neither {one!r} nor {other!r}"
@@ -199,20 +203,20 @@ def rating(reply: Reply, lowest: float, highest: float) -> float:
     """Return the one number of a reply, as a fraction of the range. ScoreError if it is not one clear number in it."""
     if reply.cut_off:
         raise ScoreError(f"the answer was cut off at max_tokens: {_shown(reply.text)}")
-    text = reply.text.strip()
+    text = _parsed(reply).strip()
     number = _of_json(text) if text.startswith("{") else _alone(text.strip("*_ "))
     if number is None:
         raise ScoreError(f"expected one number from {lowest:g} to {highest:g}, got {_shown(reply.text)}")
     if not lowest <= number <= highest:
         raise ScoreError(f"expected a number from {lowest:g} to {highest:g}, got {number:g}")
-    return (number - lowest) / (highest - lowest)
+    return (number - lowest) / (highest - lowest) + 0.0  # no -0
 
 
 def _of_json(text: str) -> float | None:
     """Return the number of an object that has one `score`, or one `rating`; None for any other text."""
     try:
-        body = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        body = decode_json(text.encode())
+    except (msgspec.MsgspecError, ValueError):  # also half a surrogate pair, which is no UTF-8
         return None
     found = [body[key] for key in ("score", "rating") if key in body]
     if len(found) != 1 or isinstance(found[0], bool) or not isinstance(found[0], int | float):
@@ -234,7 +238,14 @@ def reading(reply: Reply, prompt: Prompt) -> float:
     wanted = wanted_text(prompt)
     if wanted is None:
         raise ScoreError('the prompt has no `target` and no text in "double quotes" to look for')
-    return similarity_of("".join(reply.text.split()).lower(), wanted.lower())
+    return similarity_of("".join(_parsed(reply).split()).lower(), wanted.lower())
+
+
+def _parsed(reply: Reply) -> str:
+    """Return the text of a reply. ScoreError if it is too long to be read."""
+    if (length := len(reply.text)) > _LONGEST_ANSWER:
+        raise ScoreError(f"the answer has {length} characters, expected {_LONGEST_ANSWER} at most")
+    return reply.text
 
 
 def _shown(text: str) -> str:

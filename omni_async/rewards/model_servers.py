@@ -22,6 +22,7 @@ from msgspec import Meta
 from yarl import URL
 
 from omni_async.aio.backoff import Backoff
+from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
 from omni_async.config.proxies import proxy_for, through
 from omni_async.config.redact import one_line
@@ -34,6 +35,7 @@ Retries = Annotated[int, Meta(ge=0, le=100)]
 Connections = Annotated[int, Meta(ge=1, le=10_000)]
 
 _LARGEST_ANSWER = 2**26
+_READ_HERE = 2**16  # bytes of an answer that is read on the event loop; a larger one in a thread
 _LARGEST_HEADER = 8190  # of a line of the answer's head, and of a field of it
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 # How long the addresses of a role are used before they are asked for again.
@@ -246,12 +248,12 @@ class ModelServers:
         response, content = await self._exchange(server, "POST", question)
         if response.status == 200:
             try:
-                return read(content)
+                return await _read_by(read, content)
             except BadAnswer as error:  # a server that ended in the middle of it, or another server
                 raise _Failed(f"{server.url} {error}", down=False) from None
             except ScoreError as error:
                 raise type(error)(f"{server.url} {error}") from None
-        words = one_line(refusal(content), 300)
+        words = one_line(await _read_by(refusal, content), 300)
         why = f"{server.url} answered {response.status}" + (f": {words}" if words else "")
         if response.status in _BUSY:
             raise _Failed(why, down=True, pause_s=_seconds(response.headers.get("Retry-After", "")))
@@ -282,7 +284,7 @@ class ModelServers:
                     method, url, data=question.body or None, headers=headers, allow_redirects=False, proxy=proxy
                 )
                 async with asked as response:
-                    return response, await _read(response)
+                    return response, await read_body(response)
         except TimeoutError:
             why = f"did not answer within {self._timeout_s:g} s{through(proxy)}"
             raise _Failed(f"{server.url} {why}", down=True) from None
@@ -310,13 +312,19 @@ class ModelServers:
             await self._session.close()
 
 
+async def _read_by(read: Callable[[bytes], T], content: bytes) -> T:
+    """Return what `read` makes of a body, however large that is, without holding up the event loop."""
+    return read(content) if len(content) <= _READ_HERE else await in_daemon_thread(read, content)
+
+
 def _split(address: str) -> tuple[str, str | None]:
     """Return the URL of an address, and the token that stands before its host, if one does."""
     url = URL(address)
     return str(url.with_user(None)).rstrip("/"), url.password
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer. ScoreError if it has no end."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from omni_async.media import Media
 
 HEIGHT = 48
-_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+_STRAIGHT, _CURLY = re.compile(r'"([^"]+)"'), re.compile(r"“([^”]+)”")
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,10 @@ def wanted_text(prompt: Prompt) -> str | None:
     if prompt.target is not None:
         text = prompt.target
     else:
-        match = _QUOTED.search(prompt.text)
-        text = (match[1] or match[2]) if match else ""
+        # Curly quotes are looked for up to the last that closes: each of many unclosed ones would cost the rest of it.
+        end = prompt.text.rfind("”") + 1
+        found = [one for one in (_STRAIGHT.search(prompt.text), _CURLY.search(prompt.text, 0, end)) if one]
+        text = min(found, key=lambda one: one.start())[1] if found else ""
     return "".join(text.split()) or None
 
 
@@ -149,7 +151,9 @@ def missing_text(prompt: Prompt) -> str | None:
 
 def similarity_of(found: str, wanted: str) -> float:
     """Return 1 - min(Levenshtein distance, n) / n to the `wanted` text of n characters; 1 if `found` contains it."""
-    return 1.0 if wanted in found else 1 - min(Levenshtein.distance(found, wanted), len(wanted)) / len(wanted)
+    if wanted in found:
+        return 1.0
+    return 1 - min(Levenshtein.distance(found, wanted, score_cutoff=len(wanted)), len(wanted)) / len(wanted)
 
 
 @cache

@@ -15,6 +15,7 @@ from pathlib import Path
 _APPLICATION = 0x6F614331  # marks our files, so that no other program's database is written to
 _LOCK_S = 5.0
 _MOST_ASKED = 500  # keys in one query
+_LARGEST = 2**18  # bytes of an entry: a text, and 256 parts with their names
 _MOST_LOCKED = 3  # times that the file may be locked without a write in between
 _MOST_ROUNDS = 8  # of deleting as many entries as were added
 
@@ -37,7 +38,8 @@ class ScoreFile:
                 for start in range(0, len(keys), _MOST_ASKED):
                     some = keys[start : start + _MOST_ASKED]
                     marks = ",".join("?" * len(some))
-                    rows = database.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some)
+                    asked = f"SELECT key, value FROM scores WHERE key IN ({marks}) AND length(value) <= {_LARGEST}"
+                    rows = database.execute(asked, some)
                     found |= {key: value for key, value in rows if isinstance(value, bytes)}  # damage may change types
         except (sqlite3.Error, OSError) as error:
             self._failed(error)
@@ -75,9 +77,12 @@ class ScoreFile:
     def _prepare(database: sqlite3.Connection) -> None:
         database.text_factory = bytes  # a damaged entry may be a text, and not one of UTF-8
         # Tables first: a worker that makes the file at this moment marks it before it has one.
+        # A view or a virtual table is computed when it is asked, and a trigger when it is written to.
+        foreign = "type IN ('view', 'trigger') OR sql LIKE 'create virtual%'"
+        [odd] = database.execute(f"SELECT count(*) FROM sqlite_master WHERE {foreign}").fetchone()
         [tables] = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         [application] = database.execute("PRAGMA application_id").fetchone()
-        if application != _APPLICATION and (application or tables):
+        if odd or (application != _APPLICATION and (application or tables)):
             raise sqlite3.DatabaseError("it is the database of another program")
         with suppress(sqlite3.OperationalError):  # another worker switches it: SQLite does not wait for that
             database.execute("PRAGMA journal_mode = WAL").close()

@@ -34,7 +34,7 @@ from omni_async.rewards.judging import (
     read_reply,
     reading,
 )
-from omni_async.rewards.model_names import is_version_of, listed_names
+from omni_async.rewards.model_names import MOST_NAMES, is_version_of, listed_names
 from omni_async.rewards.model_servers import Connections, ModelServers, Question, Retries, Seconds
 from omni_async.rewards.ocr import missing_text
 from omni_async.types import Prompt, Score
@@ -171,8 +171,11 @@ class VlmJudgeScorer:
         try:
             return await self._servers.ask(question, self._read, read_refusal)
         except _OtherModelError:
-            listed = await self._servers.fetch(_MODELS)
-            self._names = self._names.union(*(listed_names(each, self._model) for each in listed))
+            bodies = await self._servers.fetch(_MODELS)
+            listed = [await in_daemon_thread(listed_names, body, self._model) for body in bodies]
+            names = self._names.union(*listed)
+            if len(names) <= MOST_NAMES:  # a server may list other names every time
+                self._names = names
             if self._names == known:
                 raise
         return await self._servers.ask(question, self._read, read_refusal)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from omni_async.config.decoding import decode_json, decode_msgpack
 from omni_async.config.redact import one_line
 from omni_async.data.image_files import carried_image, encoded_bytes
 from omni_async.media import Media
@@ -28,10 +29,13 @@ _FAULTS: dict[Kind, Fault] = {"sample": "retry", "outage": "outage", "unbounded"
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "float32": np.dtype("<f4")}
 _DEEPEST = 50  # levels of a prompt's metadata
-_MOST_VALUES = 20_000
+_MOST_VALUES = 20_000  # of a prompt's metadata
+# Values of a message: those of all metadata together, and as many parts as an answer can have.
+_MOST_ASKED, _MOST_ANSWERED, _MOST_REFUSED = 250_000, 600_000, 1000
 _MOST_IMAGES = 16
 _MOST_SAMPLES = 1024
 Extent = Annotated[int, Meta(ge=1, le=2**31)]
+Text = Annotated[str, Meta(max_length=2**20)]  # as long as a line of a prompt file
 
 
 class WireError(ValueError):
@@ -60,9 +64,9 @@ class WireMedia(msgspec.Struct, frozen=True, omit_defaults=True):
 class WirePrompt(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt; `images` are the bytes of PNG, JPEG or WebP files that it carries."""
 
-    text: str
+    text: Text
     index: Annotated[int, Meta(ge=0, le=2**62)] = 0
-    target: str | None = None
+    target: Text | None = None
     metadata: dict[str, Any] = {}
     images: Annotated[tuple[bytes, ...], Meta(max_length=_MOST_IMAGES)] = ()
 
@@ -111,8 +115,6 @@ _ENCODERS: dict[str, msgspec.msgpack.Encoder | msgspec.json.Encoder] = {
     MSGPACK: msgspec.msgpack.Encoder(),
     JSON: msgspec.json.Encoder(),
 }
-_REQUESTS = {MSGPACK: msgspec.msgpack.Decoder(Request), JSON: msgspec.json.Decoder(Request)}
-_ANSWERS = {MSGPACK: msgspec.msgpack.Decoder(Answer), JSON: msgspec.json.Decoder(Answer)}
 
 
 def encode(message: Any, form: str) -> bytes:
@@ -121,27 +123,28 @@ def encode(message: Any, form: str) -> bytes:
 
 def decode_request(body: bytes | bytearray, form: str) -> Request:
     """Return a client's request; WireError if it is none."""
-    return _decoded(_REQUESTS[form], body)
+    return _decoded(body, form, Request, _MOST_ASKED)
 
 
 def decode_answer(body: bytes, form: str) -> Answer:
     """Return a server's answer; WireError if it is none."""
-    return _decoded(_ANSWERS[form], body)
+    return _decoded(body, form, Answer, _MOST_ANSWERED)
 
 
 def decode_refusal(body: bytes, form: str) -> str:
     """Return why a server refused: its own words, or an empty text if it has none that can be read."""
     try:
-        decode = msgspec.msgpack.decode if form == MSGPACK else msgspec.json.decode
-        return decode(body, type=Refusal).error
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        refusal: Refusal = _decoded(body, form, Refusal, _MOST_REFUSED)
+    except WireError:
         return ""
+    return refusal.error
 
 
-def _decoded(decoder: Any, body: bytes | bytearray) -> Any:
+def _decoded(body: bytes | bytearray, form: str, kind: type[Any], most: int) -> Any:
+    """Return a message with at most so many values, which are counted before any is decoded."""
     try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        return (decode_msgpack if form == MSGPACK else decode_json)(body, kind, most)
+    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise WireError(one_line(str(error), 300)) from None
 
 
@@ -215,5 +218,7 @@ def _require_plain(value: Any, values: Iterator[int], depth: int = 0) -> None:
             _require_plain(item, values, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise WireError("metadata: expected finite numbers")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise WireError("metadata: expected integers of 64 bits")
     elif value is not None and not isinstance(value, str | int | float):
         raise WireError(f"metadata: expected what JSON holds, got a {type(value).__name__}")

@@ -46,6 +46,12 @@ async def try_program(program: Program, probe: Any) -> str | None:
     return wrong
 
 
+def untried(program: Program) -> str | None:
+    """Return why a program's judges could not be tried, which is its attribute `untried`, if it has that."""
+    found: str | None = getattr(program, "untried", None)
+    return found
+
+
 async def draw_calls(
     program: Program, request: SampleRequest, generate: Callable[[SampleRequest], Awaitable[Trajectory]]
 ) -> Trajectory:

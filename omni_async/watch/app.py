@@ -37,6 +37,7 @@ _LARGEST = 16 * 1024
 _MOST_BOXES = 6000
 _MOST_COLUMNS, _MOST_LANES, _MOST_SHARES = 8000, 1000, 1_000_000
 _MOST_GROUP = 10**9
+_WRITE_S = 30.0  # a viewer that takes nothing for so long makes room for another
 _OWN_SCRIPTS = ("live.js", "login.js")
 
 
@@ -104,8 +105,9 @@ class WatchApp:
         """Turn every way in which a request can fail into a status and one line, with the headers of all answers."""
         try:
             now = time.monotonic()
-            self._guard.require_allowed(request, now)
-            known = self._guard.knows(request, now) or request.path == "/login" or request.path[1:] in self._assets
+            has_token = self._guard.knows(request, now)
+            self._guard.require_allowed(request, has_token, now)
+            known = has_token or request.path == "/login" or request.path[1:] in self._assets
             if not known and request.path == "/":
                 return self._html(self._login_page, 401)
             if not known:
@@ -164,10 +166,10 @@ class WatchApp:
             except TooManyViewers:
                 raise Refused(503, "too many pages are open", 10.0) from None
             await response.prepare(request)
-            with contextlib.suppress(ConnectionError):
-                await response.write(b"data: " + first + b"\n\n")
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await _write(response, first)
                 async for message in messages:
-                    await response.write(b"data: " + message + b"\n\n" if message else b": beat\n\n")
+                    await _write(response, message)
         return response
 
     async def _window(self, request: web.Request) -> web.Response:
@@ -248,6 +250,12 @@ class WatchApp:
         except RunDirectoryError as error:
             raise Refused(500, f"it was done, and could not be recorded: {error}") from None
         return _json({"result": action.result})
+
+
+async def _write(response: web.StreamResponse, message: bytes) -> None:
+    """Write a server-sent event, or a beat. TimeoutError if the viewer does not take it."""
+    async with asyncio.timeout(_WRITE_S):
+        await response.write(b"data: " + message + b"\n\n" if message else b": beat\n\n")
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:

@@ -1,7 +1,8 @@
 """Decides who may ask the live page for what, before anything of the run is touched.
 
-A request passes, in this order: how often its address asks; its Host, which must name this machine (a foreign name is a
-page elsewhere that had its own name point here); its Origin, which must be the page itself; the token, if there is one.
+A request passes, in this order: the token, if there is one; how often its address asks, with and without the token; its
+Host, which must name this machine (a foreign name is a page elsewhere that had its own name point here); its Origin,
+which must be the page itself.
 A request that changes something also needs the key of this start. That key is in no page: it is in the link that the
 command prints, behind its `#`, which browsers send nowhere, and in the answer to the right token. So other users of the
 machine, who reach a loopback port too, can look and not touch.
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from omni_async.reward_server.limits import RateLimit
+from omni_async.reward_server.limits import RateLimit, client_of
 
 KEY_HEADER = "X-Omni-Async-Key"
 _MOST_SESSIONS = 100
@@ -62,16 +63,18 @@ class Guard:
         self._token = token
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
         self._rate = RateLimit(_PER_S, _BURST)
+        self._strangers = RateLimit(_PER_S, _BURST)  # who uses up nothing of those with the token
         self._logins = RateLimit(_LOGINS_PER_S, _LOGINS)
         self._sessions: OrderedDict[str, None] = OrderedDict()
 
-    def require_allowed(self, request: web.Request, now: float) -> None:
+    def require_allowed(self, request: web.Request, has_token: bool, now: float) -> None:
         """Raise Refused unless the address, the Host and the Origin are in order.
 
         Args:
             request: of which the body is not read.
+            has_token: as `knows` returns it.
             now: seconds of a clock that never goes back."""
-        if wait_s := self._rate.wait_s(request.remote or "", now):
+        if wait_s := (self._rate if has_token else self._strangers).wait_s(client_of(request.remote), now):
             raise Refused(429, "too many requests", wait_s)
         hosts = request.headers.getall("Host", [])
         if len(hosts) != 1 or not self._is_own_name(hosts[0]):
@@ -111,7 +114,7 @@ class Guard:
             return True
         given = request.headers.get("Authorization", "")
         if given:
-            address = request.remote or ""
+            address = client_of(request.remote)
             if self._logins.is_spent(address, now):
                 raise Refused(429, "too many tries", 1 / _LOGINS_PER_S)
             if _same(given, f"Bearer {self._token}"):
@@ -122,7 +125,7 @@ class Guard:
 
     def begin_session(self, request: web.Request, token: str, now: float) -> str:
         """Return a new session's secret. Raises Refused for a wrong token, and for too many tries."""
-        if wait_s := self._logins.wait_s(request.remote or "", now):
+        if wait_s := self._logins.wait_s(client_of(request.remote), now):
             raise Refused(429, "too many tries", wait_s)
         if self._token is None or not _same(token, self._token):
             raise Refused(401, "that is not the token")

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
+from omni_async.reward_server.connections import IDLE_S, listen
 from omni_async.reward_server.listener import address_of, listening
 from omni_async.runs.record import run_config
 from omni_async.tracking.rundir import RunDirectory
@@ -21,6 +22,7 @@ from omni_async.watch.live import LiveRun
 from omni_async.watch.report_sections import Sections
 
 _GRACE_S = 1.0
+_MOST_CONNECTIONS = 256
 
 
 @contextlib.asynccontextmanager
@@ -37,15 +39,19 @@ async def serving(folder: Path, host: str, port: int, token: str | None) -> Asyn
         handle_signals=False,
         handler_cancellation=True,
         auto_decompress=False,
+        keepalive_timeout=IDLE_S,
         shutdown_timeout=_GRACE_S,
     )
     await runner.setup()
     bound = await in_daemon_thread(listening, host, port, "--port")
     keeping = asyncio.create_task(live.keep(), name="keep the page up to date")
+    accepting: asyncio.Server | None = None
     try:
-        await web.SockSite(runner, bound).start()
+        accepting = await listen(runner, bound, _MOST_CONNECTIONS)
         yield address_of(bound), guard.key
     finally:
+        if accepting is not None:
+            accepting.close()
         await cancel({keeping})
         await runner.cleanup()
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_async.driver import control_socket
 from omni_async.driver.control_socket import ControlError, ControlSocket, Request, ask
 from omni_async.tracking.rundir import RunDirectory
 from tests.patience import PATIENCE
@@ -115,6 +116,22 @@ def test_what_cannot_be_done_is_said_in_one_line(path: Path) -> None:
     assert serve(path, None, lambda: ask(path, Request())) == {"doing": "starting", "parts": {}}
     with pytest.raises(ControlError, match="nothing can be changed yet: the run is starting"):
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
+
+
+def test_clients_that_ask_for_nothing_are_cut_off_and_keep_nobody_out(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_socket, "_MOST_CLIENTS", 2)
+    monkeypatch.setattr(control_socket, "_PATIENCE_S", 0.1)
+
+    def talk() -> dict[str, Any]:
+        idle = [send(path, b"{") for _ in range(4)]
+        for one in reversed(idle):
+            with suppress(ConnectionError):
+                assert one.recv(1) == b""
+        return ask(path, Request({"rollout": 2}))
+
+    assert serve(path, echo, talk) == {"scale": {"rollout": 2}}
 
 
 async def test_a_run_that_ends_before_it_answers_says_so(path: Path) -> None:

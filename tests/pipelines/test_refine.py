@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from omni_async.actors.producer import Producer
 from omni_async.aio.clock import WallClock
-from omni_async.config import ConfigError
+from omni_async.config import Config, ConfigError
+from omni_async.config.schema import Reward
 from omni_async.data.image_files import read_prompt_image
 from omni_async.families import find_family
 from omni_async.media import Media
@@ -25,6 +26,7 @@ from omni_async.types import Prompt, Score
 from pipelines.refine import REFINE, Refine, build
 from tests.config.recipe import MINIMAL, complaint, load_text
 from tests.images import as_media
+from tests.patience import PATIENCE
 from tests.runtime.runtime_world import write_world
 
 PROGRAM = "rollout.program={name: refine, settings: {judge: {name: jpeg_size}}}"
@@ -177,6 +179,39 @@ async def test_a_judge_is_tried_with_a_synthetic_sample():
     assert broken.batches == [2, 2]
     assert await Refine(2, "{read}", "down", shown(Down())).try_out(probe()) is None
     assert await Refine(2, "{read}", "reader", shown(Reader())).try_out(probe()) is None
+
+
+async def test_a_judge_that_hangs_at_its_trial_is_reported(monkeypatch: pytest.MonkeyPatch):
+    over = threading.Event()
+
+    class Hanging(Reader):
+        def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+            over.wait(PATIENCE)
+            return super().score(media, prompts)
+
+    def refine(config: Config | None = None) -> Refine:
+        return Refine(2, "{read}", "slow", shown(Hanging()), Reward(timeout_s=0.01))
+
+    class Engine:
+        async def start(self) -> None:
+            pass
+
+    class Desk:
+        said: ClassVar[list[str]] = []
+
+        async def phase(self, text: str) -> None:
+            self.said.append(text)
+
+    why = "a judge could not be tried, it may be down: rollout.program.settings.judge: scorer 'slow': no score within"
+    config, engine, desk = load_text(MINIMAL), Engine(), Desk()
+    arguments: Any = ("rollout-0", config, engine, desk, LocalStore(), WallClock(), None, refine(), probe())
+    try:
+        await Producer(*arguments).start()
+        monkeypatch.setattr(scorers, "built_program", refine)
+        (note,) = await scorers._try_program(config, probe())
+    finally:
+        over.set()
+    assert desk.said == [f"warning: rollout-0: {why} 0.01 s"] and note == f"warning: {why} 0.01 s"
 
 
 async def test_check_closes_the_judge_that_it_tried(monkeypatch: pytest.MonkeyPatch):

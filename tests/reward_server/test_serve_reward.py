@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import http.client
 import json
 import signal
@@ -233,6 +234,10 @@ def test_more_samples_than_may_ever_wait_are_not_told_to_come_back(tmp_path):
         assert not isinstance(raised.value, Outage)
 
 
+def nested(depth):
+    return {} if depth == 0 else {"x": nested(depth - 1)}
+
+
 def wrong(**changes):
     whole = msgspec.to_builtins(wire.Request(1, (sample(),)), builtin_types=(bytes,))
     image = whole["samples"][0]["media"]["image"]
@@ -240,6 +245,36 @@ def wrong(**changes):
         for name in changes.keys() & place.keys():
             place[name] = changes[name]
     return msgspec.msgpack.encode(whole)
+
+
+SOUND = {"dtype": "float32", "shape": [1, 2], "rate": 8000.0, "data": np.float32([0, np.inf]).tobytes()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"metadata": {"x": [0] * 20_000}}, "metadata: more than 20000 values, or nested more than 50 deep"),
+        ({"metadata": {"x": [0] * 300_000}}, "more than 250000 values"),
+        ({"metadata": {1: 2}}, "Expected `str`"),
+        ({"metadata": {"x": {1: 2}}}, "metadata: keys are texts, got a int"),
+        ({"metadata": {"x": float("inf")}}, "metadata: expected finite numbers"),
+        ({"text": "x" * (2**20 + 1)}, "length <= 1048576"),
+        ({"media": {"audio": SOUND}}, "audio: expected finite numbers"),
+        ({"media": {"audio": SOUND | {"rate": float("nan")}}}, "Expected `float` > 0.0"),
+    ],
+)
+def test_what_is_wrong_with_a_sample_is_named(changes, why):
+    with pytest.raises(wire.WireError, match=why):
+        wire.sample_of(wire.decode_request(wrong(**changes), wire.MSGPACK).samples[0])
+
+
+def test_metadata_are_50_levels_deep_and_have_integers_of_64_bits():
+    wire.sample_of(wire.decode_request(wrong(metadata=nested(50)), wire.MSGPACK).samples[0])
+    with pytest.raises(wire.WireError, match="nested more than 50 deep"):
+        wire.sample_of(wire.decode_request(wrong(metadata=nested(51)), wire.MSGPACK).samples[0])
+    body = request_of(sample(), form=wire.JSON).replace(b'"red"', b"9" * 400)
+    with pytest.raises(wire.WireError, match="expected integers of 64 bits"):
+        wire.sample_of(wire.decode_request(body, wire.JSON).samples[0])
 
 
 @pytest.mark.parametrize(
@@ -292,6 +327,21 @@ def test_a_wrong_way_to_ask_is_a_4xx(tmp_path, how, status):
     with served(write_scorers(tmp_path)) as url:
         answered, _, body = ask(url, request_of(sample()), **how)
         assert answered == status and (status == 400 or b"error" in body)
+
+
+def test_a_body_without_a_length_is_a_411_and_the_token_is_compared_in_constant_time(tmp_path, monkeypatch):
+    compared = []
+
+    def compare(given, token):
+        compared.append((given, token))
+        return given == token
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    monkeypatch.setenv("SERVE_TOKEN", TOKEN)
+    with served(write_scorers(tmp_path, token="env:SERVE_TOKEN")) as url:
+        assert ask(url, iter([b"x"]), Authorization=f"Bearer {TOKEN}")[0] == 411
+        assert ask(url, b"x", Authorization="Bearer \xe9")[0] == 401
+    assert compared == [(given, f"Bearer {TOKEN}".encode()) for given in (f"Bearer {TOKEN}".encode(), b"Bearer \xe9")]
 
 
 def test_a_body_that_does_not_arrive_is_a_408(tmp_path):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -86,6 +89,50 @@ def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reas
         assert kept.get([key(0)]) == {key(0): SCORE}, "memory goes on"
     with sqlite3.connect(tmp_path / "theirs") as file:
         assert file.execute("SELECT count(*) FROM scores").fetchone() == (0,)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        {"value": math.nan},
+        {"value": -math.inf},
+        {"value": 1.0, "parts": {"a": math.nan}},
+        {"value": 1.0, "parts": {"a": 1e160}},
+        {"value": 1.0, "parts": {"\x00": 1.0}},
+        {"value": 1.0, "parts": {str(i): 1.0 for i in range(257)}},
+        {"value": 1.0, "parts": {str(i): 1.0 for i in range(5000)}},
+        {"value": 1.0, "values": [math.nan]},
+        {"value": 1.0, "text": "x" * 2**19},
+    ],
+    ids=range(9),
+)
+def test_an_entry_that_no_scorer_may_give_is_none(tmp_path, score):
+    content = msgspec.msgpack.encode(score)
+    entry = blake2b(key(0) + content, digest_size=8).digest() + content
+    kept = cache(tmp_path / "scores", memory=0)
+    kept.put({key(0): SCORE})
+    assert kept.get([key(0)]) == {key(0): SCORE}
+    with sqlite3.connect(tmp_path / "scores") as file:
+        file.execute("UPDATE scores SET value = ?", [entry])
+    assert kept.get([key(0)]) == {} and kept.problem is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "ALTER TABLE scores RENAME TO old; CREATE VIEW scores AS SELECT * FROM old",
+        "CREATE TRIGGER t AFTER INSERT ON scores BEGIN DELETE FROM scores; END",
+        "CREATE VIRTUAL TABLE v USING fts5(x)",
+    ],
+)
+def test_a_database_that_computes_something_is_not_used(tmp_path, change):
+    first = cache(tmp_path / "scores", memory=0)
+    first.put({key(0): SCORE})
+    first.close()
+    with sqlite3.connect(tmp_path / "scores") as file:
+        file.executescript(change)
+    kept = cache(tmp_path / "scores", memory=0)
+    assert kept.get([key(0)]) == {} and "another program" in str(kept.problem)
 
 
 def test_a_file_that_stays_locked_is_given_up_and_one_that_is_busy_is_not(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, ClapConfig, ClapFeatureExtractor, ClapMo
 from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
+from omni_async.rewards.base import ScoreError
 from omni_async.rewards.clap import mono_at, windows
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
@@ -126,6 +127,12 @@ def test_a_tone_is_the_same_tone_at_another_rate(rate: int) -> None:
     assert abs(len(found) - RATE) <= 1
     middle = slice(500, RATE - 500)
     assert found[middle] == pytest.approx(tone(RATE, RATE)[middle], abs=5e-3)
+
+
+def test_a_sound_of_so_few_samples_a_second_that_it_lasts_for_hours_is_refused() -> None:
+    slow = Media(audio=np.zeros((1, 2**20), np.float32), sample_rate=1)
+    with pytest.raises(ScoreError, match=r"the sound lasts 1.04858e\+06 s, expected 1200 at most"):
+        mono_at(48_000, slow)
 
 
 def test_windows_cover_a_sound_from_end_to_end() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gzip
 import io
 import json
 from collections.abc import AsyncIterator
@@ -355,6 +356,28 @@ async def test_a_fault_that_passes_is_asked_again_without_the_servers_cookies():
         (score,) = await scorer.score([IMAGE], [CAT])
     assert score.value == 0.5 and len(server.asked) == 4
     assert not any("Cookie" in headers for headers in server.headers)
+
+
+async def test_no_redirect_is_followed_and_nothing_is_decompressed():
+    async with judging(lambda body, n: YES) as other:
+        with pytest.raises(ScoreError, match="answered 307"):
+            await answered((307, {}, {"Location": other.url + "/v1/chat/completions"}), token="sesame-sesame")
+        assert not other.asked
+    packed = gzip.compress(json.dumps(YES).encode())
+    with pytest.raises(ScoreError, match="sent no chat completion"):
+        await answered((200, packed, {"Content-Encoding": "gzip"}))
+
+
+async def test_a_server_that_lists_other_names_every_time_is_not_remembered():
+    def lists(number: int) -> dict[str, Any]:
+        return {"data": [{"id": name, "root": "r"} for name in ("m", *(f"{number}-{i}" for i in range(600)))]}
+
+    async with judging(lambda body, n: {**YES, "model": "another"}) as server, judge(server, retries=0) as scorer:
+        for number in range(3):
+            server.models = lists(number)
+            with pytest.raises(ScoreError, match="answered as 'another'"):
+                await scorer.score([IMAGE], [CAT])
+        assert len(scorer._names) <= 1000
 
 
 async def test_a_slow_answer_is_waited_for_and_asked_for_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -16,7 +17,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from omni_async.cli import main
 from omni_async.reward_server.listener import address_of, listening
-from omni_async.watch import guard
+from omni_async.watch import app, guard, live, serve
 from omni_async.watch.actions import Asked
 from omni_async.watch.command import Once
 from omni_async.watch.guard import HEADERS, KEY_HEADER
@@ -239,6 +240,70 @@ async def test_tokens_of_programs_cannot_be_tried_out_fast_and_the_right_one_is_
         statuses = [(await page.get("/api/report", Authorization=f"Bearer wrong {n}"))[0] for n in range(15)]
         assert statuses[:10] == [401] * 10 and 429 in statuses
         assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}"))[0] == 429
+
+
+async def test_requests_without_the_token_use_up_nothing_of_those_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_PER_S", 1e-6)
+    monkeypatch.setattr(guard, "_BURST", 3)
+    async with watched(tmp_path, TOKEN) as page:
+        assert [(await page.get("/api/report"))[0] for _ in range(5)] == [401] * 3 + [429] * 2
+        known = {"Authorization": f"Bearer {TOKEN}"}
+        assert [(await page.get("/api/report", **known))[0] for _ in range(4)] == [200] * 3 + [429]
+
+
+async def test_an_address_asks_so_often_and_tokens_are_compared_in_constant_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[bytes] = []
+
+    def compare(given: bytes, secret: bytes) -> bool:
+        compared.append(given)
+        return given == secret
+
+    monkeypatch.setattr(guard.hmac, "compare_digest", compare)
+    monkeypatch.setattr(guard, "_PER_S", 1e-6)
+    monkeypatch.setattr(guard, "_BURST", 4)
+    async with watched(tmp_path, TOKEN) as page:
+        await page.get("/", Authorization="Bearer x")
+        await page.post("/login", {"token": "wrong"})
+        await page.post("/login", {"token": TOKEN})
+        await page.post("/api/act", STOP, **{KEY_HEADER: "wrong"})
+        assert compared == [b"Bearer x", b"wrong", TOKEN.encode(), b"wrong"]
+        statuses = [(await page.get("/api/report"))[0] for _ in range(5)]
+        assert statuses == [200] * 3 + [429] * 2
+
+
+async def test_more_connections_than_the_server_keeps_close_idle_ones_and_let_the_next_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_MOST_CONNECTIONS", 4)
+    async with watched(tmp_path) as page:
+        idle = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(8)]
+        assert (await raw(page, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        async with asyncio.timeout(PATIENCE):
+            for reader, _ in idle[:6]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_viewer_that_takes_nothing_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_WRITE_S", 0.01)
+    monkeypatch.setattr(live, "_MOST_VIEWERS", 1)
+
+    async def stuck(self: object, data: bytes) -> None:
+        await asyncio.Event().wait()
+
+    async with watched(tmp_path) as page:
+        with monkeypatch.context() as patched:
+            patched.setattr("aiohttp.web.StreamResponse.write", stuck)
+            async with page.client.get(f"{page.address}/events") as response:
+                assert await response.read() == b""
+        async with page.client.get(f"{page.address}/events") as response:
+            assert response.status == 200 and (await response.content.readline()).startswith(b"data: ")
 
 
 async def test_what_goes_wrong_in_an_answer_is_said_with_the_headers_of_all_answers(

@@ -6,10 +6,16 @@ What the placeholders of a metric's name stand for are labels: `busy/<role>` is
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+import socket
+from threading import BoundedSemaphore, Thread, Timer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, Gauge, Info, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, Info, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from omni_async.config import schema
 from omni_async.tracking.catalogue import Metric, find
@@ -19,6 +25,8 @@ from omni_async.tracking.sinks.base import About, Ended, Sink, SinkUnusableError
 _PREFIX = "omni_async_"
 _NEWEST = {"update": "the newest update", "validation_update": "the version of the newest validation round"}
 _OWN = "a metric of the objective's own"
+_MOST_CLIENTS = 16
+_PATIENCE_S = 10.0  # for a client's request and for its taking the answer
 _NOT_IN_NAME = re.compile(r"[^a-zA-Z0-9_]+")
 
 
@@ -30,7 +38,7 @@ class PrometheusSink(Sink):
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         try:
-            self._server, self._thread = start_http_server(config.port, config.host, self._registry)
+            self._server = _Server(config.host, config.port, self._registry)
         except OSError as error:
             raise SinkUnusableError(
                 f"tracking.prometheus: cannot listen at {config.host}:{config.port}: {error.strerror or error}; set"
@@ -38,6 +46,8 @@ class PrometheusSink(Sink):
                 down=error.errno == errno.EADDRINUSE,  # the attempt before may be about to close it
             ) from None
         keep_from_children(self._server.socket)
+        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="Prometheus", daemon=True)
+        self._thread.start()
         self._address = f"http://{config.host}:{self._server.server_port}/metrics"
         run = Info(f"{_PREFIX}run", "what the run is", registry=self._registry)
         run.info({"run": about.run.run_id, **about.tags})
@@ -65,6 +75,41 @@ class PrometheusSink(Sink):
         if full not in self._gauges:
             self._gauges[full] = Gauge(full, text, labels, registry=self._registry)
         return self._gauges[full]
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""
+
+
+class _Server(ThreadingWSGIServer):
+    """Answers some clients at once, each for some seconds at most; closes the connections of others at once."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._room = BoundedSemaphore(_MOST_CLIENTS)
+        super().__init__((str(address[0]), port), _Quiet)
+        self.set_app(make_wsgi_app(registry))
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._room.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
+        too_late = Timer(_PATIENCE_S, end)
+        too_late.daemon = True
+        too_late.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            too_late.cancel()
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: strangers could fill the log."""
 
 
 def described(metric: Metric) -> tuple[str, str]:

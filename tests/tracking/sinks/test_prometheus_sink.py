@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,9 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omni_async.config import schema
 from omni_async.tracking.catalogue import METRICS
+from omni_async.tracking.sinks import prometheus_sink
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.sinks.prometheus_sink import PrometheusSink, described
+from tests.patience import PATIENCE, wait_for
 from tests.tracking.sinks.sink_world import about, tell
 
 
@@ -60,6 +64,26 @@ def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_
     assert listening(port) == set()
     assert set(scrape(told.live.rpartition(" ")[2])) == {"omni_async_run_info"}
     told.finish(None)
+
+
+def test_clients_that_ask_for_nothing_lose_their_places_and_strangers_fill_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(prometheus_sink, "_MOST_CLIENTS", 2)
+    monkeypatch.setattr(prometheus_sink, "_PATIENCE_S", 0.1)
+    sink = PrometheusSink(schema.Prometheus(enabled=True, port=0), about(tmp_path / "run-1"))
+    address = sink.live.rpartition(" ")[2]
+    place = ("127.0.0.1", int(address.split(":")[2].partition("/")[0]))
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(place, PATIENCE)) for _ in range(3)]
+        idle[0].sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        for one in (idle[2], *idle[:2]):  # the third is one too many
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1) == b""
+    wait_for(lambda: sink._server._room._value == 2, "the places to be free")
+    assert set(scrape(address)) == {"omni_async_run_info"}
+    sink.finish(None)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path):
