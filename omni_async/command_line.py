@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
+from omni_async.config.reading import is_within
 from omni_async.config.writing import replacing, require_replaceable
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -86,16 +88,46 @@ def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()
 
     Its folder is made. A file that is there stays as it is, and none is left where none was.
 
-    `inputs`: files that the command reads. None of them may be written, under whatever name."""
+    `inputs`: as of `require_no_input`."""
     if path is None:
         return
+    require_no_input(option, path, inputs)
     try:
-        if path.exists() and any(given.exists() and path.samefile(given) for given in inputs):
-            raise ConfigError(f"{option}: {path} is read by this command; name another file")
         path.parent.mkdir(parents=True, exist_ok=True)
         require_replaceable(path)
     except OSError as error:
         raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from None
+
+
+def require_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
+    """Raise ConfigError, one line, if the file that `option` names is one of the `inputs`, under whatever name.
+
+    `inputs`: files that the command reads, and folders, in which no file may be written."""
+    for given in inputs:
+        try:
+            if given.is_dir():
+                is_input = is_within(path, given)
+            else:
+                is_input = path.exists() and given.exists() and path.samefile(given)
+        except OSError:  # what cannot be reached is not read, either
+            continue
+        if is_input:
+            raise ConfigError(f"{option}: {path} is read by this command; name another file")
+
+
+def require_apart(options: Iterable[tuple[str, Path | None]]) -> None:
+    """Raise ConfigError, one line, if two options name the same file."""
+    seen: dict[str, str] = {}
+    for option, path in options:
+        if path is not None and (other := seen.setdefault(os.path.realpath(path), option)) != option:
+            raise ConfigError(f"{option}: {path} is written by {other}, too; name another file")
+
+
+def require_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
+    """Raise ConfigError, one line, if the folder that `option` names is one that the command reads, or in one."""
+    for given in inputs:
+        if is_within(folder, given):
+            raise ConfigError(f"{option}: {folder} is in {given}, which this command reads; name another folder")
 
 
 def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[list[Path], int]:

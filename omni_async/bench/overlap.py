@@ -28,6 +28,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
 from omni_async.config.schedule import num_existing_devices
+from omni_async.config.writing import write_atomic
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.runtime.inputs import RunInputs
@@ -117,7 +118,7 @@ def run_overlap(
 def write_report(out: Path, overlap: Overlap) -> None:
     """Write overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
+    write_atomic(out / "overlap.md", markdown(overlap).encode())
     if compare(overlap):
         from omni_async.bench.figure import draw
 

@@ -11,6 +11,7 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from omni_async.config.redact import redact, shown
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.config.tree import errors_of, overridden, read_tree
+from omni_async.config.tree import errors_of, files_of, named_paths, overridden, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
 from omni_async.entry_points import did_you_mean, find_registered, registered_names
 from omni_async.families import family_names, find_family
@@ -50,6 +51,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Imports nothing heavy. Raises ConfigError, one line."""
     return _checked(read_tree(Path(path), overrides), Path(path), overrides)
+
+
+def inputs_of(recipe: Path | None, config: Config) -> list[Path]:
+    """Return the files and folders that a command reads for a recipe: its own files, and what it names that is there.
+
+    `recipe`: its file; None: it has none."""
+    named = [Path(text) for text in named_paths(msgspec.to_builtins(config)) if text != "/" and os.path.exists(text)]
+    return [*(files_of(recipe) if recipe is not None else ()), *named]
 
 
 def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()) -> Config:

@@ -206,10 +206,13 @@ def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
 
 def _saved(gallery: Gallery, pictures: dict[str, Any], more: list[str]) -> int:
     """Save pictures, those that are there, and say what is in the folder. Returns the exit code."""
+    from omni_async.config.writing import replacing
+
     for name, picture in pictures.items():
         try:
             if picture is not None:
-                picture.save(gallery.folder / name)
+                with replacing(gallery.folder / name) as unfinished:
+                    picture.save(unfinished)
         except OSError as error:
             _note(f"{gallery.folder / name} could not be written: {error.strerror or error}")
             return 1

@@ -70,6 +70,11 @@ class RunDirectory:
         self.weights = path / "weights"  # published versions, with `weights.transport: disk`
         self.control = path / "control.sock"  # where a running run answers
 
+    @property
+    def parts(self) -> list[Path]:
+        """Return the paths of what a run has, which need not be there; a report is none of it."""
+        return [part for part in vars(self).values() if isinstance(part, Path) and part != self.path]
+
     @classmethod
     def create(cls, config: Config, clock: Clock) -> RunDirectory:
         """Make a new folder, even if other runs start in the same second, and write the resolved `config.yaml`.
