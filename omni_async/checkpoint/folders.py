@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import xxhash
@@ -230,7 +231,7 @@ def _check(path: Path, content: Content) -> None:
 
 def _digest(path: Path, synced: bool = False) -> str:
     with open_file(path) as file:
-        found = hashlib.file_digest(file, xxhash.xxh3_128)
+        found = hashlib.file_digest(cast(Any, file), xxhash.xxh3_128)
         if synced:
             os.fsync(file.fileno())
     return found.hexdigest()

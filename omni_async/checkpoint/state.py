@@ -144,10 +144,9 @@ def _impossible(state: State) -> str | None:
     for what, number in _counts(control):
         if not 0 <= number <= _MOST:
             return f"{what} is {number if abs(number) < 2**63 else 'a number of ' + str(number.bit_length()) + ' bits'}"
-    if too_large := next(
-        (what for what, number in _measures(control) if not abs(number or 0.0) <= _LARGEST_MEASURE), ""
-    ):
-        return f"{too_large} is a number that no scorer returns"
+    for what, measure in _measures(control):
+        if not abs(measure or 0.0) <= _LARGEST_MEASURE:
+            return f"{what} is {measure:g}, which no scorer returns"
     if any(not group.samples for group in control.ready):
         return "a group that waits for the trainer has no samples"
     if len(control.rewards) > control.version:

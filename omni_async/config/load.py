@@ -11,7 +11,6 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,8 +56,8 @@ def inputs_of(recipe: Path | None, config: Config) -> list[Path]:
     """Return the files and folders that a command reads for a recipe: its own files, and what it names that is there.
 
     `recipe`: its file; None: it has none."""
-    named = [Path(text) for text in named_paths(msgspec.to_builtins(config)) if text != "/" and os.path.exists(text)]
-    return [*(files_of(recipe) if recipe is not None else ()), *named]
+    named = map(Path, named_paths(msgspec.to_builtins(config)))
+    return [*(files_of(recipe) if recipe is not None else ()), *(path for path in named if path.exists())]
 
 
 def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()) -> Config:

@@ -79,8 +79,9 @@ def named_paths(tree: Mapping[str, Any]) -> Iterator[str]:
     for server in tree["reward"]["servers"]:
         yield from _absolute(server["model"])
     for scorer in tree["reward"]["scorers"]:
-        for key in path_params(scorer["name"]) or scorer["params"]:  # of a `module:Class` any may be a file
-            yield from _absolute(scorer["params"].get(key))
+        texts = [text for value in scorer["params"].values() for text in _absolute(value)]
+        known = [text for key in path_params(scorer["name"]) for text in _absolute(scorer["params"].get(key))]
+        yield from (text for text in texts if text in known or Path(text).is_file())
 
 
 def _absolute(value: Any) -> Iterator[str]:

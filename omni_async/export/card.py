@@ -48,7 +48,7 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
     made_by = f"{chosen.version} updates with omni_async {chosen.made_by}, run `{_code(chosen.run.run_id)}`"
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {_plain(chosen.config.run.name)}: {chosen.family.model_index_class} trained with {chosen.config.algorithm.name}",
+        f"# {chosen.config.run.name}: {chosen.family.model_index_class} trained with {chosen.config.algorithm.name}",
         f"{loading.what.capitalize()} of the model `{_code(base)}` after {made_by}.",
         *([] if front["license"] != "unknown" else [_UNKNOWN]),
         "## Load it",

@@ -203,6 +203,7 @@ def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str
         OSError: It cannot be written.
     """
     base = os.path.relpath(recipe.resolve(), out.parent.resolve())
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(_tuned_yaml(base, config, overrides, tuned), encoding="utf-8")
     written = load(out)
     if written != with_keys(written, tuned.chosen.keys):
