@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = asyncio.run(measure(args.sizes, arms, args.repeats, args.samples, done))
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "results.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(Results(describe_machine(), skipped, records))))
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(Results(describe_machine(), skipped, records))))
     console.print(table(records))
     console.print(f"results: {path}")
     return 0

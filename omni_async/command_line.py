@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
 from omni_async.config.writing import replacing, require_replaceable
 
+# A text that begins so is a formula, or becomes one once the blanks at its start are dropped.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -144,6 +148,22 @@ def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[lis
         else:
             written.append(path)
     return written, int(len(written) < len(writers))
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Encode rows of the same columns as CSV; nothing of none.
+
+    A text that a spreadsheet would run as a formula gets a `'` in front. Numbers stay as they are."""
+    text = io.StringIO(newline="")
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=[*rows[0]])
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def write_json(path: Path | None, content: bytes) -> int:

@@ -24,6 +24,7 @@ from omni_async.bench.plan import DEFAULT_ARMS, Job, Plan, PlannedArm, finished_
 from omni_async.bench.progress import Progress
 from omni_async.bench.result import ArmRecord, Overlap, Prediction, RunRecord, describe_machine, write_overlap
 from omni_async.bench.table import markdown
+from omni_async.command_line import require_outside
 from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
@@ -91,6 +92,8 @@ def run_overlap(
     if profile is not None:
         overrides = [*overrides, f"emulation.profile={profile}"]
     plan = make_plan(recipe, overrides, parse_arms(arms), out=out, repeats=repeats, updates=updates, steps=steps)
+    if plan.base.emulation is None:
+        require_outside("--out", out, [Path(plan.base.model.path)])
     emulated = load_profile(plan.base.emulation.profile) if plan.base.emulation is not None else None
     with Progress(len(list(plan.jobs())), terminal or rich.console.Console()) as progress:
         predictions = _predict(plan, emulated, simulator, progress) if emulated else {}

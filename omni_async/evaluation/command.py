@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive
+from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive, require_outside
 
 if TYPE_CHECKING:
     from omni_async.evaluation.gallery import Gallery
@@ -160,6 +160,8 @@ def _name_of(given: str | Path) -> str:
 def _gallery(out: Path, settings: Settings, models: list[Model], more: dict[str, Any]) -> Gallery:
     from omni_async.evaluation.gallery import Gallery
 
+    read = {folder for model in models for folder in (model.base, model.weights)}
+    require_outside("--out", out, [*read, *(model.run / "checkpoints" for model in models if model.run is not None)])
     return Gallery(out, {**settings.record(), **more}, models)
 
 

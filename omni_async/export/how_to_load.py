@@ -68,8 +68,7 @@ def adapter_loading(chosen: Chosen, components: Sequence[str], out: Path) -> Loa
     pipeline = getattr(diffusers, chosen.family.model_index_class, None)
     if hasattr(pipeline, "load_lora_weights"):
         lines.append(f"pipeline.load_lora_weights({_quoted(out)})")
-        for name in components[1:]:
-            lines.append(f"pipeline.load_lora_weights({_quoted(out / name)}, load_into_{name}=True)")
+        lines += [f"pipeline.load_lora_weights({_quoted(out / one)}, load_into_{one}=True)" for one in components[1:]]
     else:  # a pipeline that knows no adapters, whose denoiser does
         path = f'{_quoted(out)}, weight_name="{FILE}"'
         lines.append(f'pipeline.{components[0]}.load_lora_adapter({path}, prefix="transformer")')

@@ -7,6 +7,7 @@ is killed leaves them too; a run that ends turns them into its timeline and remo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import math
 import re
@@ -100,6 +101,9 @@ class RunDirectory:
         needed of it cannot be read."""
         run = cls(path)
         with refusing(f"checkpoint.resume: cannot go on in {path}", path):
+            for folder in (run.samples, run.checkpoints, run.weights):
+                if folder.is_symlink():  # files would be written and removed where it leads
+                    raise OSError(errno.EINVAL, f"{folder.name} is a link, not a folder", str(folder))
             run._claim()
             for lines in (run.metrics, run.attempts):
                 if lines.exists():
