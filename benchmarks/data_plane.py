@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.arguments import benchmark_parser
 from omni_async.bench.result import Machine, describe_machine
+from omni_async.config.writing import write_atomic
 
 _HELP = """\
 Samples/s and MB/s from a producer actor to a trainer actor, all arms in turn in every repeat, on a local Ray.
