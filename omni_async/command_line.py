@@ -109,10 +109,7 @@ def require_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
     `inputs`: files that the command reads, and folders, in which no file may be written."""
     for given in inputs:
         try:
-            if given.is_dir():
-                is_input = is_within(path, given)
-            else:
-                is_input = path.exists() and given.exists() and path.samefile(given)
+            is_input = path.exists() and path.samefile(given) if given.is_file() else is_within(path, given)
         except OSError:  # what cannot be reached is not read, either
             continue
         if is_input:
