@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +30,8 @@ from omni_async.tracking.files import keep_from_children, read_records
 from omni_async.tracking.images import write_media
 from omni_async.tracking.rundir import append_jsonl
 from omni_async.types import Prompt, SampleRequest, Score
+
+T = TypeVar("T")
 
 TABLE = "samples.jsonl"
 _SETTINGS, _SCORES, _LOCK = "settings.json", "scores.jsonl", ".lock"
@@ -71,7 +73,7 @@ class Gallery:
         try:
             self._settle(settings, {model.label: [str(model.base), model.identity()] for model in models})
             self._drawn = {model.label: self._rows(model.label) for model in models}
-            self._scores = read_records(folder / _SCORES, Kept)
+            self._scores = self._records(folder / _SCORES, Kept)
             for kept in self._scores:
                 _require_possible(folder / _SCORES, kept)
             self._rewrite(folder / _SCORES, self._scores)
@@ -124,10 +126,15 @@ class Gallery:
         if folder.is_symlink():
             raise OSError(errno.EINVAL, f"{label} is a link, not a folder")
         folder.mkdir(exist_ok=True)
-        rows: list[dict[str, Any]] = read_records(folder / TABLE, dict[str, Any])
+        rows: list[dict[str, Any]] = self._records(folder / TABLE, dict[str, Any])
         whole = [row for row in rows if (files := _files(folder, row)) and all(map(self._holds, files.values()))]
         self._rewrite(folder / TABLE, whole)
         return {next(iter(_files(folder, row).values())).stem: row for row in whole}
+
+    def _records(self, file: Path, kind: type[T]) -> list[T]:
+        if os.path.lexists(file):
+            require_file(file, within=self.folder)
+        return read_records(file, kind)
 
     def _holds(self, file: Path) -> bool:
         try:
