@@ -15,10 +15,12 @@ from typing import Any
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
+from omni_async.config.redact import one_line
 from omni_async.config.writing import replacing, require_replaceable
 
 # A text that begins so is a formula, or becomes one once the blanks at its start are dropped.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+_MARKUP = str.maketrans({sign: f"\\{sign}" for sign in "\\`[<|"})
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -145,6 +147,11 @@ def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[lis
         else:
             written.append(path)
     return written, int(len(written) < len(writers))
+
+
+def as_markdown(text: object) -> str:
+    """Return a text as a line that Markdown shows as it is: no link, image, HTML, code or further cell."""
+    return one_line(" ".join(str(text).split())).translate(_MARKUP)
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -198,7 +198,14 @@ def read_model_index(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's model_index.json; ConfigError if there is none."""
     if not (folder / INDEX).is_file():
         raise ConfigError(no_checkpoint(folder))
-    return read_model_json(folder / INDEX)
+    index = read_model_json(folder / INDEX)
+    if wrong := next((name for name, part in index.items() if isinstance(part, list) and not _is_part(name)), None):
+        raise ConfigError(f"model.path: {folder / INDEX}: expected names of folders beside it, got {wrong[:200]!r}")
+    return index
+
+
+def _is_part(name: str) -> bool:
+    return name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def read_model_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from omni_async.command_line import as_markdown
 from omni_async.config import ConfigError, resolved_yaml
 from omni_async.config.reading import read_file
 from omni_async.config.writing import write_atomic
@@ -22,8 +23,6 @@ from omni_async.tracking.console import groups_left_out
 
 _LICENCE = ("license", "license_name", "license_link")
 _LARGEST_CARD, _LARGEST_GRID = 2**24, 2**28  # bytes
-# With these, a text would be markup: links, images, HTML, code, further cells.
-_MARKUP = str.maketrans({sign: f"\\{sign}" for sign in "\\`[<|"})
 _UNKNOWN = (
     "**The licence is not known**: the base model's folder has no card that names one. It is that of the base model;"
     " fill in `license` above before you share this."
@@ -107,13 +106,8 @@ def _measured(run: Run) -> dict[str, str]:
 
 
 def _table(facts: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {_plain(value)} |" for name, value in facts.items() if value is not None]
+    rows = [f"| {name} | {as_markdown(value)} |" for name, value in facts.items() if value is not None]
     return "\n".join(["| | |", "|---|---|", *rows])
-
-
-def _plain(value: Any) -> str:
-    """Return a text of one line that Markdown shows as it is."""
-    return " ".join(str(value).split()).translate(_MARKUP)
 
 
 def _code(value: str) -> str:

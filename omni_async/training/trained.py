@@ -39,7 +39,8 @@ class TrainedWeights:
         try:
             stored = HuggingFaceStorageReader(str(self._folder)).read_metadata().state_dict_metadata
         except Exception as error:
-            raise TrainingError(f"checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
+            reason = " ".join(str(error).split())[:500]
+            raise TrainingError(f"checkpoint {checkpoint} cannot be read: {type(error).__name__}: {reason}") from error
         prefixes = {name: f"{AUXILIARY}{name}." for name in ("old", "ema")} | {"trained": MODEL}
         there = [name for name, prefix in prefixes.items() if any(key.startswith(prefix) for key in stored)]
         drew = "old" if "old" in there else "trained"

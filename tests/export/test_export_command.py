@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from omni_async.checkpoint.folders import write_manifest
+from omni_async.command_line import as_markdown
 from omni_async.config import ConfigError
 from omni_async.export import card, full, how_to_load
 from omni_async.export import folder as export_folder
@@ -298,8 +299,28 @@ def test_weights_that_are_no_numbers_are_reported(lora: Trained, tmp_path: Path,
     assert "1 trained tensors hold NaN or infinity, transformer." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", "{}"),
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'),
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": {"a": "../vae/x"}}'),
+        ("model_index.json", '{"..": ["diffusers", "x"]}'),
+        ("model_index.json", '{"/tmp": ["diffusers", "x"]}'),
+    ],
+)
+def test_an_index_names_files_beside_it(
+    lora: Trained, tmp_path: Path, capsys: Capture, file: str, content: str
+) -> None:
+    base = shutil.copytree(lora.config.model.path, tmp_path / "base")
+    (base / file).write_text(content)
+    assert file in refused(capsys, lora.run, "--merged", "--base", base, "--out", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"base"}
+
+
 def test_texts_on_a_card_are_no_markup_and_paths_no_code(tmp_path: Path) -> None:
-    assert card._plain("a\n---\n<img src=x>|![a](b) `c` \\[d](e)") == (
+    assert as_markdown("a\n---\n<img src=x>|![a](b) `c` \\[d](e)") == (
         "a --- \\<img src=x>\\|!\\[a](b) \\`c\\` \\\\\\[d](e)"
     )
     assert card._code("a`\n# b") == "a' # b"
