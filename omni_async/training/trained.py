@@ -6,6 +6,7 @@ be had without the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -61,7 +62,7 @@ class TrainedWeights:
     def _require_stored(self) -> None:
         """Refuse tensors larger than the files: a header may state any shape, and memory is taken by it."""
         held = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
-        asked = sum(one.size.numel() * one.properties.dtype.itemsize for one in self._stored.values())
+        asked = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in self._stored.values())
         if asked > held:
             raise TrainingError(f"{self._folder} cannot be read: its tensors have {asked} bytes, and its files {held}")
 
