@@ -71,7 +71,7 @@ def leftovers(out: Path) -> list[Path]:
 def _claimed(out: Path) -> Iterator[Path]:
     """Give a new folder beside `out`, and remove it after an error. ConfigError if another export has one."""
     others = _unfinished(out)
-    unfinished = out.with_name(f".{out.name[:150]}.{os.getpid()}-{secrets.token_hex(8)}.partial")
+    unfinished = out.with_name(f"{_begin(out)}{os.getpid()}-{secrets.token_hex(8)}.partial")
     unfinished.mkdir()
     try:
         with open_lock(unfinished / _LOCK):
@@ -101,7 +101,7 @@ def _put(unfinished: Path, out: Path) -> None:
 
 def _unfinished(out: Path) -> list[Path]:
     """Return the folders, no links, whose names are those of unfinished exports to `out`."""
-    name = re.compile(rf"\.{re.escape(out.name[:150])}\.\d+-[0-9a-f]{{16}}\.partial")
+    name = re.compile(rf"{re.escape(_begin(out))}\d+-[0-9a-f]{{16}}\.partial")
     try:
         with os.scandir(out.parent) as entries:
             return [
@@ -111,6 +111,11 @@ def _unfinished(out: Path) -> list[Path]:
             ]
     except OSError:
         return []
+
+
+def _begin(out: Path) -> str:
+    """Return how the names of unfinished folders begin. It is cut, since a name has a largest length in bytes."""
+    return f".{os.fsdecode(os.fsencode(out.name)[:150])}."
 
 
 def _is_held(unfinished: Path) -> bool:

@@ -253,6 +253,14 @@ def test_what_appeared_at_the_path_meanwhile_is_not_replaced(tmp_path: Path, mad
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and out.is_symlink() is (made == "link")
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "ü" * 127])
+def test_a_name_as_long_as_names_can_be_is_written(tmp_path: Path, name: str) -> None:
+    whole, refusal = export_folder.whole_folder, pytest.raises(ConfigError, match="another export")
+    with whole(tmp_path / name, 0) as folder, refusal, whole(tmp_path / name, 0):
+        pass
+    assert [*tmp_path.iterdir()] == [tmp_path / name] and not folder.exists()
+
+
 def test_an_export_is_not_written_into_what_it_is_made_of(lora: Trained, capsys: Capture) -> None:
     for folder in (Path(lora.config.model.path), next((lora.run / "checkpoints").iterdir())):
         assert "which this command reads" in refused(capsys, lora.run, "--out", folder / "out")
