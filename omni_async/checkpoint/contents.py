@@ -22,6 +22,7 @@ import xxhash
 from omni_async.config import Config, ConfigError
 from omni_async.config.load import INDEX, LARGEST_JSON, read_model_index
 from omni_async.config.reading import open_file
+from omni_async.config.tensor_files import read_header
 from omni_async.config.tree import path_params
 from omni_async.types import Prompt
 
@@ -29,7 +30,6 @@ MODEL = "model.path/"  # before the name of each part of the base model
 _WHOLE = 2**20  # bytes of a tensor, or of a file without tensors, of which every byte counts
 _PIECE = 2**16
 _PIECES = 5
-_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _SHARD = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf")
 # What a library notes in a configuration when it saves a model, which changes nothing that the model computes.
@@ -198,22 +198,17 @@ def _lines_of(file: Path, name: str) -> Iterator[str]:
 
 def _tensors(file: BinaryIO, size: int) -> dict[str, tuple[str, list[int], int, int]] | None:
     """Return dtype, shape, begin and end of every tensor of a safetensors file; None if it is none."""
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if length > min(LARGEST_JSON * 10, size):
-        return None
     try:
-        header = json.loads(file.read(length))
-        begin = _LENGTH_BYTES + length
-        found = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, end = (begin + int(offset) for offset in entry["data_offsets"])
-                if not begin <= start <= end <= size:
-                    return None
-                found[name] = (entry["dtype"], entry["shape"], start, end)
-        return found
-    except (OverflowError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        header = read_header(file, size)
+    except ValueError:
         return None
+    found = {}
+    for name, one in header.tensors.items():
+        start, end = (header.begin + offset for offset in one.data_offsets)
+        if not start <= end <= size:
+            return None
+        found[name] = (one.dtype, [*one.shape], start, end)
+    return found
 
 
 def _sampled(file: BinaryIO, start: int, end: int) -> str:
