@@ -1,0 +1,228 @@
+"""Damages run folders, and checks what every command makes of them:
+
+    python -m tests.fuzz.run_folders --cases 10000 --workers 2
+    python -m tests.fuzz.run_folders --first 4711 --cases 1 --verbose
+
+A case is known by its number (and `--seed`). Prints each fault with the command that repeats it, and at the end how
+many cases of each file and damage were used, refused, or are faults. Exit codes: 0 no fault, 1 some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from omni_async.cli import main as report
+from tests.fuzz.damaged_runs import Case, Played, build, forbidden, play, watch_over
+
+_BATCH = 25  # cases of a process
+WALL_S = 20.0  # of a case: what waits uses no processor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case."""
+
+    case: Case
+    played: list[Played]
+    problems: list[str]
+
+
+def cases(numbers: Sequence[int], seed: int, workers: int, wall_s: float = WALL_S) -> Iterator[Result]:
+    """Play cases in forked processes, and yield their results as they end."""
+    top = Path(tempfile.mkdtemp(prefix="omni-async-fuzz-"))
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    try:
+        base = top / "base"
+        _in_child(top, lambda log: build(base))
+        _warm_up(base, top)
+        # The first child read everything that is imported late: now the others need not.
+        (usual, *_), _ = _batch(top, base, [None, None], wall_s=120.0)
+        by_command = {one.command: one for one in usual[1]}
+        if broken := [f"{one.command}: {one.problems}" for one in usual[1] if one.problems]:
+            raise AssertionError(f"the undamaged folder: {broken}")
+        yield from _all(top, base, [Case.of(base, seed, number) for number in numbers], by_command, workers, wall_s)
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+
+
+def _all(
+    top: Path, base: Path, todo: list[Case], usual: dict[str, Played], workers: int, wall_s: float
+) -> Iterator[Result]:
+    waiting = [todo[at : at + _BATCH] for at in range(0, len(todo), _BATCH)][::-1]
+    running: dict[int, tuple[list[Case], Path]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                batch = waiting.pop()
+                slot = Path(tempfile.mkdtemp(prefix="slot-", dir=top))
+                running[_fork(slot, base, batch, wall_s)] = batch, slot
+            pid, status = os.wait()
+            if pid not in running:
+                continue
+            batch, slot = running.pop(pid)
+            results, log = _read(slot)
+            for case, (_, played) in zip(batch, results, strict=False):
+                yield Result(case, played, [*forbidden(played, usual)])
+            if left := batch[len(results) :]:
+                how = f"signal {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "was ended"
+                yield Result(left[0], [], [f"{how} (hung, or used too much): {_place_in(log)}"])
+                if left[1:]:
+                    waiting.append(left[1:])
+            shutil.rmtree(slot, ignore_errors=True)
+    finally:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _place_in(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    told = [line[2:] for line in lines if line.startswith("> ")]
+    frames = [line.replace('File "', "").replace('", line ', ":") for line in lines if line.startswith("File ")]
+    return f"{' then '.join(told[-3:])}: {' < '.join(frames[:8])}"
+
+
+def _fork(slot: Path, base: Path, batch: Sequence[Case | None], wall_s: float) -> int:
+    """Play a batch in a child. A line of `slot`/results is a case; what the child did last is in `slot`/log."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        log = slot / "log"
+        with log.open("a", buffering=1) as told, (slot / "results").open("a", buffering=1) as results:
+            for number, case in enumerate(batch):
+                told.truncate(0)
+                watch_over(log, wall_s)
+                where = slot / f"case-{number}"
+                where.mkdir()
+                played = play(base, where, case, lambda text: print(f"> {text}", file=told, flush=True))  # noqa: B023, T201
+                results.write(json.dumps([number, [asdict(one) for one in played]]) + "\n")
+                shutil.rmtree(where, ignore_errors=True)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 (the parent reads it)
+        with (slot / "log").open("a") as told:
+            told.write(f"> the harness itself: {error!r}\n")
+    finally:
+        os._exit(code)
+
+
+def _read(slot: Path) -> tuple[list[tuple[int, list[Played]]], str]:
+    path = slot / "results"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    log = (slot / "log").read_text(errors="replace") if (slot / "log").exists() else ""
+    return [(number, [Played(**one) for one in played]) for number, played in found], log
+
+
+def _batch(
+    top: Path, base: Path, batch: Sequence[Case | None], wall_s: float
+) -> tuple[list[tuple[int, list[Played]]], str]:
+    slot = Path(tempfile.mkdtemp(prefix="slot-", dir=top))
+    os.waitpid(_fork(slot, base, batch, wall_s), 0)
+    results, log = _read(slot)
+    if len(results) < len(batch):
+        raise AssertionError(f"the undamaged folder: {log}")
+    return results[::-1], log
+
+
+def _in_child(top: Path, work) -> None:  # type: ignore[no-untyped-def]
+    pid = os.fork()
+    if not pid:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            work(top)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(pid, 0)[1]:
+        raise AssertionError("the runs to damage cannot be made")
+
+
+def _warm_up(base: Path, top: Path) -> None:
+    """Import here what the commands import: threads that a command begins would not be there after a fork."""
+    names = top / "modules"
+
+    def tried(_: Path) -> None:
+        where = top / "warm-up"
+        where.mkdir()
+        play(base, where, None)
+        names.write_text("\n".join(sys.modules))
+
+    before = {*sys.modules}
+    _in_child(top, tried)
+    for name in names.read_text().split("\n"):
+        if name not in before and name != "__mp_main__":
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    with contextlib.redirect_stdout(io.StringIO()):  # what a profile buys is simulated once a process
+        for run in (base / "runs").iterdir():
+            report(["report", str(run), "--out", str(top / "report.html")])
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run_folders", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--cases", type=int, default=300, help="how many (default: 300)")
+    add("--first", type=int, default=0, help="number of the first (default: 0)")
+    add("--seed", type=int, default=0, help="of which the cases are drawn (default: 0)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    add("--wall", type=float, default=WALL_S, help=f"seconds after which a case hangs (default: {WALL_S:g})")
+    add("--verbose", action="store_true", help="show every case")
+    given = parser.parse_args()
+    began, done, faults = time.monotonic(), 0, 0
+    table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    numbers = range(given.first, given.first + given.cases)
+    for result in cases(numbers, given.seed, given.workers, given.wall):
+        done += 1
+        case = result.case
+        outcomes = {one.outcome for one in result.played} - {"FAULT"}
+        table[case.kind, case.damage].update(["FAULT"] if result.problems else outcomes)
+        if result.problems:
+            faults += 1
+            again = f"python -m tests.fuzz.run_folders --seed {case.seed} --first {case.number} --cases 1"
+            print(f"\nFAULT {case}\n" + "".join(f"  {one}\n" for one in result.problems) + f"  again: {again}", flush=True)
+        elif given.verbose:
+            shown = ", ".join(f"{one.command} {one.outcome} {one.cpu_s:.2f} s {one.grown >> 20} MiB" for one in result.played)
+            print(f"{case}: {shown}", flush=True)
+        if done % 500 == 0:
+            print(f"-- {done} of {given.cases}, {faults} faults, {time.monotonic() - began:.0f} s", flush=True)
+    _show(table)
+    print(f"{done} cases, {faults} faults, {time.monotonic() - began:.0f} s")
+    return int(faults > 0)
+
+
+def _show(table: dict[tuple[str, str], Counter[str]]) -> None:
+    outcomes = ("used", "refused", "failed", "not applicable", "FAULT")
+    print(f"\n{'file':<36}{'damage':<18}" + "".join(f"{name:>16}" for name in outcomes))
+    for (kind, how), counts in sorted(table.items()):
+        print(f"{kind:<36}{how:<18}" + "".join(f"{counts[name] or '':>16}" for name in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
