@@ -182,11 +182,20 @@ def nested(path: Path, rng: random.Random) -> None:
 
 def alias_bomb(path: Path, rng: random.Random) -> None:
     content = path.read_text()
-    path.write_text(rng.choice((_BOMB + content, _BOMB, f"{content}\nmore: &m [*m]\n", f"<<: &m {{run: *m}}\n{content}")))
+    path.write_text(
+        rng.choice((_BOMB + content, _BOMB, f"{content}\nmore: &m [*m]\n", f"<<: &m {{run: *m}}\n{content}"))
+    )
 
 
 def yaml_tag(path: Path, rng: random.Random) -> None:
-    tags = ("!!python/object/apply:os.system [true]", "!!binary x", "!!int ''", "!!timestamp x", "!!set {a}", "!!omap []")
+    tags = (
+        "!!python/object/apply:os.system [true]",
+        "!!binary x",
+        "!!int ''",
+        "!!timestamp x",
+        "!!set {a}",
+        "!!omap []",
+    )
     path.write_text(path.read_text().replace(": ", f": {rng.choice(tags)} ", 1))
 
 

@@ -21,14 +21,14 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from omni_async.cli import main as report
-from tests.fuzz.damaged_runs import Case, Played, build, forbidden, play, watch_over
+from tests.fuzz.damaged_runs import Case, Played, be_quick, build, forbidden, play, simulate_known_once, watch_over
 
-_BATCH = 25  # cases of a process
+_BATCH = 50  # cases of a process
 WALL_S = 20.0  # of a case: what waits uses no processor
 
 
@@ -41,20 +41,20 @@ class Result:
     problems: list[str]
 
 
-def cases(numbers: Sequence[int], seed: int, workers: int, wall_s: float = WALL_S) -> Iterator[Result]:
-    """Play cases in forked processes, and yield their results as they end."""
+def cases(
+    numbers: Sequence[int], seed: int, workers: int, wall_s: float = WALL_S, quick: bool = False
+) -> Iterator[Result]:
+    """Play cases in forked processes, and yield their results as they end. `quick`: see `be_quick`."""
     top = Path(tempfile.mkdtemp(prefix="omni-async-fuzz-"))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     try:
         base = top / "base"
-        _in_child(top, lambda log: build(base))
-        _warm_up(base, top)
-        # The first child read everything that is imported late: now the others need not.
-        (usual, *_), _ = _batch(top, base, [None, None], wall_s=120.0)
-        by_command = {one.command: one for one in usual[1]}
-        if broken := [f"{one.command}: {one.problems}" for one in usual[1] if one.problems]:
-            raise AssertionError(f"the undamaged folder: {broken}")
-        yield from _all(top, base, [Case.of(base, seed, number) for number in numbers], by_command, workers, wall_s)
+        _in_child(lambda: build(base))
+        if quick:
+            be_quick()
+        usual = _usual(base, top)
+        todo = [Case.of(base, seed, number, quick) for number in numbers]
+        yield from _all(top, base, todo, usual, workers, wall_s)
     finally:
         shutil.rmtree(top, ignore_errors=True)
 
@@ -97,7 +97,7 @@ def _place_in(log: str) -> str:
     return f"{' then '.join(told[-3:])}: {' < '.join(frames[:8])}"
 
 
-def _fork(slot: Path, base: Path, batch: Sequence[Case | None], wall_s: float) -> int:
+def _fork(slot: Path, base: Path, batch: Sequence[Case], wall_s: float) -> int:
     """Play a batch in a child. A line of `slot`/results is a case; what the child did last is in `slot`/log."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,7 +116,7 @@ def _fork(slot: Path, base: Path, batch: Sequence[Case | None], wall_s: float) -
                 watch_over(log, wall_s)
                 where = slot / f"case-{number}"
                 where.mkdir()
-                played = play(base, where, case, lambda text: print(f"> {text}", file=told, flush=True))  # noqa: B023, T201
+                played = play(base, where, case, lambda text: told.write(f"> {text}\n"))
                 results.write(json.dumps([number, [asdict(one) for one in played]]) + "\n")
                 shutil.rmtree(where, ignore_errors=True)
         code = 0
@@ -135,50 +135,45 @@ def _read(slot: Path) -> tuple[list[tuple[int, list[Played]]], str]:
     return [(number, [Played(**one) for one in played]) for number, played in found], log
 
 
-def _batch(
-    top: Path, base: Path, batch: Sequence[Case | None], wall_s: float
-) -> tuple[list[tuple[int, list[Played]]], str]:
-    slot = Path(tempfile.mkdtemp(prefix="slot-", dir=top))
-    os.waitpid(_fork(slot, base, batch, wall_s), 0)
-    results, log = _read(slot)
-    if len(results) < len(batch):
-        raise AssertionError(f"the undamaged folder: {log}")
-    return results[::-1], log
-
-
-def _in_child(top: Path, work) -> None:  # type: ignore[no-untyped-def]
+def _in_child(work: Callable[[], object]) -> None:
     pid = os.fork()
     if not pid:
-        try:
+        with contextlib.suppress(BaseException):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(1, 2)
-            work(top)
+            work()
             os._exit(0)
-        finally:
-            os._exit(1)
+        os._exit(1)
     if os.waitpid(pid, 0)[1]:
-        raise AssertionError("the runs to damage cannot be made")
+        raise AssertionError("the harness cannot make its runs, or play the undamaged one")
 
 
-def _warm_up(base: Path, top: Path) -> None:
-    """Import here what the commands import: threads that a command begins would not be there after a fork."""
-    names = top / "modules"
+def _usual(base: Path, top: Path) -> dict[str, Played]:
+    """Return what the commands need for the undamaged folder, and import here what they import late.
 
-    def tried(_: Path) -> None:
-        where = top / "warm-up"
-        where.mkdir()
-        play(base, where, None)
-        names.write_text("\n".join(sys.modules))
+    They run in a child: threads that one begins would be missing in a child of its process."""
+    with contextlib.redirect_stdout(io.StringIO()):  # begins no thread
+        simulate_known_once()
+        for run in (base / "runs").iterdir():
+            report(["report", str(run), "--out", str(top / "report.html")])
+    told, before = top / "usual", {*sys.modules}
 
-    before = {*sys.modules}
-    _in_child(top, tried)
-    for name in names.read_text().split("\n"):
+    def twice() -> None:
+        for where in (top / "first", top / "second"):
+            where.mkdir()
+            played = play(base, where, None)
+        told.write_text(json.dumps([[asdict(one) for one in played], [*sys.modules]]))
+
+    _in_child(twice)
+    played, modules = json.loads(told.read_text())
+    for name in modules:
         if name not in before and name != "__mp_main__":
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-    with contextlib.redirect_stdout(io.StringIO()):  # what a profile buys is simulated once a process
-        for run in (base / "runs").iterdir():
-            report(["report", str(run), "--out", str(top / "report.html")])
+    usual = {one["command"]: Played(**one) for one in played}
+    if broken := {name: one.problems for name, one in usual.items() if one.problems or one.outcome != "used"}:
+        raise AssertionError(f"the undamaged folder: {broken}")
+    return usual
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -193,12 +188,13 @@ def main() -> int:
     add("--seed", type=int, default=0, help="of which the cases are drawn (default: 0)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     add("--wall", type=float, default=WALL_S, help=f"seconds after which a case hangs (default: {WALL_S:g})")
+    add("--quick", action="store_true", help="one command of a case in place of two; draw with no model, train nothing")
     add("--verbose", action="store_true", help="show every case")
     given = parser.parse_args()
     began, done, faults = time.monotonic(), 0, 0
     table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     numbers = range(given.first, given.first + given.cases)
-    for result in cases(numbers, given.seed, given.workers, given.wall):
+    for result in cases(numbers, given.seed, given.workers, given.wall, given.quick):
         done += 1
         case = result.case
         outcomes = {one.outcome for one in result.played} - {"FAULT"}
@@ -206,22 +202,31 @@ def main() -> int:
         if result.problems:
             faults += 1
             again = f"python -m tests.fuzz.run_folders --seed {case.seed} --first {case.number} --cases 1"
-            print(f"\nFAULT {case}\n" + "".join(f"  {one}\n" for one in result.problems) + f"  again: {again}", flush=True)
+            _say(
+                f"\nFAULT {case}\n" + "".join(f"  {one}\n" for one in result.problems) + f"  again: {again}", flush=True
+            )
         elif given.verbose:
-            shown = ", ".join(f"{one.command} {one.outcome} {one.cpu_s:.2f} s {one.grown >> 20} MiB" for one in result.played)
-            print(f"{case}: {shown}", flush=True)
+            shown = ", ".join(
+                f"{one.command} {one.outcome} {one.cpu_s:.2f} s {one.grown >> 20} MiB" for one in result.played
+            )
+            _say(f"{case}: {shown}")
         if done % 500 == 0:
-            print(f"-- {done} of {given.cases}, {faults} faults, {time.monotonic() - began:.0f} s", flush=True)
+            _say(f"-- {done} of {given.cases}, {faults} faults, {time.monotonic() - began:.0f} s")
     _show(table)
-    print(f"{done} cases, {faults} faults, {time.monotonic() - began:.0f} s")
+    _say(f"{done} cases, {faults} faults, {time.monotonic() - began:.0f} s")
     return int(faults > 0)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _show(table: dict[tuple[str, str], Counter[str]]) -> None:
     outcomes = ("used", "refused", "failed", "not applicable", "FAULT")
-    print(f"\n{'file':<36}{'damage':<18}" + "".join(f"{name:>16}" for name in outcomes))
+    _say(f"\n{'file':<36}{'damage':<18}" + "".join(f"{name:>16}" for name in outcomes))
     for (kind, how), counts in sorted(table.items()):
-        print(f"{kind:<36}{how:<18}" + "".join(f"{counts[name] or '':>16}" for name in outcomes))
+        _say(f"{kind:<36}{how:<18}" + "".join(f"{counts[name] or '':>16}" for name in outcomes))
 
 
 if __name__ == "__main__":
