@@ -202,9 +202,8 @@ def main() -> int:
         if result.problems:
             faults += 1
             again = f"python -m tests.fuzz.run_folders --seed {case.seed} --first {case.number} --cases 1"
-            _say(
-                f"\nFAULT {case}\n" + "".join(f"  {one}\n" for one in result.problems) + f"  again: {again}", flush=True
-            )
+            problems = "".join(f"  {one}\n" for one in result.problems)
+            _say(f"\nFAULT {case}\n{problems}  again: {again}")
         elif given.verbose:
             shown = ", ".join(
                 f"{one.command} {one.outcome} {one.cpu_s:.2f} s {one.grown >> 20} MiB" for one in result.played
