@@ -57,7 +57,7 @@ STATES = ("finished", "killed", "running")
 _STATES_WITH = {"spans.jsonl": STATES[1:], "trace.json": STATES[:1], "summary.json": STATES[:1]}
 # Seconds of the processor, and bytes, above the undamaged folder.
 MOST_CPU_S, MOST_BYTES = 2.0, 300 * 2**20
-_KILLED_AT_CPU_S, _ROOM = 15.0, 5 * 2**28
+_KILLED_AT_CPU_S, _ROOM = 15.0, 3 * 2**30
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
