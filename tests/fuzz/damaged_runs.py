@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import fcntl
+import inspect
 import io
 import json
 import os
@@ -585,7 +586,6 @@ def _watch(place_: _Place, rng: random.Random, problems: list[str]) -> int:
 async def _look_at_page(place_: _Place, rng: random.Random, problems: list[str]) -> None:
     from aiohttp.test_utils import TestClient, TestServer
 
-    from omni_async.runs.record import run_config
     from omni_async.tracking.rundir import RunDirectory
     from omni_async.watch.app import WatchApp
     from omni_async.watch.guard import Guard
@@ -593,10 +593,8 @@ async def _look_at_page(place_: _Place, rng: random.Random, problems: list[str])
     from omni_async.watch.report_sections import Sections
 
     live = LiveRun(RunDirectory(place_.run), Sections())
-    config = run_config(live.run, {})
-    data = config.get("data") if isinstance(config, dict) else None
-    prompts = data.get("prompts") if isinstance(data, dict) else None
-    app = WatchApp(live, Guard("127.0.0.1", None), prompts).app()
+    more = [None] * (len(inspect.signature(WatchApp).parameters) - 2)
+    app = WatchApp(live, Guard("127.0.0.1", None), *more).app()
     async with TestClient(TestServer(app)) as client:
         await live.look()
         if live._reporting:
