@@ -9,6 +9,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,12 @@ def tensors_values(path: Path, rng: random.Random) -> None:
     path.write_bytes(content[:begin] + word * ((len(content) - begin) // 4))
 
 
+@cache
+def _zeros() -> bytes:
+    """Return 64 MiB of zeros, compressed."""
+    return zlib.compress(bytes(2**26), 9)
+
+
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -301,13 +308,12 @@ def image_header(path: Path, rng: random.Random) -> None:
         case 1:
             head = _chunk(b"IHDR", content[16:24] + bytes(rng.choices((0, 1, 2, 3, 4, 6, 8, 16, 255), k=5)))
         case 2:
-            bomb = zlib.compress(bytes(2**26), 9)
             kinds = (b"zTXt", b"Comment\0\0"), (b"iCCP", b"x\0\0"), (b"iTXt", b"x\0\1\0\0\0")
             kind, begin = rng.choice(kinds)
-            head = content[8:33] + _chunk(kind, begin + bomb)
+            head = content[8:33] + _chunk(kind, begin + _zeros())
         case _:
             head = _chunk(b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0))
-            body = _chunk(b"IDAT", zlib.compress(bytes(2**26), 9)) * 2 + _chunk(b"IEND", b"")
+            body = _chunk(b"IDAT", _zeros()) * 2 + _chunk(b"IEND", b"")
     path.write_bytes(content[:8] + head + body)
 
 

@@ -93,7 +93,8 @@ def _all(
 def _place_in(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     told = [line[2:] for line in lines if line.startswith("> ")]
-    frames = [line.replace('File "', "").replace('", line ', ":") for line in lines if line.startswith("File ")]
+    last = log.rpartition("(most recent call first):")[2].splitlines()  # the first thread
+    frames = [line.strip().replace('File "', "").replace('", line ', ":") for line in last if " File " in line]
     return f"{' then '.join(told[-3:])}: {' < '.join(frames[:8])}"
 
 
@@ -191,6 +192,7 @@ def main() -> int:
     add("--quick", action="store_true", help="one command of a case in place of two; draw with no model, train nothing")
     add("--verbose", action="store_true", help="show every case")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and its children with it
     began, done, faults = time.monotonic(), 0, 0
     table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     numbers = range(given.first, given.first + given.cases)
