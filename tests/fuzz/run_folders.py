@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from omni_async.cli import main as report
@@ -42,9 +42,11 @@ class Result:
 
 
 def cases(
-    numbers: Sequence[int], seed: int, workers: int, wall_s: float = WALL_S, quick: bool = False
+    numbers: Sequence[int], seed: int, workers: int, wall_s: float = WALL_S, quick: bool = False, only: str = ""
 ) -> Iterator[Result]:
-    """Play cases in forked processes, and yield their results as they end. `quick`: see `be_quick`."""
+    """Play cases in forked processes, and yield their results as they end.
+
+    `quick`: see `be_quick`. `only`: with this command alone, and the cases that have it."""
     top = Path(tempfile.mkdtemp(prefix="omni-async-fuzz-"))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     try:
@@ -54,6 +56,8 @@ def cases(
             be_quick()
         usual = _usual(base, top)
         todo = [Case.of(base, seed, number, quick) for number in numbers]
+        if only:
+            todo = [replace(case, commands=(only,)) for case in todo if only in case.commands]
         yield from _all(top, base, todo, usual, workers, wall_s)
     finally:
         shutil.rmtree(top, ignore_errors=True)
@@ -172,7 +176,8 @@ def _usual(base: Path, top: Path) -> dict[str, Played]:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     usual = {one["command"]: Played(**one) for one in played}
-    if broken := {name: one.problems for name, one in usual.items() if one.problems or one.outcome != "used"}:
+    broken = {name: one.problems for name, one in usual.items() if one.problems or one.outcome != "used"}
+    if broken:
         raise AssertionError(f"the undamaged folder: {broken}")
     return usual
 
@@ -190,13 +195,14 @@ def main() -> int:
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     add("--wall", type=float, default=WALL_S, help=f"seconds after which a case hangs (default: {WALL_S:g})")
     add("--quick", action="store_true", help="one command of a case in place of two; draw with no model, train nothing")
+    add("--only", default="", metavar="COMMAND", help="the cases of this command")
     add("--verbose", action="store_true", help="show every case")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and its children with it
     began, done, faults = time.monotonic(), 0, 0
     table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     numbers = range(given.first, given.first + given.cases)
-    for result in cases(numbers, given.seed, given.workers, given.wall, given.quick):
+    for result in cases(numbers, given.seed, given.workers, given.wall, given.quick, given.only):
         done += 1
         case = result.case
         outcomes = {one.outcome for one in result.played} - {"FAULT"}
