@@ -27,13 +27,10 @@ from omni_async.compat import is_mixed
 from omni_async.config.reading import open_file
 from omni_async.config.redact import one_line
 from omni_async.config.stages import Server
-<<<<<<< HEAD
+from omni_async.config.writing import open_append
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.model_names import served_names
 from omni_async.rewards.model_servers import read_body
-=======
-from omni_async.config.writing import open_append
->>>>>>> 54f8ac9be6421f65cd866def4142e9fc8f4120b2
 from omni_async.runtime.builders import ServiceHost, WorkerContext
 from omni_async.services import Service, ServiceSite
 
