@@ -27,6 +27,7 @@ from benchmarks.arguments import benchmark_parser
 from omni_async.bench.result import Machine, describe_machine
 from omni_async.config import Config, ConfigError, check
 from omni_async.config.section import SizeText, bytes_of, size_text
+from omni_async.config.writing import replacing, write_atomic
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight.check import preflight
@@ -220,7 +221,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
     axes.set(xlabel="virtual seconds", ylabel="GiB that live samples hold", ylim=(0, None))
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, dpi=110)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -248,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     results = Results(describe_machine(), args.trajectory, args.media, records)
-    (args.out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+    write_atomic(args.out / "results.json", msgspec.json.format(msgspec.json.encode(results)))
     draw(records, args.out / "buffer_bytes.png")
     console.print(table(records))
     console.print(f"results: {args.out / 'results.json'}, {args.out / 'buffer_bytes.png'}")

@@ -26,6 +26,7 @@ from rich.table import Table
 from benchmarks.arguments import benchmark_parser
 from omni_async.bench.result import Machine, describe_machine
 from omni_async.config import Config, check
+from omni_async.config.writing import write_atomic
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
 from omni_async.types import Prompt, ReadyGroup, SampleResult, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
@@ -287,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = list(measure_all(args.shapes, args.repeats, args.samples, console.print))
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "results.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(Results(describe_machine(), records))))
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(Results(describe_machine(), records))))
     console.print(table(records))
     console.print(f"results: {path}")
     return 0

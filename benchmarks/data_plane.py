@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.arguments import benchmark_parser
 from omni_async.bench.result import Machine, describe_machine
+from omni_async.config.writing import write_atomic
 
 _HELP = """\
 Samples/s and MB/s from a producer actor to a trainer actor, all arms in turn in every repeat, on a local Ray.
@@ -189,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = asyncio.run(measure(args.sizes, arms, args.repeats, args.samples, done))
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "results.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(Results(describe_machine(), skipped, records))))
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(Results(describe_machine(), skipped, records))))
     console.print(table(records))
     console.print(f"results: {path}")
     return 0

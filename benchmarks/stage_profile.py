@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import omni_async  # noqa: F401  # before diffusers: see omni_async.compat
+from omni_async.config.writing import write_atomic
 
 # isort: split
 import msgspec
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     profile = to_profile(measured, rest, setting)
     write_profile(options.out / "profile.json", profile)
     table = to_markdown(measured, profile, setting, published=options.model == "qwen_image")
-    (options.out / "table.md").write_text(table, encoding="utf-8")
+    write_atomic(options.out / "table.md", table.encode())
     sys.stdout.write(table)
     return 0
 
@@ -152,7 +153,7 @@ async def _measure(config: Config, options: argparse.Namespace) -> Measured:
         sys.stderr.write(f"{time.perf_counter() - started:7.1f} s  {line}\n")
 
     def done(measured: Measured) -> None:
-        (options.out / "measured.json").write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2))
+        write_atomic(options.out / "measured.json", msgspec.json.format(msgspec.json.encode(measured), indent=2))
 
     device = rank_device(0)
     architecture = PUBLISHED if options.model == "qwen_image" else tiny_architecture()

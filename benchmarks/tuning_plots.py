@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from benchmarks.arguments import command_parser
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import SCHEDULES, num_devices
+from omni_async.config.writing import replacing
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.result import Simulated, times_of
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         tuned = tune(config, profile, round(num_devices(config)), simulate, budget=120, progress=_tuning)
         for name, figure in {**figures, "front": picture(tuned)}.items():
-            figure.savefig(options.out / f"tuning_{name}.png", dpi=110)
+            with replacing(options.out / f"tuning_{name}.png") as unfinished:
+                figure.savefig(unfinished, dpi=110)
             _say(f"wrote {options.out / f'tuning_{name}.png'}")
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"tuning_plots: {error}\n")

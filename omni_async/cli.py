@@ -23,9 +23,10 @@ from typing import Any
 from omni_async import __version__
 from omni_async.aio.threads import busy
 from omni_async.bench.command import add_bench
-from omni_async.command_line import add_command
+from omni_async.command_line import add_command, require_writable
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
+from omni_async.config.writing import write_atomic
 from omni_async.driver.operate import add_operations, operate
 from omni_async.entry_points import not_one_of
 from omni_async.evaluation.command import add_eval, add_sample
@@ -347,9 +348,9 @@ def _check(config: Config, probe: bool) -> int:
 def _docs(out: Path) -> int:
     from omni_async.config.reference import reference
 
+    require_writable("--out", out)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(reference(), encoding="utf-8")
+        write_atomic(out, reference().encode())
     except OSError as error:
         return _refuse(f"--out: cannot write {out}: {error.strerror or error}")
     return _say(f"wrote {out}")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
+from omni_async.config.reading import is_within
+from omni_async.config.redact import one_line
 from omni_async.config.writing import replacing, require_replaceable
 
+# A text that begins so is a formula, or becomes one once the blanks at its start are dropped.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+_MARKUP = str.maketrans({sign: f"\\{sign}" for sign in "\\`[<|"})
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -86,16 +94,43 @@ def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()
 
     Its folder is made. A file that is there stays as it is, and none is left where none was.
 
-    `inputs`: files that the command reads. None of them may be written, under whatever name."""
+    `inputs`: as of `require_no_input`."""
     if path is None:
         return
+    require_no_input(option, path, inputs)
     try:
-        if path.exists() and any(given.exists() and path.samefile(given) for given in inputs):
-            raise ConfigError(f"{option}: {path} is read by this command; name another file")
         path.parent.mkdir(parents=True, exist_ok=True)
         require_replaceable(path)
     except OSError as error:
         raise ConfigError(f"{option}: cannot write {path}: {error.strerror or error}") from None
+
+
+def require_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
+    """Raise ConfigError, one line, if the file that `option` names is one of the `inputs`, under whatever name.
+
+    `inputs`: files that the command reads, and folders, in which no file may be written."""
+    for given in inputs:
+        try:
+            is_input = path.exists() and path.samefile(given) if given.is_file() else is_within(path, given)
+        except OSError:  # what cannot be reached is not read, either
+            continue
+        if is_input:
+            raise ConfigError(f"{option}: {path} is read by this command; name another file")
+
+
+def require_apart(options: Iterable[tuple[str, Path | None]]) -> None:
+    """Raise ConfigError, one line, if two options name the same file."""
+    seen: dict[str, str] = {}
+    for option, path in options:
+        if path is not None and (other := seen.setdefault(os.path.realpath(path), option)) != option:
+            raise ConfigError(f"{option}: {path} is written by {other}, too; name another file")
+
+
+def require_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
+    """Raise ConfigError, one line, if the folder that `option` names is one that the command reads, or in one."""
+    for given in inputs:
+        if is_within(folder, given):
+            raise ConfigError(f"{option}: {folder} is in {given}, which this command reads; name another folder")
 
 
 def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[list[Path], int]:
@@ -112,6 +147,27 @@ def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[lis
         else:
             written.append(path)
     return written, int(len(written) < len(writers))
+
+
+def as_markdown(text: object) -> str:
+    """Return a text as a line that Markdown shows as it is: no link, image, HTML, code or further cell."""
+    return one_line(" ".join(str(text).split())).translate(_MARKUP)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Encode rows of the same columns as CSV; nothing of none.
+
+    A text that a spreadsheet would run as a formula gets a `'` in front. Numbers stay as they are."""
+    text = io.StringIO(newline="")
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=[*rows[0]])
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def write_json(path: Path | None, content: bytes) -> int:

@@ -7,7 +7,6 @@ failure to write one is reported, and the next is tried when it is due; only the
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from omni_async.actors.api import CoordinatorApi, RankApi, Tracer, UpdateRule
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import is_cancelled
 from omni_async.checkpoint.best import worth_keeping
-from omni_async.checkpoint.folders import folder_name, partial, put_in_place, rotate, write_manifest
+from omni_async.checkpoint.folders import begin, folder_name, partial, put_in_place, remove, rotate, write_manifest
 from omni_async.checkpoint.state import State, made_with, write_state
 from omni_async.checkpoint.statement import stated
 from omni_async.checkpoint.trajectories import read_group, write_group
@@ -53,20 +52,16 @@ class Checkpointer:
         await self.settle(last=False)
         folder = self.checkpoints / folder_name(version)
 
-        def clear() -> None:
-            shutil.rmtree(partial(folder), ignore_errors=True)
-            partial(folder).mkdir(parents=True)
-
         try:
             control = await self.coordinator.continuation()
             if control.version != version:
                 return  # the run had ended before this update was answered for: by the ledger it was never made
-            await in_daemon_thread(clear)
+            unfinished = await in_daemon_thread(begin, folder)
         except OSError as error:
             self._writing = asyncio.create_task(_fail(error), name=folder.name)
             return
         with self.tracer.span("checkpoint", version=version):
-            engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self.ranks))
+            engines = await asyncio.gather(*(rank.begin_save(str(unfinished)) for rank in self.ranks))
         self._writing = asyncio.create_task(
             self._write(folder, control, engines[0], self.rule.state()), name=folder.name
         )
@@ -79,8 +74,7 @@ class Checkpointer:
         try:
             await writing
         except Exception as error:
-            unfinished = partial(self.checkpoints / writing.get_name())
-            await in_daemon_thread(shutil.rmtree, unfinished, ignore_errors=True)  # it takes disk space
+            await in_daemon_thread(remove, partial(self.checkpoints / writing.get_name()))  # it takes disk space
             if last:
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -11,6 +11,7 @@ from matplotlib.patheffects import withStroke
 
 from omni_async.bench.comparison import CATEGORIES, ArmSummary, compare
 from omni_async.bench.result import Overlap
+from omni_async.config.writing import replacing
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, and two greys.
 _COLOURS = {
@@ -32,7 +33,8 @@ _DPI = 110
 
 def draw(overlap: Overlap, path: Path) -> None:
     """Draw four panels, arms side by side in each. At least one arm must have been measured."""
-    figure_of(overlap).savefig(path, dpi=_DPI)
+    with replacing(path) as unfinished:
+        figure_of(overlap).savefig(unfinished, dpi=_DPI)
 
 
 def figure_of(overlap: Overlap) -> Figure:

@@ -24,10 +24,12 @@ from omni_async.bench.plan import DEFAULT_ARMS, Job, Plan, PlannedArm, finished_
 from omni_async.bench.progress import Progress
 from omni_async.bench.result import ArmRecord, Overlap, Prediction, RunRecord, describe_machine, write_overlap
 from omni_async.bench.table import markdown
+from omni_async.command_line import require_outside
 from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
 from omni_async.config.schedule import num_existing_devices
+from omni_async.config.writing import write_atomic
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.runtime.inputs import RunInputs
@@ -90,6 +92,8 @@ def run_overlap(
     if profile is not None:
         overrides = [*overrides, f"emulation.profile={profile}"]
     plan = make_plan(recipe, overrides, parse_arms(arms), out=out, repeats=repeats, updates=updates, steps=steps)
+    if plan.base.emulation is None:
+        require_outside("--out", out, [Path(plan.base.model.path)])
     emulated = load_profile(plan.base.emulation.profile) if plan.base.emulation is not None else None
     with Progress(len(list(plan.jobs())), terminal or rich.console.Console()) as progress:
         predictions = _predict(plan, emulated, simulator, progress) if emulated else {}
@@ -117,7 +121,7 @@ def run_overlap(
 def write_report(out: Path, overlap: Overlap) -> None:
     """Write overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
+    write_atomic(out / "overlap.md", markdown(overlap).encode())
     if compare(overlap):
         from omni_async.bench.figure import draw
 

@@ -14,6 +14,8 @@ from rich.text import Text
 from omni_async.bench.comparison import CATEGORIES, ArmSummary, compare, fastest
 from omni_async.bench.plan import BASELINES
 from omni_async.bench.result import Overlap
+from omni_async.command_line import as_markdown
+from omni_async.config.redact import one_line
 from omni_async.role_table import WORKING
 
 _STAGES = {
@@ -120,14 +122,14 @@ def notes(overlap: Overlap) -> Iterator[str]:
 
 def markdown(overlap: Overlap) -> str:
     """Return the table, aligned to be read as it is, with the notes as a list below it."""
-    lines = [["", *(arm.name for arm in overlap.arms)]]
+    lines = [["", *(as_markdown(arm.name) for arm in overlap.arms)]]
     for section in sections(overlap):
         lines.append([f"**{section.title}**", *("" for _ in overlap.arms)])
         lines += [[label, *cells] for label, cells in section.rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [_line(line, widths) for line in lines]
     rule = "|" + "|".join(f"{'-' * (width + 1)}{':' if column else '-'}" for column, width in enumerate(widths)) + "|"
-    return "\n".join([text[0], rule, *text[1:], "", *(f"- {note}" for note in notes(overlap)), ""])
+    return "\n".join([text[0], rule, *text[1:], "", *(f"- {as_markdown(note)}" for note in notes(overlap)), ""])
 
 
 def _line(cells: list[str], widths: list[int]) -> str:
@@ -150,7 +152,7 @@ def show(overlap: Overlap, console: Console) -> None:
             table.add_row(Text(f"  {label}"), *(Text(cell) for cell in cells))
     console.print(table)
     for note in notes(overlap):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        console.print(one_line(note), markup=False, highlight=False, soft_wrap=True)
 
 
 def number(value: float | None) -> str:

@@ -22,6 +22,7 @@ import xxhash
 from omni_async.config import Config, ConfigError
 from omni_async.config.load import INDEX, LARGEST_JSON, read_model_index
 from omni_async.config.reading import open_file
+from omni_async.config.tensor_files import read_header
 from omni_async.config.tree import path_params
 from omni_async.types import Prompt
 
@@ -29,7 +30,6 @@ MODEL = "model.path/"  # before the name of each part of the base model
 _WHOLE = 2**20  # bytes of a tensor, or of a file without tensors, of which every byte counts
 _PIECE = 2**16
 _PIECES = 5
-_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _SHARD = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf")
 # What a library notes in a configuration when it saves a model, which changes nothing that the model computes.
@@ -58,6 +58,8 @@ def contents_of(config: Config, prompts: Sequence[Prompt], validation: Sequence[
         found["data.prompts"] = _of_prompts(prompts)
     if config.validation is not None:
         found["validation.prompts"] = _of_prompts(validation)
+    if (program := config.rollout.program) is not None:
+        found |= _settings_contents("rollout.program.settings", program.settings)
     return found | reward_contents(config)
 
 
@@ -65,16 +67,37 @@ def reward_contents(config: Config) -> dict[str, str]:
     """Return the digests of the models that scorers and judges load. Raises ConfigError, one line."""
     found: dict[str, str] = {}
     for number, scorer in enumerate(config.reward.scorers):
-        foreign = ":" in scorer.name  # it knows alone which of its parameters are paths
-        names = [*scorer.params] if foreign else path_params(scorer.name)
-        for name in names:
-            value = scorer.params.get(name)
-            if isinstance(value, str) and (not foreign or _is_plain_file(value)):
-                found |= path_contents(f"reward.scorers.{number}.params.{name}", value)
+        found |= _scorer_contents(f"reward.scorers.{number}", scorer.name, scorer.params)
     for number, server in enumerate(config.reward.servers):
         if server.replicas:
             found |= path_contents(f"reward.servers.{number}.model", server.model)
     return found
+
+
+def _scorer_contents(key: str, scorer: str, params: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of what a scorer's parameters name. `key`: the scorer's in the recipe."""
+    found: dict[str, str] = {}
+    foreign = ":" in scorer  # it knows alone which of its parameters are paths
+    for name in [*params] if foreign else path_params(scorer):
+        value = params.get(name)
+        if isinstance(value, str) and (not foreign or _is_plain_file(value)):
+            found |= path_contents(f"{key}.params.{name}", value)
+    return found
+
+
+def _settings_contents(key: str, value: Any) -> dict[str, str]:
+    """Return the digests of files that a program's settings name, its judge's model included."""
+    if isinstance(value, str):
+        return path_contents(key, value) if _is_plain_file(value) else {}
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {}
+    if isinstance(value.get("name"), str) and isinstance(value.get("params"), dict):
+        return _scorer_contents(key, value["name"], value["params"])
+    return {
+        found: one for name, item in value.items() for found, one in _settings_contents(f"{key}.{name}", item).items()
+    }
 
 
 def _is_plain_file(text: str) -> bool:
@@ -175,22 +198,17 @@ def _lines_of(file: Path, name: str) -> Iterator[str]:
 
 def _tensors(file: BinaryIO, size: int) -> dict[str, tuple[str, list[int], int, int]] | None:
     """Return dtype, shape, begin and end of every tensor of a safetensors file; None if it is none."""
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if length > min(LARGEST_JSON * 10, size):
-        return None
     try:
-        header = json.loads(file.read(length))
-        begin = _LENGTH_BYTES + length
-        found = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, end = (begin + int(offset) for offset in entry["data_offsets"])
-                if not begin <= start <= end <= size:
-                    return None
-                found[name] = (entry["dtype"], entry["shape"], start, end)
-        return found
-    except (OverflowError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        header = read_header(file, size)
+    except ValueError:
         return None
+    found = {}
+    for name, one in header.tensors.items():
+        start, end = (header.begin + offset for offset in one.data_offsets)
+        if not start <= end <= size:
+            return None
+        found[name] = (one.dtype, [*one.shape], start, end)
+    return found
 
 
 def _sampled(file: BinaryIO, start: int, end: int) -> str:

@@ -6,12 +6,15 @@ changed.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import xxhash
@@ -19,10 +22,13 @@ import xxhash
 from omni_async.checkpoint.state import FILE as STATE_FILE
 from omni_async.checkpoint.state import CheckpointError, read_json, read_state
 from omni_async.checkpoint.trajectories import check_groups, check_tensors
+from omni_async.config.reading import open_file
+from omni_async.config.writing import write_new
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
-_LARGEST = 2**26  # bytes of a manifest: a million files
+_LARGEST = 2**26  # bytes of a manifest
+_MOST_VALUES = 1_000_000  # 250,000 files
 _NAME = re.compile(r"update-(\d{6,})")
 _ASIDE = re.compile(r"\.update-(\d{6,})\.old")
 
@@ -60,11 +66,14 @@ def newest_version(checkpoints: Path) -> int:
 def by_version(checkpoints: Path) -> dict[int, Path]:
     """Return the path of every version, the newest first, as `newest_first` yields them."""
 
+    if checkpoints.is_symlink():  # another run's, which would be deleted as this one's
+        return {}
+
     def matching(name: re.Pattern[str]) -> dict[int, Path]:
         return {
             int(match[1]): path
             for path in checkpoints.glob("*")
-            if (match := name.fullmatch(path.name)) and path.is_dir()
+            if (match := name.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
         }
 
     return dict(sorted((matching(_ASIDE) | matching(_NAME)).items(), reverse=True))
@@ -96,7 +105,7 @@ def rotate(checkpoints: Path, keep: int, written: Path, besides: Callable[[set[i
     kept = [path for number, path in enumerate(usable) if number < keep or version_of(path) in wanted]
     for folder in (*found, *checkpoints.glob(".update-*")):
         if folder not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
 
 
 def put_in_place(folder: Path) -> None:
@@ -104,12 +113,31 @@ def put_in_place(folder: Path) -> None:
 
     One that is already there, of the same version, is replaced: it is damaged, or the run was resumed from it, stopped
     before its next update, and has finished groups since. Until the new one is at the final path it is kept aside."""
-    if folder.exists():
-        shutil.rmtree(_aside(folder), ignore_errors=True)
+    if os.path.lexists(folder):
+        remove(_aside(folder))
         folder.rename(_aside(folder))
     partial(folder).rename(folder)
     sync(folder.parent)
-    shutil.rmtree(_aside(folder), ignore_errors=True)
+    remove(_aside(folder))
+
+
+def begin(folder: Path) -> Path:
+    """Make `partial(folder)` anew, and return it. Raises OSError: it cannot be made, or would be in another folder."""
+    if folder.parent.is_symlink():
+        raise OSError(errno.EINVAL, "it is a link, not a folder", str(folder.parent))
+    unfinished = partial(folder)
+    remove(unfinished)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with all below it, or a link alone. Leaves files, and what cannot be removed."""
+    if folder.is_symlink():
+        with contextlib.suppress(OSError):
+            folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- the manifest ----------------------------------------------------------------------------------------------------
@@ -134,7 +162,7 @@ def write_manifest(folder: Path) -> None:
     """Write the manifest of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
     files = {name: Content(path.stat().st_size, _digest(path, synced=True)) for name, path in sorted(_files(folder))}
     path = folder / MANIFEST_FILE
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=1) + b"\n")
+    write_new(path, msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=1) + b"\n")
     for written in (path, *(p for p in folder.rglob("*") if p.is_dir()), folder):
         sync(written)
 
@@ -154,7 +182,7 @@ def check_manifest(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
     if MANIFEST_FILE not in found:
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST_FILE}")
-    manifest = read_json(found.pop(MANIFEST_FILE), Manifest, _FORMAT, _LARGEST)
+    manifest = read_json(found.pop(MANIFEST_FILE), Manifest, _FORMAT, _LARGEST, _MOST_VALUES)
     if unnamed := {name for name in found.keys() - manifest.files.keys() if not _is_bystander(name)}:
         raise CheckpointError(f"{found[min(unnamed)]} is not what was written: {MANIFEST_FILE} does not name it")
     for name, content in manifest.files.items():
@@ -202,8 +230,8 @@ def _check(path: Path, content: Content) -> None:
 
 
 def _digest(path: Path, synced: bool = False) -> str:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, xxhash.xxh3_128)
+    with open_file(path) as file:
+        found = hashlib.file_digest(cast(Any, file), xxhash.xxh3_128)
         if synced:
             os.fsync(file.fileno())
     return found.hexdigest()

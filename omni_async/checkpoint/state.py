@@ -6,9 +6,10 @@ would make the same ones; any other makes them again, from the same prompts and 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -17,15 +18,20 @@ from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
 from omni_async.checkpoint.statement import AGAIN, Statement, changes_since, plain, value_at
 from omni_async.config import Config
+from omni_async.config.decoding import decode_json
+from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import one_line
+from omni_async.config.writing import write_new
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.seeds import NOISE
 
 FILE = "state.json"
 FORMAT = 5
-_LARGEST = 2**30
+_LARGEST = 2**27
+_MOST_VALUES = 5_000_000
 _LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
+_LARGEST_MEASURE = 1e100  # as `rewards/base.py` bounds a score's parts; statistics square them
 # How this version draws samples, beyond what a recipe decides. Groups that an earlier version drew are drawn again:
 # their log-probs are float32, and their noise is another.
 _DRAWN = {"log-prob dtype": "float64", "noise": NOISE}
@@ -65,13 +71,17 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_state(folder: Path, state: State) -> None:
-    (folder / FILE).write_bytes(msgspec.json.encode(state))
+    """Write a checkpoint's state. Raises OSError, also if no reader would accept as much."""
+    content = msgspec.json.encode(state)
+    if len(content) > _LARGEST:
+        raise OSError(errno.EFBIG, f"{FILE} has {len(content)} bytes, and {_LARGEST} can be read")
+    write_new(folder / FILE, content)
 
 
 def read_state(folder: Path) -> State:
     """Read a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
     try:
-        state = read_json(folder / FILE, State, FORMAT, _LARGEST)
+        state = read_json(folder / FILE, State, FORMAT, _LARGEST, _MOST_VALUES)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint folder: it has no {FILE}") from None
     if problem := _impossible(state):
@@ -100,7 +110,7 @@ def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[
     return replace(state, control=replace(control, ready=(), unfinished=(*control.unfinished, *again))), changed
 
 
-def read_json(path: Path, cls: type[S], form: int, largest: int) -> S:
+def read_json(path: Path, cls: type[S], form: int, largest: int, most: int) -> S:
     """Read a JSON file of a checkpoint, which may have been made anywhere.
 
     Args:
@@ -108,22 +118,22 @@ def read_json(path: Path, cls: type[S], form: int, largest: int) -> S:
         cls: What it holds.
         form: Version of its format.
         largest: Bytes that it can have.
+        most: Values that it can have.
 
     Raises:
         FileNotFoundError: There is none.
         CheckpointError: It is larger, or of another format, or none at all.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(largest + 1)
-        if len(content) > largest:
-            raise CheckpointError(f"{path} is larger than {largest} bytes")
+        content = read_file(path, largest, within=path.parent)
         found = msgspec.json.decode(content, type=_Format).format
         if found != form:
             raise CheckpointError(f"{path} has format {found}, this version reads {form}")
-        return msgspec.json.decode(content, type=cls)
+        return cast(S, decode_json(content, cls, most))
     except FileNotFoundError:
         raise
+    except TooLargeError as error:
+        raise CheckpointError(f"{path} is {error.strerror}") from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
 
@@ -134,6 +144,9 @@ def _impossible(state: State) -> str | None:
     for what, number in _counts(control):
         if not 0 <= number <= _MOST:
             return f"{what} is {number if abs(number) < 2**63 else 'a number of ' + str(number.bit_length()) + ' bits'}"
+    for what, measure in _measures(control):
+        if not abs(measure or 0.0) <= _LARGEST_MEASURE:
+            return f"{what} is {measure:g}, which no scorer returns"
     if any(not group.samples for group in control.ready):
         return "a group that waits for the trainer has no samples"
     if len(control.rewards) > control.version:
@@ -168,6 +181,16 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
         for versions in (sample.step_versions for sample in group.samples):
             yield from (("step_versions", version) for version, _ in versions.spans)
             yield "the number of step_versions", versions.num_steps
+
+
+def _measures(control: ControlState) -> Iterator[tuple[str, float | None]]:
+    yield from (("a mean reward", number) for number in control.rewards)
+    for round_ in control.rounds:
+        means = (round_.reward, *round_.parts.values())
+        for number in (*means, *(score for column in round_.scores.values() for score in column)):
+            yield f"a score of the validation round of version {round_.version}", number
+    for score in (sample.score for group in control.ready for sample in group.samples):
+        yield from (("a ready group's score", number) for number in (score.value, *score.parts.values()))
 
 
 def _too_large(value: Any) -> str | None:

@@ -27,7 +27,7 @@ from omni_async.config.redact import redact, shown
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 from omni_async.config.section import Section
-from omni_async.config.tree import errors_of, overridden, read_tree
+from omni_async.config.tree import errors_of, files_of, named_paths, overridden, read_tree
 from omni_async.config.yaml_text import ConfigError, to_yaml
 from omni_async.entry_points import did_you_mean, find_registered, registered_names
 from omni_async.families import family_names, find_family
@@ -50,6 +50,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Imports nothing heavy. Raises ConfigError, one line."""
     return _checked(read_tree(Path(path), overrides), Path(path), overrides)
+
+
+def inputs_of(recipe: Path | None, config: Config) -> list[Path]:
+    """Return the files and folders that a command reads for a recipe: its own files, and what it names that is there.
+
+    `recipe`: its file; None: it has none."""
+    named = map(Path, named_paths(msgspec.to_builtins(config)))
+    return [*(files_of(recipe) if recipe is not None else ()), *(path for path in named if path.exists())]
 
 
 def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()) -> Config:
@@ -190,7 +198,14 @@ def read_model_index(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's model_index.json; ConfigError if there is none."""
     if not (folder / INDEX).is_file():
         raise ConfigError(no_checkpoint(folder))
-    return read_model_json(folder / INDEX)
+    index = read_model_json(folder / INDEX)
+    if wrong := next((name for name, part in index.items() if isinstance(part, list) and not _is_part(name)), None):
+        raise ConfigError(f"model.path: {folder / INDEX}: expected names of folders beside it, got {wrong[:200]!r}")
+    return index
+
+
+def _is_part(name: str) -> bool:
+    return name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def read_model_json(path: Path) -> dict[str, Any]:

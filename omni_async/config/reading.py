@@ -68,6 +68,8 @@ def read_file(path: str | Path, largest: int | None = None, within: Path | None 
 
     Raises OSError as from `require_file`; TooLargeError if there are more than `largest`."""
     with open_file(path, within) as file:
+        if largest is not None and os.fstat(file.fileno()).st_size > largest:
+            raise TooLargeError(errno.EFBIG, f"larger than {largest} bytes", str(path))
         content = file.read(-1 if largest is None else largest + 1)
     if largest is not None and len(content) > largest:
         raise TooLargeError(errno.EFBIG, f"larger than {largest} bytes", str(path))

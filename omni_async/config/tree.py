@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,33 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> di
     return tree
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the file of a recipe that can be read, and those that it extends."""
+    found: list[Path] = []
+    _read(path, files=found)
+    return found
+
+
+def named_paths(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the absolute paths that a resolved recipe's tree reads, or another program below it: files and folders."""
+    for key in set(_PATHS) - {"run.dir", "checkpoint.resume"}:
+        value: Any = tree
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        yield from _absolute(value)
+    for server in tree["reward"]["servers"]:
+        yield from _absolute(server["model"])
+    for scorer in tree["reward"]["scorers"]:
+        texts = [text for value in scorer["params"].values() for text in _absolute(value)]
+        known = [text for key in path_params(scorer["name"]) for text in _absolute(scorer["params"].get(key))]
+        yield from (text for text in texts if text in known or Path(text).is_file())
+
+
+def _absolute(value: Any) -> Iterator[str]:
+    if isinstance(value, str) and value.startswith("/") and "\0" not in value:
+        yield value
+
+
 @contextmanager
 def errors_of(file: Path) -> Iterator[None]:
     """Name the file in every ConfigError that is raised inside."""
@@ -71,8 +98,10 @@ def errors_of(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the file's tree, merged over that of the recipe it `extends`, with paths resolved."""
+def _read(path: Path, above: tuple[Path, ...] = (), files: list[Path] | None = None) -> dict[str, Any]:
+    """Read the file's tree, merged over that of the recipe it `extends`, with paths resolved; list the `files`."""
+    if files is not None:
+        files.append(path)
     asked = f" ({above[-1]} extends it)" if above else ""
     try:
         text = read_file(path, _LARGEST_FILE).decode("utf-8")
@@ -97,7 +126,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: extends: expected the path of a recipe, got {shown(base)}")
     if len(above) >= _LONGEST_CHAIN or path.resolve() in above:
         raise ConfigError(f"{path}: extends: recipes extend each other in a circle, or more than {_LONGEST_CHAIN} deep")
-    return _merge(_read(path.parent / base, (*above, path.resolve())), tree)
+    return _merge(_read(path.parent / base, (*above, path.resolve()), files), tree)
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,13 @@ def write_atomic(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file into a folder that nobody reads yet. What is there goes; a link is not followed."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        file.write(content)
+
+
 def require_replaceable(path: Path) -> None:
     """Raise OSError if `replacing` could not begin; nothing is changed."""
     if _is_stream(path):

@@ -11,7 +11,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive
+from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive, require_outside
+from omni_async.config import ConfigError
+from omni_async.config.reading import is_within
 
 if TYPE_CHECKING:
     from omni_async.evaluation.gallery import Gallery
@@ -143,7 +145,7 @@ def sample(options: argparse.Namespace) -> int:
         _note(note)
     from omni_async.evaluation.pictures import grid
 
-    with _gallery(options.out or _DRAWN / _name_of(options.what), settings, models, {}) as gallery:
+    with _gallery(options, options.out or _DRAWN / _name_of(options.what), settings, models, {}) as gallery:
         code = _drawn(settings, models, gallery)
         return code or _saved(gallery, {"grid.png": grid(gallery, models, settings.requests())}, [])
 
@@ -157,9 +159,17 @@ def _name_of(given: str | Path) -> str:
     return Path(given).resolve().name or "model"
 
 
-def _gallery(out: Path, settings: Settings, models: list[Model], more: dict[str, Any]) -> Gallery:
+def _gallery(
+    options: argparse.Namespace, out: Path, settings: Settings, models: list[Model], more: dict[str, Any]
+) -> Gallery:
     from omni_async.evaluation.gallery import Gallery
 
+    for option in ("prompts", "recipe"):
+        if (file := getattr(options, option)) is not None and is_within(file, out):
+            raise ConfigError(f"--{option}: {file} is in {out}, which this command writes; name another --out")
+
+    read = {folder for model in models for folder in (model.base, model.weights)}
+    require_outside("--out", out, [*read, *(model.run / "checkpoints" for model in models if model.run is not None)])
     return Gallery(out, {**settings.record(), **more}, models)
 
 
@@ -206,10 +216,13 @@ def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
 
 def _saved(gallery: Gallery, pictures: dict[str, Any], more: list[str]) -> int:
     """Save pictures, those that are there, and say what is in the folder. Returns the exit code."""
+    from omni_async.config.writing import replacing
+
     for name, picture in pictures.items():
         try:
             if picture is not None:
-                picture.save(gallery.folder / name)
+                with replacing(gallery.folder / name) as unfinished:
+                    picture.save(unfinished)
         except OSError as error:
             _note(f"{gallery.folder / name} could not be written: {error.strerror or error}")
             return 1
@@ -234,7 +247,7 @@ def evaluate(options: argparse.Namespace) -> int:
     requests = settings.requests()
     checks = scores.checks_of(settings.config, requests)
     out = options.out or _COMPARED / _name_of(options.paths[0])
-    with _gallery(out, settings, models, {"reward": scores.record(settings.config)}) as gallery:
+    with _gallery(options, out, settings, models, {"reward": scores.record(settings.config)}) as gallery:
         if code := _drawn(settings, models, gallery):
             return code
         failed: list[Failed] = []

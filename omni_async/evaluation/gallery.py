@@ -10,12 +10,16 @@ A sample without a row is drawn again.
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from omni_async.config import ConfigError
+from omni_async.config.decoding import decode_json
+from omni_async.config.reading import TooLargeError, read_file, require_file
 from omni_async.config.redact import shown
 from omni_async.config.writing import open_lock, write_atomic
 from omni_async.driver.sample_files import sample_row
@@ -27,8 +31,12 @@ from omni_async.tracking.images import write_media
 from omni_async.tracking.rundir import append_jsonl
 from omni_async.types import Prompt, SampleRequest, Score
 
+T = TypeVar("T")
+
 TABLE = "samples.jsonl"
 _SETTINGS, _SCORES, _LOCK = "settings.json", "scores.jsonl", ".lock"
+_LARGEST_SETTINGS = 2**26  # bytes
+_LARGEST_SCORE = 1e100  # as `rewards/base.py` bounds a score's parts
 _UNNAMED = {"noise": "torch"}  # settings that earlier versions did not write
 
 
@@ -65,7 +73,9 @@ class Gallery:
         try:
             self._settle(settings, {model.label: [str(model.base), model.identity()] for model in models})
             self._drawn = {model.label: self._rows(model.label) for model in models}
-            self._scores = read_records(folder / _SCORES, Kept)
+            self._scores = self._records(folder / _SCORES, Kept)
+            for kept in self._scores:
+                _require_possible(folder / _SCORES, kept)
             self._rewrite(folder / _SCORES, self._scores)
         except OSError as error:
             self._lock.close()
@@ -84,14 +94,14 @@ class Gallery:
         """Compare what is asked for with what the folder holds, and write it down."""
         file = self.folder / _SETTINGS
         asked = msgspec.json.decode(msgspec.json.encode({**settings, "models": models}))
-        if not file.exists():
+        if not os.path.lexists(file):
             if found := [path.name for path in self.folder.iterdir() if path.name != _LOCK]:
                 raise ConfigError(f"--out: {self.folder} holds {found[0]!r} and no {_SETTINGS}; name another folder")
             held: dict[str, Any] = {}
         else:
             try:
-                held = _UNNAMED | msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+                held = _UNNAMED | decode_json(read_file(file, _LARGEST_SETTINGS, within=self.folder), dict[str, Any])
+            except (TooLargeError, msgspec.MsgspecError):
                 raise ConfigError(f"--out: {file} is damaged; name another folder") from None
         for key in asked.keys() & held.keys() - {"models"}:
             if held[key] != asked[key]:
@@ -100,6 +110,8 @@ class Gallery:
                     " another folder"
                 )
         before = held.get("models", {})
+        if not isinstance(before, dict):
+            raise ConfigError(f"--out: {file} is damaged; name another folder")
         # Of a model, where it was is a note: its weights decide.
         if changed := [label for label in models if label in before and _weights(before[label]) != models[label][1]]:
             raise ConfigError(
@@ -111,11 +123,25 @@ class Gallery:
     def _rows(self, label: str) -> dict[str, dict[str, Any]]:
         """Return the rows of a model's table whose files are there; a last one that was cut off is removed."""
         folder = self.folder / label
+        if folder.is_symlink():
+            raise OSError(errno.EINVAL, f"{label} is a link, not a folder")
         folder.mkdir(exist_ok=True)
-        rows: list[dict[str, Any]] = read_records(folder / TABLE, dict[str, Any])
-        whole = [row for row in rows if (files := _files(folder, row)) and all(map(Path.is_file, files.values()))]
+        rows: list[dict[str, Any]] = self._records(folder / TABLE, dict[str, Any])
+        whole = [row for row in rows if (files := _files(folder, row)) and all(map(self._holds, files.values()))]
         self._rewrite(folder / TABLE, whole)
         return {next(iter(_files(folder, row).values())).stem: row for row in whole}
+
+    def _records(self, file: Path, kind: type[T]) -> list[T]:
+        if os.path.lexists(file):
+            require_file(file, within=self.folder)
+        return read_records(file, kind)
+
+    def _holds(self, file: Path) -> bool:
+        try:
+            require_file(file, within=self.folder)
+        except (OSError, ValueError):
+            return False
+        return True
 
     @staticmethod
     def _rewrite(file: Path, records: list[Any]) -> None:
@@ -157,6 +183,16 @@ class Gallery:
         kept = Kept(label, prompt.index, sample, score)
         append_jsonl(self.folder / _SCORES, kept)
         self._scores.append(kept)
+
+
+def _require_possible(file: Path, kept: Kept) -> None:
+    """Raise ConfigError for a score that no scorer gave. Statistics square them."""
+    numbers = (kept.score.value, *kept.score.parts.values())
+    if not all(abs(number) <= _LARGEST_SCORE for number in numbers) or not 0 <= kept.prompt < 2**31:
+        raise ConfigError(
+            f"--out: {file} is damaged: the score of {kept.model[:80]!r}, prompt {str(kept.prompt)[:20]}, is out of"
+            " range; remove its line, or name another folder"
+        )
 
 
 def _name(request: SampleRequest) -> str:

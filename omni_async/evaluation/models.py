@@ -19,6 +19,7 @@ from omni_async.checkpoint.statement import plain
 from omni_async.config import Config, ConfigError, load, of_tree
 from omni_async.config.hub import downloaded, how_to_get
 from omni_async.config.load import INDEX
+from omni_async.config.reading import read_file
 from omni_async.runs.chosen import Chosen, base_recipe, choose
 
 Policy = Literal["drawing", "trained", "old", "ema"]
@@ -77,7 +78,9 @@ class Model:
         for component, file in ({} if self.adapter is None else adapter_files(self.adapter)).items():
             found.update(f"{component} {sorted(path_contents('adapter', file).items())};".encode())
         if self.trained is not None:
-            found.update((self.trained.folder / MANIFEST_FILE).read_bytes() + self.policy.encode())
+            found.update(
+                read_file(self.trained.folder / MANIFEST_FILE, within=self.trained.folder) + self.policy.encode()
+            )
         return found.hexdigest()
 
 

@@ -6,8 +6,6 @@ out, of a paired difference with its partner, and counted.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from msgspec.structs import replace
 from rich.markup import escape
 from rich.table import Table
 
+from omni_async.command_line import as_csv
 from omni_async.config.writing import write_atomic
 from omni_async.control.reasons import count, listed
 from omni_async.evaluation.models import Model
@@ -175,7 +174,7 @@ def write(
     write_atomic(
         folder / "results.json", msgspec.json.format(msgspec.json.encode(as_json(results, models)), indent=1) + b"\n"
     )
-    _write_csv(folder / "results.csv", [_flat(row) for row in results.rows])
+    write_atomic(folder / "results.csv", as_csv([_flat(row) for row in results.rows]))
     why = {(one.model, one.prompt, one.sample): one.why for one in results.failed}
     parts = {name: None for found in scores.values() for score in found.values() for name in _numbers(score)}
     rows = []
@@ -192,7 +191,7 @@ def write(
                     **{"read": score and score.text, "error": why.get((model.label, *key))},
                 }
             )
-    _write_csv(folder / "scores.csv", rows)
+    write_atomic(folder / "scores.csv", as_csv(rows))
 
 
 def as_json(results: Results, models: Sequence[Model]) -> dict[str, Any]:
@@ -233,12 +232,3 @@ def _flat(row: Row) -> dict[str, Any]:
     for key in ("mean", "se", "low", "high", "samples"):
         found[f"minus_first_{key}"] = None if difference is None else getattr(difference, key)
     return found | {"p": paired and paired.p, "p_holm": paired and paired.p_holm}
-
-
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    text = io.StringIO(newline="")
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=[*rows[0]])
-        writer.writeheader()
-        writer.writerows(rows)
-    write_atomic(path, text.getvalue().encode())

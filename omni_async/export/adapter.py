@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from omni_async.config.writing import replacing
 from omni_async.export.folder import Progress
 from omni_async.training.trained import TrainedWeights
 
@@ -56,14 +57,14 @@ class Adapter:
             factors = self._factors(component)
             own = folder / component if number else folder
             own.mkdir(exist_ok=True)
-            save_file({f"{_PREFIX}.{name}": one for name, one in factors.items()}, own / FILE, _FORMAT)
+            with replacing(own / FILE) as unfinished:
+                save_file({f"{_PREFIX}.{name}": one for name, one in factors.items()}, unfinished, _FORMAT)
             progress(sum(one.nbytes for one in factors.values()))
             if names := self._other_names(component):
                 other = folder / OTHER_TOOLS
                 other.mkdir(exist_ok=True)
-                save_file(
-                    {names[name]: one for name, one in factors.items()}, other / f"{component}.safetensors", _FORMAT
-                )
+                with replacing(other / f"{component}.safetensors") as unfinished:
+                    save_file({names[name]: one for name, one in factors.items()}, unfinished, _FORMAT)
                 progress(sum(one.nbytes for one in factors.values()))
 
     def _factors(self, component: str) -> dict[str, Tensor]:

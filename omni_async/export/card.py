@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from omni_async.config import resolved_yaml
+from omni_async.command_line import as_markdown
+from omni_async.config import ConfigError, resolved_yaml
+from omni_async.config.reading import read_file
+from omni_async.config.writing import write_atomic
+from omni_async.config.yaml_text import parse_yaml
 from omni_async.control.rounds import NotComparable, compare, first_and_last
 from omni_async.export.base import CARD
 from omni_async.export.curves import plot_curves
@@ -19,6 +22,7 @@ from omni_async.runs.record import Run, ended_groups, read_run
 from omni_async.tracking.console import groups_left_out
 
 _LICENCE = ("license", "license_name", "license_link")
+_LARGEST_CARD, _LARGEST_GRID = 2**24, 2**28  # bytes
 _UNKNOWN = (
     "**The licence is not known**: the base model's folder has no card that names one. It is that of the base model;"
     " fill in `license` above before you share this."
@@ -36,15 +40,17 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
         policy: which of the policies in it was exported.
         loading: how to load it."""
     run = read_run(chosen.run.path)
-    (folder / _RECIPE).write_text(resolved_yaml(chosen.config))
+    write_atomic(folder / _RECIPE, resolved_yaml(chosen.config).encode())
     has_curves = plot_curves(folder / _CURVES, run.updates, run.rounds, chosen.version)
     pictures = [*_copy_samples(folder / _SAMPLES, run)]
     base, front = base_name(chosen.base), _front_matter(chosen, loading.relation)
-    made_by = f"{chosen.version} updates with omni_async {chosen.made_by}, run `{chosen.run.run_id}`"
+    made_by = (
+        f"{chosen.version} updates with omni_async {as_markdown(chosen.made_by)}, run `{_code(chosen.run.run_id)}`"
+    )
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {chosen.config.run.name}: {chosen.family.model_index_class} trained with {chosen.config.algorithm.name}",
-        f"{loading.what.capitalize()} of the model `{base}` after {made_by}.",
+        f"{loading.what.capitalize()} of the model `{_code(base)}` after {made_by}.",
         *([] if front["license"] != "unknown" else [_UNKNOWN]),
         "## Load it",
         f"```python\n{loading.code}\n```",
@@ -56,7 +62,7 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
         *(["## Samples"] if pictures else []),
         *(f"{title}:\n\n![{title}]({_SAMPLES}/{name})" for title, name in pictures),
     ]
-    (folder / CARD).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    write_atomic(folder / CARD, ("\n\n".join(sections) + "\n").encode("utf-8", "backslashreplace"))
 
 
 def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
@@ -102,28 +108,33 @@ def _measured(run: Run) -> dict[str, str]:
 
 
 def _table(facts: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {_cell(value)} |" for name, value in facts.items() if value is not None]
+    rows = [f"| {name} | {as_markdown(value)} |" for name, value in facts.items() if value is not None]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+def _code(value: str) -> str:
+    """Return a text of one line for between two backticks, which know no escape."""
+    return " ".join(value.split()).replace("`", "'")
 
 
 def _copy_samples(folder: Path, run: Run) -> Iterable[tuple[str, str]]:
     """Copy the grids of the first and the last validation round, or of updates, and yield their titles and names."""
     grids = [grid for grid in run.grids if grid.kind == "validation"] or run.grids
     for grid in dict.fromkeys((grids[0].image, grids[-1].image)) if grids else ():
-        if grid.is_file():
+        try:
+            content = read_file(grid, _LARGEST_GRID, within=run.path)
+        except OSError:
+            continue
+        else:
             folder.mkdir(exist_ok=True)
-            shutil.copyfile(grid, folder / grid.name)
+            write_atomic(folder / grid.name, content)
             what, _, version = grid.stem.partition("-")
             samples = "Validation samples" if what == "validation" else "Training samples"
             yield f"{samples}, update {int(version)}", grid.name
 
 
 def _front_matter(chosen: Chosen, relation: str) -> dict[str, Any]:
-    licence = {key: value for key, value in card_of(chosen.base).items() if key in _LICENCE and value is not None}
+    licence = {key: value for key, value in card_of(chosen.base).items() if key in _LICENCE and _is_licence(value)}
     name = base_name(chosen.base)
     return {
         "license": "unknown",
@@ -142,11 +153,17 @@ def _task(chosen: Chosen) -> str:
     return f"{'image' if chosen.family.needs_images else 'text'}-to-{made}"
 
 
+def _is_licence(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) for text in texts)
+
+
 def card_of(folder: Path) -> dict[str, Any]:
     """Return the front matter of a model's card; nothing if it has none."""
     try:
-        before, fence, rest = (folder / CARD).read_text(encoding="utf-8-sig").partition("---\n")
-        found = yaml.safe_load(rest.partition("\n---")[0]) if fence and not before.strip() else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        text = read_file(folder / CARD, _LARGEST_CARD).decode("utf-8-sig").replace("\r\n", "\n")
+        before, fence, rest = text.partition("---\n")
+        found = parse_yaml(rest.partition("\n---")[0], CARD) if fence and not before.strip() else None
+    except (OSError, UnicodeDecodeError, ConfigError):
         return {}
     return found if isinstance(found, dict) else {}

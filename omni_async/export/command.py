@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import add_command
+from omni_async.command_line import add_command, require_outside
 from omni_async.compat import is_mixed
 from omni_async.config import ConfigError
 
@@ -63,16 +63,19 @@ def add_export(commands: Any) -> None:
 
 def export(options: argparse.Namespace) -> int:
     """Export, and say how to load it. Raises ConfigError, one line."""
-    if options.out.exists() or options.out.is_symlink():
-        raise ConfigError(f"--out: {options.out} exists; name a folder that does not, or remove it")
-
+    from omni_async.export.folder import leftovers, require_nothing_at
     from omni_async.runs.chosen import choose
+
+    require_nothing_at(options.out)
+    for path in leftovers(options.out.absolute()):
+        sys.stderr.write(f"omni-async: {path} was left by an export that was killed; remove it\n")
 
     chosen = choose(options.run, options.which, options.base)
     if options.lora and chosen.config.model.lora is None:
         raise ConfigError(f"--lora: {chosen.run.path} trained all weights and has no adapters; leave it out")
     if options.merged and chosen.config.model.lora is None:
         raise ConfigError(f"--merged: {chosen.run.path} trained all weights, so there are no adapters; leave it out")
+    require_outside("--out", options.out, (chosen.folder, chosen.base))
     for note in chosen.notes:
         sys.stderr.write(f"omni-async: {note}\n")
     return _write(chosen, options)
@@ -98,6 +101,9 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
         trained = TrainedWeights(chosen.folder, options.policy)
         if not trained.drew:
             chosen = replace(chosen, round=None)  # which is another policy's
+        # A checkpoint from elsewhere may name any, and an adapter's files are written by these names.
+        if foreign := next((one for one in trained.components if one not in chosen.components), None):
+            raise ConfigError(f"{chosen.folder}: it has tensors of {foreign[:80]!r}, which {chosen.base} has not")
         if lora is None or options.merged:
             base = BaseModel(chosen.base, chosen.components)
             content, loading = FullModel(base, trained, scale, dtype, options.link), full_loading(chosen, options.out)
@@ -109,6 +115,8 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
             write_card(folder, chosen, trained.policy, loading)
     except TrainingError as error:
         raise ConfigError(str(error)) from None
+    if bad := trained.not_finite:
+        sys.stderr.write(f"omni-async: {len(bad)} trained tensors hold NaN or infinity, {bad[0]} first\n")
     reward = f", validation reward {chosen.shown_reward}" if chosen.shown_reward else ""
     sys.stdout.write(f"{options.out}: {loading.what} of update {chosen.version} of {chosen.run.run_id}{reward}\n")
     if is_mixed():

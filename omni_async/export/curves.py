@@ -9,10 +9,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from omni_async.config.writing import replacing
 from omni_async.runs.rounds import read_rounds
 
 # Okabe and Ito's, which colour-blind readers tell apart.
 _UPDATES, _ROUNDS, _CHOSEN = "#0072B2", "#D55E00", "#009E73"
+_LARGEST = 1e100  # an edited file may hold any number, and axes end in an error where squares overflow
 
 
 def plot_curves(
@@ -29,7 +31,7 @@ def plot_curves(
     axes = figure.subplots()
     drawn = False
     for label, key, records, color, marker in lines:
-        found = [(one["update"], one[key]) for one in records if isinstance(one.get(key), int | float)]
+        found = [(one["update"], one[key]) for one in records if _is_drawn(one.get(key))]
         if found:
             axes.plot(*zip(*sorted(found), strict=True), color=color, marker=marker, label=label, linewidth=1.2)
             drawn = True
@@ -45,5 +47,10 @@ def plot_curves(
     axes.set_ylabel("mean reward")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, dpi=120)
     return True
+
+
+def _is_drawn(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

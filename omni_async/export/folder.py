@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,9 @@ from safetensors import SafetensorError
 
 from omni_async.checkpoint.folders import sync
 from omni_async.config import ConfigError
+from omni_async.config.reading import open_file
 from omni_async.config.section import size_text
+from omni_async.config.writing import open_lock, open_update
 
 _CHUNK = 16 * 2**20
 _LOCK = ".lock"
@@ -35,19 +39,18 @@ def whole_folder(out: Path, room: int) -> Iterator[Path]:
     Raises:
         ConfigError: `out` exists, cannot be written, or the disk is full; one line, and nothing is left behind."""
     out = out.absolute()
-    _require_nothing_at(out)
-    unfinished = out.with_name(f".{out.name}.partial")
+    require_nothing_at(out)
     made = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
     try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        with _claimed(unfinished, out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _claimed(out) as unfinished:
             if (free := shutil.disk_usage(unfinished).free) < room:
                 raise ConfigError(f"--out: {out} takes {size_text(room)}, and {size_text(free)} are free there")
             yield unfinished
             (unfinished / _LOCK).unlink()
             for path in (*unfinished.rglob("*"), unfinished):
                 sync(path)
-            unfinished.rename(out)
+            _put(unfinished, out)
         sync(out.parent)
     except BaseException as error:
         for folder in made:
@@ -59,30 +62,76 @@ def whole_folder(out: Path, room: int) -> Iterator[Path]:
         raise
 
 
+def leftovers(out: Path) -> list[Path]:
+    """Return the unfinished folders that exports to `out` left which were killed."""
+    return sorted(folder for folder in _unfinished(out) if not _is_held(folder))
+
+
 @contextlib.contextmanager
-def _claimed(unfinished: Path, out: Path) -> Iterator[None]:
-    """Hold an empty folder that no other export writes, and remove it after an error. ConfigError if another does."""
-    lock = unfinished / _LOCK
-    with lock.open("wb") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"--out: another export is writing {out}; name another folder") from None
-        try:
-            _require_nothing_at(out)  # another export may have ended since
-            for left in unfinished.iterdir():  # by an export that was killed
-                if left.is_dir():
-                    shutil.rmtree(left)
-                elif left != lock:
-                    left.unlink()
-            yield
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+def _claimed(out: Path) -> Iterator[Path]:
+    """Give a new folder beside `out`, and remove it after an error. ConfigError if another export has one."""
+    others = _unfinished(out)
+    unfinished = out.with_name(f"{_begin(out)}{os.getpid()}-{secrets.token_hex(8)}.partial")
+    unfinished.mkdir()
+    try:
+        with open_lock(unfinished / _LOCK):
+            if any(map(_is_held, {*others, *_unfinished(out)} - {unfinished})):
+                raise ConfigError(f"--out: another export is writing {out}; name another folder")
+            require_nothing_at(out)  # another export may have ended since
+            yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
-def _require_nothing_at(out: Path) -> None:
-    if out.exists() or out.is_symlink():
+def _put(unfinished: Path, out: Path) -> None:
+    """Rename a folder to `out`, where nothing may be."""
+    try:
+        out.mkdir()  # renaming replaces an empty folder, which can only be this one
+    except FileExistsError:
+        require_nothing_at(out)
+        raise
+    try:
+        unfinished.rename(out)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            out.rmdir()
+        raise
+
+
+def _unfinished(out: Path) -> list[Path]:
+    """Return the folders, no links, whose names are those of unfinished exports to `out`."""
+    name = re.compile(rf"{re.escape(_begin(out))}\d+-[0-9a-f]{{16}}\.partial")
+    try:
+        with os.scandir(out.parent) as entries:
+            return [
+                out.with_name(entry.name)
+                for entry in entries
+                if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+
+
+def _begin(out: Path) -> str:
+    """Return how the names of unfinished folders begin. It is cut, since a name has a largest length in bytes."""
+    return f".{os.fsdecode(os.fsencode(out.name)[:150])}."
+
+
+def _is_held(unfinished: Path) -> bool:
+    try:
+        with open_update(unfinished / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it has no lock, or no file is there
+        return False
+    return False
+
+
+def require_nothing_at(out: Path) -> None:
+    """Raise ConfigError if anything is at `out`, links that lead nowhere included."""
+    if os.path.lexists(out):
         raise ConfigError(f"--out: {out} exists; name a folder that does not, or remove it")
 
 
@@ -94,7 +143,7 @@ def copy_file(source: Path, target: Path, linked: bool, progress: Progress) -> N
             os.link(source, target)
             progress(source.stat().st_size)
             return
-    with source.open("rb") as reading, target.open("wb") as writing:
+    with open_file(source) as reading, target.open("xb") as writing:
         while chunk := reading.read(_CHUNK):
             writing.write(chunk)
             progress(len(chunk))

@@ -16,6 +16,7 @@ from safetensors.torch import _getdtype, save_file
 from torch import Tensor
 
 from omni_async.config import ConfigError
+from omni_async.config.writing import replacing, write_atomic
 from omni_async.export.base import BaseModel
 from omni_async.export.folder import Progress, copy_file
 from omni_async.training.trained import TrainedWeights
@@ -71,11 +72,13 @@ class FullModel:
         )
         for file, names in split.filename_to_tensors.items():
             tensors = self._tensors(component, names)
-            save_file(tensors, folder / file, {"format": "pt"})
+            with replacing(folder / file) as unfinished:  # a base model may have such a file, hard-linked by now
+                save_file(tensors, unfinished, {"format": "pt"})
             progress(sum(tensor.nbytes for tensor in tensors.values()))
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            content = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            write_atomic(folder / f"{stem}.safetensors.index.json", content.encode())
 
     def _tensors(self, component: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors as they are written: trained, merged or the base's, in their dtypes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Loading:
         """Return a script for somebody to whom the export was sent."""
         script = "\n".join([*self.imports, "", *self.lines])
         for path, said in self.here.items():
-            script = script.replace(f'"{path}', f'"{said}')
+            script = script.replace(_quoted(path)[:-1], _quoted(said)[:-1])
         return script
 
 
@@ -43,6 +44,11 @@ def base_name(folder: Path) -> str:
     """Return `owner/name` of a model in a hub's cache, else the folder's name."""
     match = next((match for part in folder.parts if (match := _HUB.fullmatch(part))), None)
     return f"{match['owner']}/{match['name']}" if match else folder.name
+
+
+def _quoted(path: str | Path) -> str:
+    """Return a path as a text of Python, whatever is in it."""
+    return json.dumps(str(path), ensure_ascii=not str(path).isprintable())
 
 
 def full_loading(chosen: Chosen, out: Path) -> Loading:
@@ -61,10 +67,10 @@ def adapter_loading(chosen: Chosen, components: Sequence[str], out: Path) -> Loa
     lines = [_from_pretrained(chosen, base if "/" in base else str(chosen.base))]
     pipeline = getattr(diffusers, chosen.family.model_index_class, None)
     if hasattr(pipeline, "load_lora_weights"):
-        lines.append(f'pipeline.load_lora_weights("{out}")')
-        lines += [f'pipeline.load_lora_weights("{out / name}", load_into_{name}=True)' for name in components[1:]]
+        lines.append(f"pipeline.load_lora_weights({_quoted(out)})")
+        lines += [f"pipeline.load_lora_weights({_quoted(out / one)}, load_into_{one}=True)" for one in components[1:]]
     else:  # a pipeline that knows no adapters, whose denoiser does
-        path = f'"{out}", weight_name="{FILE}"'
+        path = f'{_quoted(out)}, weight_name="{FILE}"'
         lines.append(f'pipeline.{components[0]}.load_lora_adapter({path}, prefix="transformer")')
     notes = (f"ComfyUI's LoRA loader takes the files in `{OTHER_TOOLS}/`.",) if chosen.family.comfyui_layers else ()
     here = {str(out): _THIS, str(chosen.base): f"path/to/{base}"}
@@ -78,4 +84,4 @@ def _imports(chosen: Chosen) -> tuple[str, ...]:
 
 def _from_pretrained(chosen: Chosen, path: str) -> str:
     dtype = "" if chosen.config.model.dtype == "float32" else f", torch_dtype=torch.{chosen.config.model.dtype}"
-    return f'pipeline = DiffusionPipeline.from_pretrained("{path}"{dtype})'
+    return f"pipeline = DiffusionPipeline.from_pretrained({_quoted(path)}{dtype})"

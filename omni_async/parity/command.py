@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from omni_async.command_line import add_command
+from omni_async.command_line import add_command, require_writable, write_json
 from omni_async.config import ConfigError, load
+from omni_async.config.load import inputs_of
 from omni_async.entry_points import load_named
 from omni_async.families import PipelineFamily, find_family
 
@@ -62,6 +63,7 @@ def add_parity(commands: Any) -> None:
 def parity(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     family, cases = _cases(options.target, options.overrides)
+    require_writable("--json", options.json, _inputs(options.target, options.overrides))
     from omni_async.parity.table import HEADER, cells, line, rule
 
     engines = {"all": ENGINES, "none": ()}.get(options.engine, (options.engine,))
@@ -76,20 +78,25 @@ def parity(options: argparse.Namespace) -> int:
                 rows[label].append(row)
                 out.write(f"{line(cells(row))}\n")
             out.write("\n")
-    if options.json is not None:
-        try:
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
-        except OSError as error:
-            raise ConfigError(f"--json: cannot write {options.json}: {error.strerror or error}") from None
+    code = write_json(options.json, msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
     wrong = [row for found in rows.values() for row in found if not row.passed]
     if wrong:
         sys.stdout.write(f"{len(wrong)} of {sum(map(len, rows.values()))} checks failed\n")
-    return 1 if wrong else 0
+    return 1 if wrong else code
+
+
+def _inputs(target: str, overrides: list[str]) -> list[Path]:
+    """Return what a recipe names; nothing of a family."""
+    return inputs_of(Path(target), load(target, overrides)) if _is_recipe(Path(target)) else []
+
+
+def _is_recipe(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") or path.is_file()
 
 
 def _cases(target: str, overrides: list[str]) -> tuple[PipelineFamily, tuple[Case, ...]]:
     path = Path(target)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
+    if _is_recipe(path):
         return _of_recipe(path, overrides)
     if overrides:
         raise ConfigError(f"{overrides[0]}: only a recipe has values to override, {target!r} is the name of a family")

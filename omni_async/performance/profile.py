@@ -23,6 +23,7 @@ from msgspec import Meta
 from omni_async.config import Config, ConfigError
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.section import size_text
+from omni_async.config.writing import write_atomic
 
 _SHIPPED = "omni_async.performance.profiles"
 _LARGEST_FILE = 10_000_000
@@ -236,7 +237,7 @@ def encode_profile(profile: Profile) -> bytes:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    path.write_bytes(encode_profile(profile))
+    write_atomic(path, encode_profile(profile))
 
 
 def is_empty(profile: Profile) -> bool:

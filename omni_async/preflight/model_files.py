@@ -10,7 +10,6 @@ weights where it is a model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,17 +46,18 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
         raise ConfigError(f"model.path: {index} lists no parts")
     if (needed := family.components[0]) not in parts:
         raise ConfigError(f"model.path: {index} lists no {needed}")
-    for name, (library, cls) in parts.items():
-        _check_part(folder, name, library, cls)
-    for key, spec in specs.items():
-        try:
-            problem = spec.problem(folder)
-        except OSError as error:
-            raise ConfigError(f"model.path: {error.filename} cannot be read: {error.strerror}") from None
-        except ValueError as error:  # a part that the index does not list has no configuration
-            raise ConfigError(str(error)) from None
-        if problem:
-            raise ConfigError(f"{key}.{problem}")
+    try:
+        for name, (library, cls) in parts.items():
+            _check_part(folder, name, library, cls)
+        problems = [(key, problem) for key, spec in specs.items() if (problem := spec.problem(folder))]
+    except OSError as error:
+        raise ConfigError(f"model.path: {error.filename} cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # a part that the index does not list has no configuration
+        raise ConfigError(str(error)) from None
+    if problems:
+        raise ConfigError(".".join(problems[0]))
 
 
 def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
@@ -76,7 +76,7 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
     for component in family.components:
         if not (file := folder / component / "config.json").is_file():
             continue  # a checkpoint may go without, as Wan2.2 TI2V does without a second expert
-        heads = json.loads(file.read_bytes()).get(family.attention_heads)
+        heads = read_model_json(file).get(family.attention_heads)
         if not isinstance(heads, int) or heads < 1:
             raise ConfigError(f"model.path: {file} does not say its {family.attention_heads}, got {heads!r}")
         if heads % degree:

@@ -6,21 +6,20 @@ without an index and pickles are never loaded. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import msgspec
 
 from omni_async.config import ConfigError
-from omni_async.config.load import LARGEST_JSON, LFS_POINTER, read_model_json
+from omni_async.config.load import LFS_POINTER, read_model_json
 from omni_async.config.reading import open_file, read_file
+from omni_async.config.tensor_files import read_header
 
 # The names of weights, by the library that loads a part.
 _STEMS = {"diffusers": ("diffusion_pytorch_model",), "transformers": ("model",)}
 _ANY_STEM = ("diffusion_pytorch_model", "model")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 # A tokenizer is loaded from the first of these sets of files that is complete.
 _VOCABULARIES = (
@@ -142,26 +141,21 @@ def _tensors_of(file: Path) -> set[str]:
     try:
         with open_file(file) as opened:
             size = file.stat().st_size
-            begin = opened.read(len(LFS_POINTER))
-            length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
-            opened.seek(_LENGTH_BYTES)
-            header = opened.read(length) if length <= LARGEST_JSON else b""
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ConfigError(f"model.path: {file} {_POINTER}")
+            opened.seek(0)
+            header = read_header(opened, size)
     except OSError as error:
         raise ConfigError(f"model.path: {file} cannot be read: {error.strerror or error}") from None
-    if begin == LFS_POINTER:
-        raise ConfigError(f"model.path: {file} {_POINTER}")
-    try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-        expected = _LENGTH_BYTES + length + max(ends, default=0)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except ConfigError:
+        raise
+    except ValueError:
         why = f"({size} bytes) is cut off or no safetensors file; copy it again"
         raise ConfigError(f"model.path: {file} {why}") from None
-    if size != expected:
-        raise ConfigError(f"model.path: {file} has {size} bytes, its header says {expected}; copy it again")
+    if size != header.end:
+        raise ConfigError(f"model.path: {file} has {size} bytes, its header says {header.end}; copy it again")
     _require_opened(file)
-    return set(tensors)
+    return set(header.tensors)
 
 
 def _require_opened(file: Path) -> None:

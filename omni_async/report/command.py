@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omni_async.command_line import add_command
+from omni_async.command_line import add_command, require_no_input
 from omni_async.config import ConfigError
 from omni_async.config.section import size_text
 
@@ -41,11 +41,13 @@ def report(options: argparse.Namespace) -> int:
     from omni_async.report.data import page_of
     from omni_async.report.file import one_file
     from omni_async.runs.record import read_run
+    from omni_async.tracking.rundir import RunDirectory
 
     folders = [*dict.fromkeys(path.resolve() for path in options.runs)]
     out: Path = options.out or folders[0] / DEFAULT
     if out.is_dir():
         raise ConfigError(f"--out: {out} is a folder; name a file in it, {out / DEFAULT} say")
+    require_no_input("--out", out, [part for folder in folders for part in RunDirectory(folder).parts])
     runs = [read_run(folder) for folder in folders]
     content = one_file(page_of(runs, f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")).encode()
     try:

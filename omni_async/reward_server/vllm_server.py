@@ -24,8 +24,10 @@ from pathlib import Path
 import aiohttp
 
 from omni_async.compat import is_mixed
+from omni_async.config.reading import open_file
 from omni_async.config.redact import one_line
 from omni_async.config.stages import Server
+from omni_async.config.writing import open_append
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.model_names import served_names
 from omni_async.rewards.model_servers import read_body
@@ -95,7 +97,7 @@ class VllmServer(Service):
 
     async def _start_on_a_free_port(self) -> None:
         host = self._site.host
-        with self._log.open("ab") as log, reserved_port(host) as port:
+        with open_append(self._log) as log, reserved_port(host) as port:
             self._printed_from = log.tell()
             self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             self._process = await asyncio.create_subprocess_exec(
@@ -185,7 +187,7 @@ class VllmServer(Service):
     def _printed(self) -> str:
         """Return the end of the output of the process that was started last."""
         try:
-            with self._log.open("rb") as log:
+            with open_file(self._log) as log:
                 log.seek(max(self._printed_from, log.seek(0, os.SEEK_END) - 20 * _LONGEST_TAIL))
                 return log.read().decode("utf-8", "replace")
         except OSError:

@@ -7,10 +7,13 @@ costs entries, and raises nothing; one that stays locked is given up, because ev
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from omni_async.config.reading import require_file
 
 _APPLICATION = 0x6F614331  # marks our files, so that no other program's database is written to
 _LOCK_S = 5.0
@@ -64,6 +67,8 @@ class ScoreFile:
     def _opened(self) -> sqlite3.Connection | None:
         if self._database is None and self.problem is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(self._path):  # SQLite opens pipes and devices, too
+                require_file(self._path)
             database = sqlite3.connect(self._path, timeout=_LOCK_S, check_same_thread=False)
             try:
                 self._prepare(database)

@@ -205,8 +205,13 @@ def _write_checked(recipe: Path, text: str, devices: int) -> None:
     """Write the recipe if `omni-async check` would accept it, this machine's accelerators apart."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
-        with recipe.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = recipe.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(text)
+        except OSError:  # no room
+            recipe.unlink()
+            raise
     except OSError as error:
         raise ConfigError(f"{recipe}: cannot be written: {error.strerror or error}") from None
     try:

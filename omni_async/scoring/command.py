@@ -9,8 +9,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive, require_writable, write_results
+from omni_async.command_line import (
+    PathsAndOverrides,
+    add_command,
+    live_bar,
+    positive,
+    require_apart,
+    require_no_input,
+    require_writable,
+    write_results,
+)
 from omni_async.config import Config, ConfigError, load
+from omni_async.config.load import inputs_of
 
 if TYPE_CHECKING:
     from omni_async.scoring.scoring import Scored
@@ -38,6 +48,9 @@ is printed and written).
 """
 
 
+_OUTPUTS = ("out", "json", "grid")
+
+
 def add_score(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
     parser = add_command(commands, "score", "score files with a recipe's reward, and show what it does", _SCORE)
@@ -57,10 +70,14 @@ def score(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
     _check_outputs(options)
 
-    from omni_async.scoring.samples import find_samples
+    from omni_async.scoring.samples import files_read, find_samples
     from omni_async.scoring.scoring import Scored, build_reward, prompt_checks
 
     rows = [Scored(sample) for sample in find_samples(options.paths, config.data.max_prompt_chars)]
+    inputs = [*inputs_of(options.recipe, config), *files_read(options.paths, [row.sample for row in rows])]
+    for name in _OUTPUTS:
+        if (path := getattr(options, name)) is not None:
+            require_no_input(f"--{name}", path, inputs)
     checks = prompt_checks(config, [row.sample for row in rows])
     without = sum(not row.sample.prompt.text for row in rows)
     if without:
@@ -99,7 +116,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
         if options.grid.suffix.lower() not in Image.registered_extensions():
             raise ConfigError(f"--grid: expected an image file, such as {options.grid.stem}.png, got {options.grid}")
-    for name in ("out", "json", "grid"):
+    require_apart((f"--{name}", getattr(options, name)) for name in _OUTPUTS)
+    for name in _OUTPUTS:
         require_writable(f"--{name}", getattr(options, name))
 
 

@@ -7,8 +7,6 @@ is what a reward has to tell them apart by.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from msgspec import Struct
 from rich.markup import escape
 from rich.table import Table
 
+from omni_async.command_line import as_csv
 from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
 from omni_async.data.media_files import read_media
@@ -201,11 +200,7 @@ def write_rows(path: Path, rows: Sequence[Scored]) -> None:
     """Write a row per sample as `.csv` or `.parquet`. Raises OSError."""
     found = records(rows)
     if path.suffix.lower() == ".csv":
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, fieldnames=[*found[0]])
-        writer.writeheader()
-        writer.writerows(found)
-        path.write_text(text.getvalue(), encoding="utf-8", newline="")
+        path.write_bytes(as_csv(found))
         return
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -55,6 +55,17 @@ def find_samples(paths: list[Path], max_chars: int) -> list[Sample]:
     return [replace(sample, prompt=replace(sample.prompt, index=i)) for i, sample in enumerate(found)]
 
 
+def files_read(paths: list[Path], samples: list[Sample]) -> list[Path]:
+    """Return the files that `find_samples` and scoring read for these paths."""
+    media = [file for sample in samples for file in sample.files.values()]
+    images = [Path(image.path) for sample in samples for image in sample.prompt.images if image.path]
+    beside = (file.with_suffix(suffix) for file in media for suffix in (".txt", ".json"))
+    sidecars = [file for file in beside if file.is_file()]
+    folders = {folder for path in paths if path.is_dir() for folder in (path, path / "samples")}
+    lists = [file for folder in folders for file in (*folder.glob("prompts.txt"), *folder.glob("*.jsonl"))]
+    return [*(path for path in paths if not path.is_dir()), *media, *images, *sidecars, *lists]
+
+
 def _samples_of(path: Path, max_chars: int) -> list[Sample]:
     try:
         is_folder, exists = path.is_dir(), path.exists()

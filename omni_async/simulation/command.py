@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_async.command_line import add_command, live_bar, positive, require_writable, write_json
 from omni_async.config import Config, ConfigError, load
+from omni_async.config.load import inputs_of
 
 if TYPE_CHECKING:
     from omni_async.performance.profile import Profile
@@ -112,7 +113,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     if config.rollout.buckets:
         console.print("buckets are not told apart: every sample takes the profile's times and bytes")
     jobs, problems = _jobs(config, options)
-    require_writable("--json", options.json)
+    require_writable("--json", options.json, inputs_of(options.recipe, config))
     for line in (*problems, *_notes(jobs, profile)):
         console.print(line)
     results: list[tuple[str, Config, Simulated]] = []
@@ -139,6 +140,7 @@ def _what_if(options: argparse.Namespace) -> int:
     from omni_async.simulation.report import show_what_if
     from omni_async.simulation.run_folder import MeasuredRun, read_measured
     from omni_async.simulation.what_if import what_if
+    from omni_async.tracking.rundir import RunDirectory
 
     for name in ("sweep", "updates", "bundle"):
         if getattr(options, name):
@@ -150,10 +152,12 @@ def _what_if(options: argparse.Namespace) -> int:
                 f"{given}: the folder of a run has its recipe and its profile; give a recipe to change them"
             )
         run = read_measured(options.recipe)
+        inputs = RunDirectory(options.recipe).parts
     else:
         config = load(options.recipe, _with_profile(options))
         run = MeasuredRun(config, profile_of(config, options.profile), [], None)
-    require_writable("--json", options.json)
+        inputs = inputs_of(options.recipe, config)
+    require_writable("--json", options.json, inputs)
     with live_bar("{task.description}", "bar", total=100) as bar:
         progress = None if bar is None else lambda made, jobs, name: bar(name, 100 * made // jobs)
         found = what_if(*run[:3], devices=run.devices, seed=options.seed, progress=progress)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from omni_async.config.writing import replacing
 from omni_async.media import Media, evenly
 from omni_async.types import Prompt, Score
 
@@ -247,11 +248,11 @@ def write_media(media: Media, path: Path) -> list[Path]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Delete the file again if it cannot be finished. Raises OSError, whatever a library raises."""
+    """Give a new file to fill, which then takes the place of `path`. Raises OSError, whatever a library raises."""
     try:
-        yield path
+        with replacing(path) as unfinished:
+            yield unfinished
     except BaseException as error:
-        path.unlink(missing_ok=True)
         if isinstance(error, OSError) or not isinstance(error, Exception):
             raise
         raise OSError(f"{path.name} could not be written: {error}") from error

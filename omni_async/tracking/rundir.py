@@ -7,6 +7,7 @@ is killed leaves them too; a run that ends turns them into its timeline and remo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import math
 import re
@@ -70,6 +71,11 @@ class RunDirectory:
         self.weights = path / "weights"  # published versions, with `weights.transport: disk`
         self.control = path / "control.sock"  # where a running run answers
 
+    @property
+    def parts(self) -> list[Path]:
+        """Return the paths of what a run has, which need not be there; a report is none of it."""
+        return [part for part in vars(self).values() if isinstance(part, Path) and part != self.path]
+
     @classmethod
     def create(cls, config: Config, clock: Clock) -> RunDirectory:
         """Make a new folder, even if other runs start in the same second, and write the resolved `config.yaml`.
@@ -95,6 +101,9 @@ class RunDirectory:
         needed of it cannot be read."""
         run = cls(path)
         with refusing(f"checkpoint.resume: cannot go on in {path}", path):
+            for folder in (run.samples, run.checkpoints, run.weights):
+                if folder.is_symlink():  # files would be written and removed where it leads
+                    raise OSError(errno.EINVAL, f"{folder.name} is a link, not a folder", str(folder))
             run._claim()
             for lines in (run.metrics, run.attempts):
                 if lines.exists():

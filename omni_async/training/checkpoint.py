@@ -76,7 +76,8 @@ def load(
     try:
         stored = set(HuggingFaceStorageReader(str(tensors)).read_metadata().state_dict_metadata)
     except Exception as error:
-        raise TrainingError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())[:500]
+        raise TrainingError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {reason}") from error
     weights = _weights(parameters, auxiliary)
     found = {key for key in stored if key.startswith((MODEL, AUXILIARY))}
     if weights.keys() != found:

@@ -5,7 +5,6 @@ from the checkpoint's files, each rank what it keeps, so that no rank ever holds
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from omni_async.config.load import read_model_json
 from omni_async.policy import BuildsEmpty, Policy
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
@@ -91,7 +91,7 @@ def open_tensors(folder: Path) -> dict[str, Any]:
     for stem in WEIGHT_STEMS:
         index, alone = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = _indexed(index)
         elif alone.is_file():
             files = [alone.name]
         else:
@@ -105,6 +105,14 @@ def open_tensors(folder: Path) -> dict[str, Any]:
                 raise ValueError(f"model.path: {folder / file} cannot be read: {error}") from None
         return found
     raise ValueError(f"model.path: {folder} has no {WEIGHT_STEMS[0]}.safetensors, nor an index of several")
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the files of weights that an index lists. Raises ValueError, one line, if it is damaged."""
+    where = read_model_json(index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(f, str) and Path(f).name == f for f in where.values()):
+        raise ValueError(f"model.path: {index}: expected a weight_map, tensors to files beside it; copy it again")
+    return sorted(set(where.values()))
 
 
 def _refuse_without_value(component: str, module: nn.Module) -> None:

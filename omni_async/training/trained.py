@@ -6,6 +6,7 @@ be had without the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,7 @@ class TrainedWeights:
     policy: `drawing`: the one that draws samples and is validated, which is DiffusionNFT's old policy and else the one
     in training; `trained`: that one in any case; `old`; `ema`: the moving average of `trainer.ema`.
     drew: whether it is the policy that drew samples and was validated.
+    not_finite: the names of the tensors that were read and hold a NaN or an infinity.
     is_adapter: whether they are LoRA factors (`<layer>.lora_A.weight`, `<layer>.lora_B.weight`) and not weights.
 
     Raises TrainingError, one line, if the checkpoint cannot be read or has no such policy."""
@@ -38,7 +40,8 @@ class TrainedWeights:
         try:
             stored = HuggingFaceStorageReader(str(self._folder)).read_metadata().state_dict_metadata
         except Exception as error:
-            raise TrainingError(f"checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
+            reason = " ".join(str(error).split())[:500]
+            raise TrainingError(f"checkpoint {checkpoint} cannot be read: {type(error).__name__}: {reason}") from error
         prefixes = {name: f"{AUXILIARY}{name}." for name in ("old", "ema")} | {"trained": MODEL}
         there = [name for name, prefix in prefixes.items() if any(key.startswith(prefix) for key in stored)]
         drew = "old" if "old" in there else "trained"
@@ -52,7 +55,16 @@ class TrainedWeights:
             for key, entry in stored.items()
             if key.startswith(self._prefix) and isinstance(entry, TensorStorageMetadata)
         }
+        self._require_stored()
+        self.not_finite: list[str] = []
         self.is_adapter = any(key.endswith((".lora_A.weight", ".lora_B.weight")) for key in self._stored)
+
+    def _require_stored(self) -> None:
+        """Refuse tensors larger than the files: a header may state any shape, and memory is taken by it."""
+        held = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
+        asked = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in self._stored.values())
+        if asked > held:
+            raise TrainingError(f"{self._folder} cannot be read: its tensors have {asked} bytes, and its files {held}")
 
     def names(self, component: str) -> list[str]:
         """Return the names of a component's trained tensors, as diffusers calls them."""
@@ -78,13 +90,15 @@ class TrainedWeights:
         names = self.names(component) if names is None else names
         wanted = {name: f"{self._prefix}{component}.{name}" for name in names}
         entries = {name: self._stored[f"{component}.{name}"] for name in wanted}
-        found = {wanted[name]: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
         try:
+            found = {wanted[name]: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
             read_tensors(found, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
+            tensors = {name: found[key] for name, key in wanted.items()}
+            self.not_finite += [f"{component}.{name}" for name, one in tensors.items() if not torch.isfinite(one).all()]
         except Exception as error:
             reason = " ".join(str(error).split())[:500]
             raise TrainingError(f"{self._folder} cannot be read: {type(error).__name__}: {reason}") from error
-        return {name: found[key] for name, key in wanted.items()}
+        return tensors
 
     def stream(self, component: str, most: int = _AT_ONCE) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of a component with their names, so that memory never holds a whole model for it.

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import add_command, live_bar, require_writable, write_results
+from omni_async.command_line import add_command, live_bar, require_apart, require_writable, write_results
 from omni_async.config import ConfigError, load
+from omni_async.config.load import inputs_of
 from omni_async.simulation.command import add_job, profile_of
 from omni_async.tune.keys import TUNED, with_keys
 
@@ -78,9 +79,12 @@ def tune_recipe(options: argparse.Namespace) -> int:
     from omni_async.tune.report import require_another_file
 
     out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
-    require_writable("--out", out)
     require_another_file(out, options.recipe)
-    require_writable("--json", options.json)
+    plot = out.with_suffix(".png") if options.plot else None
+    require_apart((("--out", out), ("--plot", plot), ("--json", options.json)))
+    inputs = [*inputs_of(options.recipe, config), *([Path(options.profile)] if options.profile else [])]
+    for option, path in (("--out", out), ("--plot", plot), ("--json", options.json)):
+        require_writable(option, path, inputs)
 
     from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate
@@ -106,10 +110,10 @@ def tune_recipe(options: argparse.Namespace) -> int:
     writers: dict[Path, Callable[[Path], object]] = {}
     if tuned.is_no_slower:
         writers[out] = lambda path: write_tuned(path, options.recipe, config, options.overrides, tuned)
-    if options.plot:
+    if plot is not None:
         from omni_async.tune.plot import picture
 
-        writers[out.with_suffix(".png")] = lambda path: picture(tuned).savefig(path, dpi=130)
+        writers[plot] = lambda path: picture(tuned).savefig(path, dpi=130)
     if options.json is not None:
         writers[options.json] = lambda path: path.write_bytes(
             msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n"

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from omni_async.config.writing import replacing
 from recipes.quickstart.glyphs import DIGITS, render_digit, scribble_over
 from recipes.quickstart.prompts import TRAIN_TEMPLATES
 
@@ -62,7 +63,9 @@ def main() -> None:
     if args.pairs < 1:
         parser.error(f"--pairs: expected at least 1, got {args.pairs}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(render_pairs(args.pairs, args.seed)), args.out, row_group_size=_ROWS_PER_GROUP)
+    table = pa.Table.from_pylist(render_pairs(args.pairs, args.seed))
+    with replacing(args.out) as unfinished:
+        pq.write_table(table, unfinished, row_group_size=_ROWS_PER_GROUP)
     sys.stdout.write(f"wrote {args.pairs} pairs to {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)\n")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from omni_async.config.writing import write_atomic
 from recipes.quickstart.glyphs import DIGITS
 
 # The base model is pretrained on both sets, or it could not follow a validation prompt at all. Only the first is
@@ -33,4 +34,4 @@ def all_prompts() -> list[str]:
 def write_jsonl(path: Path, templates: tuple[str, ...]) -> None:
     """Writes one line ``{"prompt": "the digit 7", "target": "7"}`` for each template and digit."""
     rows = ({"prompt": template.format(digit), "target": digit} for template in templates for digit in DIGITS)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())

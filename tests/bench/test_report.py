@@ -135,6 +135,12 @@ def test_markdown_is_one_rectangular_table_followed_by_a_list():
     assert after[0] == "" and all(line.startswith("- ") for line in after[1:])
 
 
+def test_texts_of_a_result_from_elsewhere_are_no_markup():
+    evil = "a | b\n# c <img src=x> [d](e) \x1b[31m"
+    lines = table.markdown(msgspec.structs.replace(RESULT, law=evil)).splitlines()
+    assert "- law and simulation: a \\| b # c \\<img src=x> \\[d](e) \\\\x1b\\[31m" in lines
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_pipe_gets_markdown_and_a_terminal_a_table(terminal):
     out = io.StringIO()

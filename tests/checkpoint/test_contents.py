@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 from omni_async.checkpoint.contents import another_part, contents_of, model_contents
 from omni_async.config import Config
+from omni_async.config.stages import Program
 from omni_async.data.prompts import load_prompts
 from tests.runtime.runtime_world import write_world
 
@@ -134,3 +136,19 @@ def test_a_configuration_that_cannot_be_written_as_json_is_read_as_bytes(model: 
     before = model_contents(model)
     (model / "transformer" / "config.json").write_text('{"name": "\\ud800", "size": 1e999}')
     assert changed_part(before, model) == "transformer"
+
+
+def test_files_that_a_programs_settings_and_its_judge_name_are_stated_by_content(tmp_path: Path) -> None:
+    head, words = tmp_path / "head.pt", tmp_path / "words.txt"
+    head.write_bytes(b"one")
+    words.write_bytes(b"one")
+    judge = {"name": "tests.of:Mine", "params": {"head": str(head)}}
+    program = Program(name="refine", settings={"judge": judge, "lists": [{"words": str(words)}], "edit": "{prompt}"})
+    config = write_world(tmp_path)
+    config = replace(config, rollout=replace(config.rollout, program=program))
+    stated, settings = of(config), "rollout.program.settings"
+    for file, key in ((head, f"{settings}.judge.params.head"), (words, f"{settings}.lists.0.words")):
+        before = file.read_bytes()
+        file.write_bytes(b"two")
+        assert {key for key, value in of(config).items() if value != stated[key]} == {key}
+        file.write_bytes(before)

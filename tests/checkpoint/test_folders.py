@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tensordict import TensorDict
 
 from omni_async.checkpoint import CheckpointError, State, folder_name, read_state, require_whole
-from omni_async.checkpoint.folders import newest_first, partial, put_in_place, rotate, sync, write_manifest
+from omni_async.checkpoint.folders import begin, newest_first, partial, put_in_place, rotate, sync, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
@@ -152,6 +152,55 @@ def test_one_that_was_left_aside_is_kept(tmp_path):
     assert names(newest_first(tmp_path)) == ["update-000040", ".update-000020.old"]
     rotate(tmp_path, 1, folder)
     assert names(tmp_path.iterdir()) == ["update-000040"]
+
+
+@pytest.mark.parametrize("kind", ["update-000020", ".update-000020.old", ".update-000020.partial"])
+def test_no_link_leads_a_writer_out_of_the_folder(tmp_path, kind):
+    checkpoints, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    before = make(elsewhere, 20)
+    checkpoints.mkdir()
+    (checkpoints / kind).symlink_to(before)
+    assert [*newest_first(checkpoints)] == []
+    unfinished = begin(checkpoints / "update-000020")
+    assert unfinished.is_dir() and not unfinished.is_symlink()
+    rotate(checkpoints, 1, make(checkpoints, 20))
+    assert names(checkpoints.iterdir()) == ["update-000020"] and not (checkpoints / "update-000020").is_symlink()
+    require_whole(before)
+
+
+def test_checkpoints_that_are_a_link_are_another_runs(tmp_path):
+    before = make(tmp_path / "another", 20)
+    (tmp_path / "checkpoints").symlink_to("another")
+    assert [*newest_first(tmp_path / "checkpoints")] == []
+    with pytest.raises(OSError, match="it is a link"):
+        begin(tmp_path / "checkpoints" / "update-000020")
+    require_whole(before)
+
+
+def test_a_state_outside_or_without_an_end_is_not_read(tmp_path):
+    state = make(tmp_path, 20) / "state.json"
+    state.rename(tmp_path / "state.json")
+    state.symlink_to(tmp_path / "state.json")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        read_state(state.parent)
+    state.unlink()
+    state.touch()
+    os.truncate(state, 2**40)
+    with pytest.raises(CheckpointError, match="is larger than 134217728 bytes"):
+        read_state(state.parent)
+    state.write_bytes(b'{"format": 5, "engine": {"a": [' + b"[]," * 3_000_000 + b"[]]}}")
+    with pytest.raises(CheckpointError, match="more than 5000000 values"):
+        read_state(state.parent)
+
+
+@pytest.mark.parametrize("number", ["1e300", "-1e160", "1e400", "1" * 400, "true", "NaN"])
+@pytest.mark.parametrize("where", ['"rewards": [%s]', '"rounds": [{"version": 1, "reward": 1.0, "parts": {"a": %s}}]'])
+def test_a_state_with_a_score_that_no_scorer_returns_is_refused(tmp_path, number, where):
+    control = f'{{"version": 3, {where % number}}}'
+    (tmp_path / "state.json").write_text(f'{{"format": 5, "control": {control}, "pipeline": "a", "algorithm": "b"}}')
+    with pytest.raises(CheckpointError) as refused:
+        read_state(tmp_path)
+    assert len(str(refused.value)) < 700
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
@@ -15,11 +16,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from omni_async.checkpoint.folders import write_manifest
+from omni_async.command_line import as_markdown
+from omni_async.config import ConfigError
+from omni_async.export import card, full, how_to_load
 from omni_async.export import folder as export_folder
-from omni_async.export import full
 from omni_async.export.card import card_of
+from omni_async.export.curves import plot_curves
 from omni_async.training.loading import open_tensors
 from tests.export.export_world import (
     VERSION,
@@ -36,6 +42,8 @@ from tests.training.training_world import trainable
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
+# 8 ** 8 values of YAML in a few lines.
+BOMB = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +161,7 @@ def test_the_card_says_what_hubs_and_people_ask(trained: Trained, lora: Trained,
         ("# Model\n---\nlicense: mit\n---\n", {}),
         ("---\n- mit\n---\n", {}),
         ("---\nlicense: [\n---\n", {}),
+        ("---\na: &a [x, x, x, x, x, x, x, x]\n" + BOMB + "---\n", {}),
     ],
 )
 def test_a_base_models_card_is_read_where_hubs_read_it(text: str, found: dict[str, Any], tmp_path: Path) -> None:
@@ -218,10 +227,128 @@ def test_a_disk_without_room_is_refused_before_and_while_it_is_written(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_a_killed_export_left_is_cleared_by_the_next(trained: Trained, tmp_path: Path) -> None:
-    (tmp_path / ".out.partial" / "vae").mkdir(parents=True)
-    exported(trained.run, "--out", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_what_a_killed_export_left_is_named_and_nothing_there_is_emptied(
+    lora: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("kept")
+    (tmp_path / ".out.partial").symlink_to("precious")
+    left, lure = (tmp_path / f".out.{pid}-0123456789abcdef.partial" for pid in (1, 2))
+    left.mkdir()
+    (left / ".lock").touch()
+    lure.symlink_to("precious")
+    exported(lora.run, "--out", tmp_path / "out")
+    assert capsys.readouterr().err == f"omni-async: {left} was left by an export that was killed; remove it\n"
+    assert left.is_dir() and (tmp_path / "precious" / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", f"checkpoints/update-{VERSION:06d}"])
+def test_checkpoints_behind_a_link_are_not_exported(lora: Trained, tmp_path: Path, capsys: Capture, name: str) -> None:
+    run = shutil.copytree(lora.run, tmp_path / lora.run.name)
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    assert "its checkpoints are links" in refused(capsys, run, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("made", ["folder", "file", "link"])
+def test_what_appeared_at_the_path_meanwhile_is_not_replaced(tmp_path: Path, made: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="exists; name a folder"), export_folder.whole_folder(out, 0):
+        if made == "link":
+            out.symlink_to("nowhere")
+        else:
+            out.mkdir() if made == "folder" else out.touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and out.is_symlink() is (made == "link")
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "ü" * 127])
+def test_a_name_as_long_as_names_can_be_is_written(tmp_path: Path, name: str) -> None:
+    whole, refusal = export_folder.whole_folder, pytest.raises(ConfigError, match="another export")
+    with whole(tmp_path / name, 0) as folder, refusal, whole(tmp_path / name, 0):
+        pass
+    assert [*tmp_path.iterdir()] == [tmp_path / name] and not folder.exists()
+
+
+def test_an_export_is_not_written_into_what_it_is_made_of(lora: Trained, capsys: Capture) -> None:
+    for folder in (Path(lora.config.model.path), next((lora.run / "checkpoints").iterdir())):
+        assert "which this command reads" in refused(capsys, lora.run, "--out", folder / "out")
+        assert not (folder / "out").exists()
+
+
+def changed_tensors(run: Path, change: Any) -> Path:
+    """Changes the tensors of a run's checkpoint and their metadata, and vouches for them; returns the checkpoint."""
+    folder = next((run / "checkpoints").iterdir())
+    for file in folder.rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors, about = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+        made, told = change(tensors, about)
+        save_file(made, file, told)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
+    return folder
+
+
+def test_names_of_tensors_lead_no_file_out_of_the_export(lora: Trained, tmp_path: Path, capsys: Capture) -> None:
+    run = shutil.copytree(lora.run, tmp_path / lora.run.name)
+    evil = str(tmp_path / "evil")
+
+    def rename(tensors: dict[str, Any], about: dict[str, str]) -> Any:
+        name = next(name for name in tensors if name.startswith("model.") and "lora_A" in name)
+        other = f"model.{evil}{name.removeprefix('model.transformer')}"
+        about = {key: value.replace(json.dumps(name), json.dumps(other)) for key, value in about.items()}
+        return {other if key == name else key: one for key, one in tensors.items()}, about
+
+    changed_tensors(run, rename)
+    assert f"it has tensors of {evil!r}" in refused(capsys, run, "--out", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {run.name}
+
+
+def test_weights_that_are_no_numbers_are_reported(lora: Trained, tmp_path: Path, capsys: Capture) -> None:
+    run = shutil.copytree(lora.run, tmp_path / lora.run.name)
+
+    def spoil(tensors: dict[str, Any], about: dict[str, str]) -> Any:
+        name = min(name for name in tensors if name.startswith("model."))
+        return tensors | {name: torch.full_like(tensors[name], torch.nan)}, about
+
+    changed_tensors(run, spoil)
+    exported(run, "--out", tmp_path / "out")
+    assert "1 trained tensors hold NaN or infinity, transformer." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", "{}"),
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'),
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
+        ("transformer/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": {"a": "../vae/x"}}'),
+        ("model_index.json", '{"..": ["diffusers", "x"]}'),
+        ("model_index.json", '{"/tmp": ["diffusers", "x"]}'),
+    ],
+)
+def test_an_index_names_files_beside_it(
+    lora: Trained, tmp_path: Path, capsys: Capture, file: str, content: str
+) -> None:
+    base = shutil.copytree(lora.config.model.path, tmp_path / "base")
+    (base / file).write_text(content)
+    assert file in refused(capsys, lora.run, "--merged", "--base", base, "--out", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"base"}
+
+
+def test_texts_on_a_card_are_no_markup_and_paths_no_code(tmp_path: Path) -> None:
+    assert as_markdown("a\n---\n<img src=x>|![a](b) `c` \\[d](e)") == (
+        "a --- \\<img src=x>\\|!\\[a](b) \\`c\\` \\\\\\[d](e)"
+    )
+    assert card._code("a`\n# b") == "a' # b"
+    for path in ('x"); import os; ("', "a\\", "new\nline", "\udc80"):
+        assert ast.literal_eval(how_to_load._quoted(path)) == path
+
+
+def test_numbers_that_no_axis_has_are_not_drawn(tmp_path: Path) -> None:
+    updates = [{"update": n, "reward": value} for n, value in enumerate((0.5, 1e300, 10**400, True, "x", None))]
+    assert plot_curves(tmp_path / "curves.png", updates, [], 1)
+    assert not plot_curves(tmp_path / "none.png", updates[1:], [], 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
 
 
 def test_of_two_exports_to_one_folder_the_second_is_refused_and_the_first_is_whole(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from omni_async import cli
 from omni_async.actors import checkpointer
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.folders import newest_first, require_whole
-from omni_async.config import Config, load
+from omni_async.config import Config, load, writing
 from omni_async.driver import results, session
 from omni_async.driver import train as runtime
 from omni_async.driver.train import train
@@ -34,13 +35,16 @@ LONG = ["emulation.time_scale=0.001", "trainer.updates=400", "checkpoint.every=2
 RESULTS = {"summary.json", "profile.json", "trace.json", "attempts.jsonl"}
 
 
+_ON_A_FULL_DEVICE: set[Path] = set()
+
+
 def no_space(path: Path) -> NoReturn:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 def full(path: Path) -> None:
-    """Puts a file on a device that is full."""
-    path.symlink_to("/dev/full")
+    """Make every append to a file meet a full device."""
+    _ON_A_FULL_DEVICE.add(path)
 
 
 def obstructed(path: Path) -> None:
@@ -51,7 +55,13 @@ def obstructed(path: Path) -> None:
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None], str], None]:
     """Spoils a file of the run's folder as soon as there is one."""
-    create = RunDirectory.create
+    create, open_kept = RunDirectory.create, writing._open_kept
+    _ON_A_FULL_DEVICE.clear()
+
+    def opened(path: Path, flags: int) -> FileIO:
+        return FileIO("/dev/full", "a") if path in _ON_A_FULL_DEVICE else open_kept(path, flags)
+
+    monkeypatch.setattr(writing, "_open_kept", opened)
 
     def spoil_in_the_run_folder(how: Callable[[Path], None], name: str) -> None:
         def created(config: Config, clock: Clock) -> RunDirectory:

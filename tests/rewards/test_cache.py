@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sqlite3
 import subprocess
@@ -82,7 +83,9 @@ def test_a_database_of_another_program_and_a_broken_one_are_given_up_with_a_reas
         file.execute("CREATE TABLE scores (key, value)")
     (tmp_path / "broken").write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
     (tmp_path / "folder").mkdir()
-    for name in ("theirs", "broken", "folder"):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("theirs", "broken", "folder", "pipe", "device"):
         kept = cache(tmp_path / name)
         kept.put({key(0): SCORE})
         assert kept.problem is not None and kept.problem.startswith(str(tmp_path / name))

@@ -25,6 +25,7 @@ from omni_async.preflight.check import preflight
 from omni_async.scaffold import init as scaffold
 from omni_async.scaffold.asking import Defaults, TerminalPrompts, build_asking
 from omni_async.scaffold.recipe import Reward, share_out
+from tests.config.test_writing import largest_file
 from tests.pipelines.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -272,6 +273,12 @@ def test_input_that_ends_is_one_line(workplace, monkeypatch, capsys):
 def test_what_cannot_be_written_is_one_line_and_leaves_no_file(arguments, said, workplace, capsys):
     told = refused(capsys, *arguments)
     assert told.startswith(said) or (said == "my.yaml: " and "accepts audio" in told)
+
+
+def test_a_recipe_that_does_not_fit_leaves_no_part(workplace, capsys):
+    with largest_file(20):
+        assert cli.main(["init", "my.yaml", "--yes", "--devices", "0", *DIGITS]) == 2
+    assert "my.yaml: cannot be written: File too large" in capsys.readouterr().err and not Path("my.yaml").exists()
 
 
 def test_a_recipe_that_is_there_stays(workplace, capsys):

@@ -97,6 +97,14 @@ def test_an_impossible_folder_is_one_clear_error(tmp_path: Path) -> None:
 # ---- spans -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["samples", "checkpoints", "weights"])
+def test_a_run_folder_whose_parts_are_links_is_not_continued(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path)
+    with pytest.raises(RunDirectoryError, match=f"{name} is a link, not a folder"):
+        RunDirectory.reopen(tmp_path / "run")
+
+
 def spans(start: int, count: int) -> list[Span]:
     return [Span("rollout-0", "generate", float(i), i + 0.5, {"group": i}) for i in range(start, start + count)]
 

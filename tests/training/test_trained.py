@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from omni_async.training import TrainingError
 from omni_async.training.trained import TrainedWeights
@@ -77,3 +80,20 @@ def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-8])
     with pytest.raises(TrainingError, match="cannot be read"):
         TrainedWeights(tmp_path / "c")
+
+
+@pytest.mark.parametrize("offset", [10**6, 2**60, 10**400, -(10**6)], ids=["far", "further", "400 digits", "negative"])
+def test_tensors_larger_than_their_files_take_no_memory(tmp_path: Path, offset: int) -> None:
+    stored(tmp_path / "c")
+    (shard,) = (tmp_path / "c/tensors").glob("*.safetensors")
+    with safe_open(shard, "pt") as opened:
+        tensors, about = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    places = json.loads(about["DCP_SHARDING_INFO"])
+    name = max(tensors, key=lambda name: tensors[name].ndim)
+    places[name]["saved_offsets"][0] = offset
+    save_file(tensors, shard, about | {"DCP_SHARDING_INFO": json.dumps(places)})
+    with pytest.raises(TrainingError, match="cannot be read") as refused:
+        weights = TrainedWeights(tmp_path / "c")
+        for component in weights.components:
+            weights.read(component)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000

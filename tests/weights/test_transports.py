@@ -94,6 +94,14 @@ async def test_what_a_trainer_that_was_killed_left_goes_when_the_first_version_h
     assert names(tmp_path) == sorted([*others, "version-000050.safetensors"])
 
 
+async def test_a_version_is_not_written_through_a_link(tmp_path, packed):
+    (tmp_path / "kept").write_bytes(b"kept")
+    for name in ("version-000003.tmp", "version-000003.safetensors"):
+        (tmp_path / name).symlink_to("kept")
+    await send(DiskSender(tmp_path), packed)
+    assert (tmp_path / "kept").read_bytes() == b"kept" and not (tmp_path / "version-000003.safetensors").is_symlink()
+
+
 async def test_a_folder_that_cannot_be_written_is_named(tmp_path, packed):
     (tmp_path / "weights").write_text("in the way")
     said = r"weights\.transport: disk: version 3 cannot be written to .*version-000003\.safetensors: "

@@ -8,7 +8,6 @@ alone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from urllib.parse import urlsplit
 from omni_async.config import schema
 from omni_async.config.proxies import is_loopback, proxy_for, through
 from omni_async.config.redact import redact_text
+from omni_async.config.writing import open_lock
 from omni_async.tracking.catalogue import Group, chart
 from omni_async.tracking.sinks.base import About, Ended, Sink, SinkUnusableError, command_of
 
@@ -203,15 +203,15 @@ def _alone(uri: str) -> Iterator[None]:
         yield
         return
     deadline = time.monotonic() + _ALONE_S
-    with Path(f"{path}.lock").open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another run has held {lock.name} for {_ALONE_S:g} s") from None
-                time.sleep(0.05)
+    while True:
+        try:
+            lock = open_lock(Path(f"{path}.lock"))
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another run has held {path}.lock for {_ALONE_S:g} s") from None
+            time.sleep(0.05)
+    with lock:
         yield
 
 

@@ -17,22 +17,24 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
 
 from omni_async.aio.threads import in_daemon_thread
+from omni_async.config.reading import open_file
+from omni_async.config.tensor_files import read_header
+from omni_async.config.writing import new_beside
 from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights.digest import Bucket, WeightError, check_size, item_bytes
 from omni_async.weights.transport.base import Join, TransportError
 
-# The format: a little-endian u64 with the length of a JSON header, the header, the tensors' bytes without gaps.
+# Before the header (`config/tensor_files.py` has the format).
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
-_LARGEST_HEADER = 100_000_000
 _WRITE_BUFFER = 2**20
-_OURS = re.compile(r"version-\d{6,}\.(safetensors|tmp)")
+_OURS = re.compile(r"version-\d{6,}\.(safetensors|tmp)|\.version-\d{6,}\.\d+-[0-9a-f]{16}\.partial\.safetensors")
 _DTYPES = {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
 del _DTYPES["float8"]  # there are two, below
 _DTYPES |= {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
@@ -114,7 +116,7 @@ class VersionFile:
     def __init__(self, path: Path, manifest: WeightManifest) -> None:
         """TransportError for a dtype that safetensors files lack, WeightError for a tensor that lacks bytes."""
         self.version = manifest.version
-        self.path, self._unfinished = path, path.with_suffix(".tmp")
+        self.path = path
         self._header, self._places = _lay_out(manifest)
         self._missing = sum(spec.nbytes for spec in manifest.tensors)
         self._file: BinaryIO | None = None
@@ -122,7 +124,8 @@ class VersionFile:
 
     def open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._unfinished.open("wb", buffering=_WRITE_BUFFER)
+        self._unfinished = new_beside(self.path)
+        self._file = self._unfinished.open("r+b", buffering=_WRITE_BUFFER)
         self._file.write(_LENGTH.pack(len(self._header)) + self._header)
         self._position = _LENGTH.size + len(self._header)
 
@@ -189,12 +192,6 @@ def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[int, list[tuple[int,
     return text, places
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
 def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, list[Bucket]]:
     """Map the file as one read-only bucket without reading it.
 
@@ -203,32 +200,25 @@ def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, 
     WeightError if it is not a file of that version, or not whole. The caller checks the contents by their digest."""
     wanted = f"weights of version {manifest.version}"
     try:
-        with path.open("rb") as file:
+        with open_file(path, within=path.parent) as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise WeightError(f"{wanted}: {path} cannot be read: {error}") from error
-    data = np.frombuffer(mapped, np.uint8)
-    length = _LENGTH.unpack_from(data.data)[0] if len(data) >= _LENGTH.size else _LARGEST_HEADER
-    start = _LENGTH.size + length
-    if length >= _LARGEST_HEADER or start > len(data):
-        raise WeightError(f"{wanted}: {path} is not a safetensors file, or is truncated")
     try:
-        header = msgspec.json.decode(data[_LENGTH.size : start].data, type=dict[str, msgspec.Raw])
-        about = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightError(f"{wanted}: {path} is not a safetensors file: {error}") from error
+        header = read_header(cast(BinaryIO, mapped), len(mapped))
+    except ValueError as error:
+        raise WeightError(f"{wanted}: {path} {error}") from error
+    data, about = np.frombuffer(mapped, np.uint8), header.metadata
     if (about.get("version"), about.get("digest")) != (str(manifest.version), manifest.digest):
         raise WeightError(
             f"{wanted} (digest {manifest.digest}): {path} holds version {about.get('version')} with digest"
             f" {about.get('digest')}"
         )
-    end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
-    if end != len(data):
-        raise WeightError(f"{wanted}: {path} has {len(data)} bytes, its header promises {end}")
+    if header.end != len(data):
+        raise WeightError(f"{wanted}: {path} has {len(data)} bytes, its header promises {header.end}")
     specs = []
-    for name, entry in entries.items():
+    for name, entry in header.tensors.items():
         begin, after = entry.data_offsets
-        piece = Piece(0, start + begin, after - begin)
+        piece = Piece(0, header.begin + begin, after - begin)
         specs.append(TensorSpec(name, _NAMES.get(entry.dtype, entry.dtype), entry.shape, (piece,)))
     return msgspec.structs.replace(manifest, tensors=tuple(specs)), [data]

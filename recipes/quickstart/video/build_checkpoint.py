@@ -20,6 +20,8 @@ from pipelines.wan2_2 import tiny  # isort: skip  (before anything imports torch
 import torch
 import torch.nn.functional as F
 
+from omni_async.config.writing import write_atomic
+
 HERE = Path(__file__).parent
 FRAMES, SIDE, TOKENS = 9, 16, 32
 WORDINGS = (  # brighter and darker, one after the other: an update asks for both
@@ -164,7 +166,8 @@ def main() -> None:
 
     train, held_out = prompts(TRAIN_SUBJECTS), [row | {"held_out": True} for row in prompts(HELD_OUT_SUBJECTS)]
     for name, rows in (("train", train), ("validation", held_out)):
-        (args.prompts / f"prompts_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        write_atomic(args.prompts / f"prompts_{name}.jsonl", lines.encode())
     corpus = [row["prompt"] for row in (*train, *held_out)]
     pipeline = tiny.build_components(layers=2, heads=4, corpus=corpus, seed=args.seed)
     train_vae(pipeline.vae, args.vae_steps, args.vae_batch, log)

@@ -18,7 +18,7 @@ from PIL import Image
 from omni_async.config import schema
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.mlflow_sink import MlflowSink, _probe
+from omni_async.tracking.sinks.mlflow_sink import MlflowSink, _alone, _probe
 from tests.tracking.sinks.sink_world import ENDINGS, LEFT_OUT, RED, about, tell
 
 if TYPE_CHECKING:
@@ -163,6 +163,18 @@ def test_a_run_that_goes_on_and_is_not_there_is_made_when_it_begins(runs: Path) 
     sinks.begin(5)
     sinks.finish("done")
     assert client(runs).get_run(sink.run_id).data.tags["seed"] == "5"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_the_lock_of_a_database_is_a_file(tmp_path, kind):
+    lock = tmp_path / "mlflow.db.lock"
+    if kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to("elsewhere")
+    with pytest.raises(OSError, match="not a file"), _alone(f"sqlite:///{tmp_path}/mlflow.db"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_locked_database_is_down_and_a_wrong_value_is_refused(tmp_path):

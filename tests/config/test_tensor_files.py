@@ -1,0 +1,67 @@
+"""Tests that a header of any content is read within bounds, or refused in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from omni_async.config.tensor_files import read_header
+
+
+def file_of(header: bytes, more: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + more
+
+
+def test_a_file_of_the_format_is_described() -> None:
+    content = save({"a": np.zeros((2, 3), np.float32), "b": np.zeros(5, np.uint8)}, {"version": "7"})
+    header = read_header(io.BytesIO(content), len(content))
+    assert header.metadata == {"version": "7"} and header.end == len(content)
+    assert (header.tensors["a"].dtype, header.tensors["a"].shape) == ("F32", (2, 3))
+
+
+def entry(**changes: Any) -> bytes:
+    return json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} | changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        struct.pack("<Q", 2**63) + b"{}",
+        file_of(b"{")[:-1],
+        file_of(b"[" * 100_000),
+        file_of(b"[]"),
+        file_of(b"\xff\xfe"),
+        file_of(b'{"a": 1}'),
+        file_of(b'{"__metadata__": {"a": {}}}'),
+        file_of(entry(shape=[-1])),
+        file_of(entry(shape=[10**400])),
+        file_of(entry(shape=[1e300])),
+        file_of(entry(data_offsets=[-8, 1])),
+        file_of(entry(data_offsets=[0, 2**64])),
+        file_of(entry(data_offsets=[True, 1])),
+    ],
+)
+def test_any_other_file_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="is not a safetensors file") as refused:
+        read_header(io.BytesIO(content), len(content))
+    assert len(str(refused.value)) < 300
+
+
+def test_a_header_of_many_values_takes_little_memory() -> None:
+    content = file_of(b'{"a": [' + b"{}," * 2_000_000 + b"{}]}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="more than 4000000 values"):
+            read_header(io.BytesIO(content), len(content))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(content)
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,240 @@
+"""Damages run folders, and checks what every command makes of them:
+
+    python -m tests.fuzz.run_folders --cases 10000 --workers 2
+    python -m tests.fuzz.run_folders --first 4711 --cases 1 --verbose
+
+A case is known by its number (and `--seed`). Prints each fault with the command that repeats it, and at the end how
+many cases of each file and damage were used, refused, or are faults. Exit codes: 0 no fault, 1 some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from omni_async.cli import main as report
+from tests.fuzz.damaged_runs import Case, Played, be_quick, build, forbidden, play, simulate_known_once, watch_over
+
+_BATCH = 50  # cases of a process
+WALL_S = 20.0  # of a case: what waits uses no processor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case."""
+
+    case: Case
+    played: list[Played]
+    problems: list[str]
+
+
+def cases(
+    numbers: Sequence[int], seed: int, workers: int, wall_s: float = WALL_S, quick: bool = False, only: str = ""
+) -> Iterator[Result]:
+    """Play cases in forked processes, and yield their results as they end.
+
+    `quick`: see `be_quick`. `only`: with this command alone, and the cases that have it."""
+    top = Path(tempfile.mkdtemp(prefix="omni-async-fuzz-"))
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    try:
+        base = top / "base"
+        _in_child(lambda: build(base))
+        if quick:
+            be_quick()
+        usual = _usual(base, top)
+        todo = [Case.of(base, seed, number, quick) for number in numbers]
+        if only:
+            todo = [replace(case, commands=(only,)) for case in todo if only in case.commands]
+        yield from _all(top, base, todo, usual, workers, wall_s)
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+
+
+def _all(
+    top: Path, base: Path, todo: list[Case], usual: dict[str, Played], workers: int, wall_s: float
+) -> Iterator[Result]:
+    waiting = [todo[at : at + _BATCH] for at in range(0, len(todo), _BATCH)][::-1]
+    running: dict[int, tuple[list[Case], Path]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                batch = waiting.pop()
+                slot = Path(tempfile.mkdtemp(prefix="slot-", dir=top))
+                running[_fork(slot, base, batch, wall_s)] = batch, slot
+            pid, status = os.wait()
+            if pid not in running:
+                continue
+            batch, slot = running.pop(pid)
+            results, log = _read(slot)
+            for case, (_, played) in zip(batch, results, strict=False):
+                yield Result(case, played, [*forbidden(played, usual)])
+            if left := batch[len(results) :]:
+                how = f"signal {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "was ended"
+                yield Result(left[0], [], [f"{how} (hung, or used too much): {_place_in(log)}"])
+                if left[1:]:
+                    waiting.append(left[1:])
+            shutil.rmtree(slot, ignore_errors=True)
+    finally:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _place_in(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    told = [line[2:] for line in lines if line.startswith("> ")]
+    last = log.rpartition("(most recent call first):")[2].splitlines()  # the first thread
+    frames = [line.strip().replace('File "', "").replace('", line ', ":") for line in last if " File " in line]
+    return f"{' then '.join(told[-3:])}: {' < '.join(frames[:8])}"
+
+
+def _fork(slot: Path, base: Path, batch: Sequence[Case], wall_s: float) -> int:
+    """Play a batch in a child. A line of `slot`/results is a case; what the child did last is in `slot`/log."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        log = slot / "log"
+        with log.open("a", buffering=1) as told, (slot / "results").open("a", buffering=1) as results:
+            for number, case in enumerate(batch):
+                told.truncate(0)
+                watch_over(log, wall_s)
+                where = slot / f"case-{number}"
+                where.mkdir()
+                played = play(base, where, case, lambda text: told.write(f"> {text}\n"))
+                results.write(json.dumps([number, [asdict(one) for one in played]]) + "\n")
+                shutil.rmtree(where, ignore_errors=True)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 (the parent reads it)
+        with (slot / "log").open("a") as told:
+            told.write(f"> the harness itself: {error!r}\n")
+    finally:
+        os._exit(code)
+
+
+def _read(slot: Path) -> tuple[list[tuple[int, list[Played]]], str]:
+    path = slot / "results"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    log = (slot / "log").read_text(errors="replace") if (slot / "log").exists() else ""
+    return [(number, [Played(**one) for one in played]) for number, played in found], log
+
+
+def _in_child(work: Callable[[], object]) -> None:
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            work()
+            os._exit(0)
+        os._exit(1)
+    if os.waitpid(pid, 0)[1]:
+        raise AssertionError("the harness cannot make its runs, or play the undamaged one")
+
+
+def _usual(base: Path, top: Path) -> dict[str, Played]:
+    """Return what the commands need for the undamaged folder, and import here what they import late.
+
+    They run in a child: threads that one begins would be missing in a child of its process."""
+    with contextlib.redirect_stdout(io.StringIO()):  # begins no thread
+        simulate_known_once()
+        for run in (base / "runs").iterdir():
+            report(["report", str(run), "--out", str(top / "report.html")])
+    told, before = top / "usual", {*sys.modules}
+
+    def twice() -> None:
+        for where in (top / "first", top / "second"):
+            where.mkdir()
+            played = play(base, where, None)
+        told.write_text(json.dumps([[asdict(one) for one in played], [*sys.modules]]))
+
+    _in_child(twice)
+    played, modules = json.loads(told.read_text())
+    for name in modules:
+        if name not in before and name != "__mp_main__":
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    usual = {one["command"]: Played(**one) for one in played}
+    broken = {name: one.problems for name, one in usual.items() if one.problems or one.outcome != "used"}
+    if broken:
+        raise AssertionError(f"the undamaged folder: {broken}")
+    return usual
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run_folders", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--cases", type=int, default=300, help="how many (default: 300)")
+    add("--first", type=int, default=0, help="number of the first (default: 0)")
+    add("--seed", type=int, default=0, help="of which the cases are drawn (default: 0)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    add("--wall", type=float, default=WALL_S, help=f"seconds after which a case hangs (default: {WALL_S:g})")
+    add("--quick", action="store_true", help="one command of a case in place of two; draw with no model, train nothing")
+    add("--only", default="", metavar="COMMAND", help="the cases of this command")
+    add("--verbose", action="store_true", help="show every case")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and its children with it
+    began, done, faults = time.monotonic(), 0, 0
+    table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    numbers = range(given.first, given.first + given.cases)
+    for result in cases(numbers, given.seed, given.workers, given.wall, given.quick, given.only):
+        done += 1
+        case = result.case
+        outcomes = {one.outcome for one in result.played} - {"FAULT"}
+        table[case.kind, case.damage].update(["FAULT"] if result.problems else outcomes)
+        if result.problems:
+            faults += 1
+            again = f"python -m tests.fuzz.run_folders --seed {case.seed} --first {case.number} --cases 1"
+            problems = "".join(f"  {one}\n" for one in result.problems)
+            _say(f"\nFAULT {case}\n{problems}  again: {again}")
+        elif given.verbose:
+            shown = ", ".join(
+                f"{one.command} {one.outcome} {one.cpu_s:.2f} s {one.grown >> 20} MiB" for one in result.played
+            )
+            _say(f"{case}: {shown}")
+        if done % 500 == 0:
+            _say(f"-- {done} of {given.cases}, {faults} faults, {time.monotonic() - began:.0f} s")
+    _show(table)
+    _say(f"{done} cases, {faults} faults, {time.monotonic() - began:.0f} s")
+    return int(faults > 0)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _show(table: dict[tuple[str, str], Counter[str]]) -> None:
+    outcomes = ("used", "refused", "failed", "not applicable", "FAULT")
+    _say(f"\n{'file':<36}{'damage':<18}" + "".join(f"{name:>16}" for name in outcomes))
+    for (kind, how), counts in sorted(table.items()):
+        _say(f"{kind:<36}{how:<18}" + "".join(f"{counts[name] or '':>16}" for name in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

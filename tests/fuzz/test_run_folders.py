@@ -1,0 +1,24 @@
+"""Tests that damaged run folders are used or refused in one line, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_ALL, _SOME = 1000, 300
+
+
+@pytest.mark.slow
+def test_no_command_fails_on_a_damaged_run_folder(slice_of: Callable[[str, int, int], range]) -> None:
+    """Plays some of the cases of `python -m tests.fuzz.run_folders`, in a process that began no thread."""
+    numbers = slice_of("damaged run folders", _ALL, _SOME)
+    words = ["--quick", "--workers", "1", "--wall", "60", "--first", str(numbers[0]), "--cases", str(len(numbers))]
+    command = [sys.executable, "-m", "tests.fuzz.run_folders", *words]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    faults = [f"FAULT{rest}" for rest in ended.stdout.split("\nFAULT")[1:]]
+    assert ended.returncode == 0, "\n".join(faults)[:20_000] or ended.stderr[-3000:]
+    assert f"{len(numbers)} cases, 0 faults" in ended.stdout

@@ -1,0 +1,139 @@
+"""Tests that no command's result takes the place of its input, and that one which cannot be written leaves the former.
+
+tests/export, tests/evaluation and tests/bench have the commands that write folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omni_async import cli
+from omni_async.command_line import as_csv
+from omni_async.performance.profile import write_profile
+from tests.config.test_writing import largest_file
+from tests.runtime.runtime_world import write_world
+from tests.tune.tune_world import PROFILE, RECIPE
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes a recipe, what it extends and names, and samples to score, and works there."""
+    reward = {"scorers": [{"name": "tests.scoring.judges:Red"}], "backoff_s": 0, "probe": False}
+    write_world(tmp_path, reward=reward)
+    monkeypatch.chdir(tmp_path)
+    Path("above.yaml").write_text("extends: recipe.yaml\n")
+    Path("images").mkdir()
+    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save("images/a.png")
+    Path("images/a.txt").write_text("a cat")
+    Path("table.jsonl").write_text(json.dumps({"prompt": "a dog", "image": "images/a.png"}) + "\n")
+    return tmp_path
+
+
+def refused(capsys: Capture, *words: str | Path) -> str:
+    capsys.readouterr()
+    assert cli.main([*map(str, words)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def named(path: str, way: str) -> str:
+    """Returns another name of a file."""
+    other = f"other{Path(path).suffix}"
+    if way == "link":
+        Path(other).symlink_to(Path(path).absolute())
+    elif way == "hard link":
+        os.link(path, other)
+    return path if way == "itself" else other
+
+
+@pytest.mark.parametrize("way", ["itself", "link", "hard link"])
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--json", "above.yaml"),
+        ("--json", "recipe.yaml"),
+        ("--json", "table.jsonl"),
+        ("--json", "images/a.txt"),
+        ("--grid", "images/a.png"),
+    ],
+)
+def test_score_replaces_nothing_that_it_reads(
+    workplace: Path, capsys: Capture, option: str, given: str, way: str
+) -> None:
+    path = named(given, way)
+    before = content(workplace)
+    said = refused(capsys, "score", "above.yaml", "images", "table.jsonl", option, path)
+    assert said == f"omni-async: {option}: {path} is read by this command; name another file"
+    assert content(workplace) == before
+
+
+def test_two_results_of_a_command_are_two_files(capsys: Capture) -> None:
+    said = refused(capsys, "score", "recipe.yaml", "images", "--json", "x.png", "--grid", "./x.png")
+    assert said == "omni-async: --grid: x.png is written by --json, too; name another file"
+
+
+@pytest.mark.parametrize(
+    "command", ["simulate above.yaml --profile steady.json", "tune above.yaml --profile steady.json --devices 4"]
+)
+@pytest.mark.parametrize("given", ["above.yaml", "recipe.yaml", "steady.json", "prompts.txt", "model/new.json"])
+def test_a_prediction_replaces_nothing_that_its_recipe_names(
+    workplace: Path, capsys: Capture, command: str, given: str
+) -> None:
+    Path("recipe.yaml").write_text(RECIPE)
+    write_profile(workplace / "steady.json", PROFILE)
+    before = content(workplace)
+    said = refused(capsys, *command.split(), "--json", given)
+    assert said == f"omni-async: --json: {given} is read by this command; name another file"
+    assert content(workplace) == before
+
+
+@pytest.mark.parametrize(
+    "part", ["metrics.jsonl", "config.yaml", "samples/train-000001.png", "checkpoints/new/page.html"]
+)
+def test_a_report_replaces_no_part_of_the_run(workplace: Path, capsys: Capture, part: str) -> None:
+    run = workplace / "run"
+    (run / "samples").mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.yaml", "samples/train-000001.png"):
+        (run / name).write_bytes(b"")
+    said = refused(capsys, "report", run, "--out", run / part)
+    assert said == f"omni-async: --out: {run / part} is read by this command; name another file"
+
+
+def test_a_full_disk_leaves_the_former_result(workplace: Path, capsys: Capture) -> None:
+    for name in ("page.md", "found.json", "rows.csv", "grid.png"):
+        Path(name).write_bytes(b"former")
+    images = ("score", "recipe.yaml", "images")
+    for words in (
+        ("docs", "--out", "page.md"),
+        (*images, "--json", "found.json", "--out", "rows.csv", "--grid", "grid.png"),
+    ):
+        with largest_file(20):
+            assert cli.main([*words]) in (1, 2)
+    assert all(Path(name).read_bytes() == b"former" for name in ("page.md", "found.json", "rows.csv", "grid.png"))
+    assert not [*workplace.glob(".*.partial*")]
+
+
+def test_a_text_that_a_spreadsheet_would_run_is_a_text(capsys: Capture) -> None:
+    Path("images/a.txt").write_text('=HYPERLINK("http://x")')
+    Path("table.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": text, "image": "images/a.png"}) + "\n" for text in ("-1+1", "@a", "+1", "a=1", "-")
+        )
+    )
+    assert cli.main(["score", "recipe.yaml", "images", "table.jsonl", "--out", "rows.csv"]) == 0
+    with Path("rows.csv").open(newline="") as file:
+        texts = [row["prompt"] for row in csv.DictReader(file)]
+    assert texts == ['\'=HYPERLINK("http://x")', "'-1+1", "'@a", "'+1", "a=1", "'-"]
+    assert as_csv([{"a": -1.5, "b": "\t=1", "c": None}]) == b"a,b,c\r\n-1.5,'\t=1,\r\n"

@@ -1,0 +1,111 @@
+"""Tests that packages which read foreign folders open their files with `omni_async/config/reading.py` alone.
+
+Anything else waits for a pipe, reads a device without end, or follows a link out of the folder.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[1] / "omni_async"
+_PACKAGES = ("runs", "report", "watch", "export", "scoring", "evaluation", "checkpoint")
+_METHODS = {"read_text", "read_bytes", "open"}
+_FUNCTIONS = {
+    *("open", "io.open", "os.open", "np.load", "np.fromfile", "np.memmap", "np.loadtxt", "Image.open", "av.open"),
+    *("json.load", "yaml.load", "yaml.safe_load", "load_file", "safe_open", "torch.load", "pq.read_table"),
+    *("pq.ParquetFile", "soundfile.read", "shutil.copy", "shutil.copy2", "shutil.copyfile", "web.FileResponse"),
+}
+# Calls that may stay, by file and text, and why.
+_ALLOWED = {
+    ("watch/app.py", "path.read_bytes"): "a file of this package",
+    ("checkpoint/folders.py", "os.open(path, os.O_RDONLY)"): "flushes what a writer just wrote",
+    ("checkpoint/trajectories.py", "safe_open(path, 'np')"): "the manifest was compared: a plain file",
+    ("checkpoint/trajectories.py", "load_file(path)"): "the manifest was compared: a plain file",
+    ("evaluation/drawing.py", "load_file(file)"): "of a folder that the user names",
+}
+# Those that were there when the rule was made: delete this set once they are gone.
+_TODAY = {
+    ("runs/follow.py", "path.open('rb')"),
+    ("report/pictures.py", "Image.open(path)"),
+    ("report/pictures.py", "path.read_bytes()"),
+    ("watch/app.py", "web.FileResponse(path, headers={**HEADERS, 'Content-Type': _MEDIA_TYPES[found[3]]})"),
+    ("watch/app.py", "(self._live.run.samples / f'train-{version:06d}.jsonl').read_bytes()"),
+    ("export/card.py", "shutil.copyfile(grid, folder / grid.name)"),
+    ("export/card.py", "yaml.safe_load(rest.partition('\\n---')[0])"),
+    ("export/card.py", "(folder / CARD).read_text(encoding='utf-8-sig')"),
+    ("export/folder.py", "source.open('rb')"),
+    ("evaluation/gallery.py", "file.read_bytes()"),
+    ("evaluation/models.py", "(self.trained.folder / MANIFEST_FILE).read_bytes()"),
+    ("checkpoint/folders.py", "path.open('rb')"),
+    ("checkpoint/state.py", "path.open('rb')"),
+}
+
+
+def unbounded(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every use of a function that opens a path by other means."""
+    tree = ast.parse(source)
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute | ast.Name) or not _opens(node, call := called.get(id(node))):
+            continue
+        shown = ast.unparse(node if call is None else call)
+        if "PAGE" not in shown:  # files of omni_async itself
+            yield node.lineno, shown
+
+
+def _opens(node: ast.Attribute | ast.Name, call: ast.Call | None) -> bool:
+    name = ast.unparse(node)
+    if name not in _FUNCTIONS and (isinstance(node, ast.Name) or node.attr not in _METHODS):
+        return False
+    if call is None:
+        return isinstance(node, ast.Attribute)  # handed on, to be called in a thread
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    modes = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    writes = name not in _FUNCTIONS - {"open"} and any(set(mode) & set("wxa") and len(mode) < 4 for mode in modes)
+    in_memory = any(ast.unparse(one).startswith(("io.BytesIO(", "BytesIO(")) for one in call.args)
+    return not writes and not in_memory
+
+
+def _found() -> dict[tuple[str, str], int]:
+    files = [file for package in _PACKAGES for file in sorted((_ROOT / package).rglob("*.py"))]
+    return {
+        (str(file.relative_to(_ROOT)), shown): line
+        for file in files
+        for line, shown in unbounded(file.read_text(encoding="utf-8"))
+    }
+
+
+def test_packages_that_read_foreign_folders_open_files_within_bounds() -> None:
+    found = _found()
+    allowed = _ALLOWED.keys() | _TODAY
+    wrong = [
+        f"omni_async/{file}:{line}: {shown}" for (file, shown), line in found.items() if (file, shown) not in allowed
+    ]
+    way = "use read_file, open_file (within=the folder) of omni_async/config/reading.py, and decode what they return"
+    assert not wrong, "\n".join([*wrong, way])
+    assert not allowed - found.keys(), "these are gone, and leave the list"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_refused"),
+    [
+        ("path.read_text()", True),
+        ("run(path.read_bytes)", True),
+        ("path.open()", True),
+        ("open(path, 'rb')", True),
+        ("path.open('xb')", False),
+        ("Image.open(path)", True),
+        ("Image.open(io.BytesIO(read_file(path)))", False),
+        ("safe_open(path, 'np')", True),
+        ("shutil.copyfile(path, other)", True),
+        ("(PAGE / name).read_text()", False),
+        ("open_file(path, within=folder)", False),
+        ("from safetensors.torch import load_file", False),
+    ],
+)
+def test_the_rule_itself(source: str, is_refused: bool) -> None:
+    assert bool([*unbounded(source)]) == is_refused
