@@ -176,7 +176,10 @@ def _select(
 ) -> tuple[int, list[str]]:
     """Return the version that `which` means, of those that are there, the newest first; and notes."""
     if not versions:
-        raise ConfigError(f"{run.path}: it has no checkpoint yet")
+        why = "it has no checkpoint yet"
+        if run.checkpoints.is_symlink() or any(map(Path.is_symlink, run.checkpoints.glob("update-*"))):
+            why = "its checkpoints are links, which may lead anywhere; name a checkpoint's folder, or copy it there"
+        raise ConfigError(f"{run.path}: {why}")
     best = next(iter(best_first(measured, rounds)), None)
     match which:
         case "last":

@@ -242,6 +242,14 @@ def test_what_a_killed_export_left_is_named_and_nothing_there_is_emptied(
     assert left.is_dir() and (tmp_path / "precious" / "file").read_text() == "kept"
 
 
+@pytest.mark.parametrize("name", ["checkpoints", f"checkpoints/update-{VERSION:06d}"])
+def test_checkpoints_behind_a_link_are_not_exported(lora: Trained, tmp_path: Path, capsys: Capture, name: str) -> None:
+    run = shutil.copytree(lora.run, tmp_path / lora.run.name)
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    assert "its checkpoints are links" in refused(capsys, run, "--out", tmp_path / "out")
+
+
 @pytest.mark.parametrize("made", ["folder", "file", "link"])
 def test_what_appeared_at_the_path_meanwhile_is_not_replaced(tmp_path: Path, made: str) -> None:
     out = tmp_path / "out"
