@@ -31,7 +31,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("above.yaml").write_text("extends: recipe.yaml\n")
     Path("images").mkdir()
-    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save("images/a.png")
+    Image.fromarray(np.full((4, 4, 3), 9, np.uint8)).save("images/a.png")
     Path("images/a.txt").write_text("a cat")
     Path("table.jsonl").write_text(json.dumps({"prompt": "a dog", "image": "images/a.png"}) + "\n")
     return tmp_path
@@ -85,7 +85,12 @@ def test_two_results_of_a_command_are_two_files(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["simulate above.yaml --profile steady.json", "tune above.yaml --profile steady.json --devices 4"]
+    "command",
+    [
+        "simulate above.yaml --profile steady.json",
+        "tune above.yaml --profile steady.json --devices 4",
+        "parity above.yaml emulation.profile=steady.json",
+    ],
 )
 @pytest.mark.parametrize("given", ["above.yaml", "recipe.yaml", "steady.json", "prompts.txt", "model/new.json"])
 def test_a_prediction_replaces_nothing_that_its_recipe_names(
@@ -137,3 +142,11 @@ def test_a_text_that_a_spreadsheet_would_run_is_a_text(capsys: Capture) -> None:
         texts = [row["prompt"] for row in csv.DictReader(file)]
     assert texts == ['\'=HYPERLINK("http://x")', "'-1+1", "'@a", "'+1", "a=1", "'-"]
     assert as_csv([{"a": -1.5, "b": "\t=1", "c": None}]) == b"a,b,c\r\n-1.5,'\t=1,\r\n"
+
+
+def test_a_result_of_no_sample_is_named_as_it_was_asked_for(workplace: Path, capsys: Capture) -> None:
+    Path("grid.png").write_bytes(b"former")
+    assert cli.main(["score", "recipe.yaml", "images", "reward.max_abs=1e-9", "--grid", "grid.png"]) == 1
+    told = capsys.readouterr().err
+    assert "omni-async: grid.png: not written, because no sample has a score\n" in told and ".partial" not in told
+    assert Path("grid.png").read_bytes() == b"former" and "could not be written" not in told

@@ -12,6 +12,8 @@ import numpy as np
 
 from omni_async.checkpoint.state import FILE as STATE_FILE
 from omni_async.checkpoint.state import CheckpointError, State
+from omni_async.config.reading import open_file
+from omni_async.config.tensor_files import read_header
 
 _FOLDER = "groups"
 _ARRAY = "array"  # the name of what has none: an emulated trajectory
@@ -25,9 +27,13 @@ def check_tensors(folder: Path) -> None:
 
     for path in sorted(folder.rglob("*.safetensors")):
         try:
-            with safe_open(path, "np"):  # maps the file, reads its header alone, and allows that 100 MB
+            with open_file(path, within=folder) as file:
+                read_header(file, path.stat().st_size)  # within bounds, which the next line has not
+            with safe_open(path, "np"):  # maps the file, and checks every tensor's type, shape and place
                 pass
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        except ValueError as error:
+            raise CheckpointError(f"{path} {error}") from None
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 

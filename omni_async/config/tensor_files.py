@@ -12,8 +12,8 @@ import msgspec
 from omni_async.config.decoding import decode_json
 
 LENGTH_BYTES = 8
-_LARGEST = 10**8  # bytes of a header, as safetensors has it
-_MOST = 4_000_000  # values in a header: a tensor has about eight
+_LARGEST = 2**25  # bytes of a header
+_MOST = 2_000_000  # values in a header: a tensor has about eight
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 

@@ -44,9 +44,8 @@ def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> N
     has_curves = plot_curves(folder / _CURVES, run.updates, run.rounds, chosen.version)
     pictures = [*_copy_samples(folder / _SAMPLES, run)]
     base, front = base_name(chosen.base), _front_matter(chosen, loading.relation)
-    made_by = (
-        f"{chosen.version} updates with omni_async {as_markdown(chosen.made_by)}, run `{_code(chosen.run.run_id)}`"
-    )
+    by, run_id = as_markdown(chosen.made_by), _code(chosen.run.run_id)
+    made_by = f"{chosen.version} updates with omni_async {by}, run `{run_id}`"
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {chosen.config.run.name}: {chosen.family.model_index_class} trained with {chosen.config.algorithm.name}",

@@ -62,8 +62,9 @@ def add_parity(commands: Any) -> None:
 
 def parity(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    if options.json is not None:
+        require_writable("--json", options.json, _inputs(options.target, options.overrides))
     family, cases = _cases(options.target, options.overrides)
-    require_writable("--json", options.json, _inputs(options.target, options.overrides))
     from omni_async.parity.table import HEADER, cells, line, rule
 
     engines = {"all": ENGINES, "none": ()}.get(options.engine, (options.engine,))

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,20 +140,20 @@ def _write(options: argparse.Namespace, done: list[Scored]) -> int:
     """Write the files that were asked for. Return the exit code, as `write_results`."""
     from omni_async.scoring.report import as_json, write_grid, write_rows
 
-    def if_any(write: Callable[[Path, list[Scored]], bool | None]) -> Callable[[Path], None]:
-        def written(path: Path) -> None:
-            if not done or write(path, done) is False:
-                path.unlink(missing_ok=True)
-                _note(f"{path}: not written, because no sample has a score")
+    writers: dict[Path, Callable[[Path], object]] = {}
+    if options.json is not None:
+        writers[options.json] = lambda path: path.write_bytes(as_json(options.recipe, done, options.repeat))
+    scored = any(row.scores for row in done)
+    for path, write, has_any in ((options.out, write_rows, bool(done)), (options.grid, write_grid, scored)):
+        if path is not None and has_any:
+            writers[path] = partial(_written, write, done)
+        elif path is not None:
+            _note(f"{path}: not written, because no sample has a score")
+    return write_results(writers)[1]
 
-        return written
 
-    files: tuple[tuple[Path | None, Callable[[Path], object]], ...] = (
-        (options.json, lambda path: path.write_bytes(as_json(options.recipe, done, options.repeat))),
-        (options.out, if_any(write_rows)),
-        (options.grid, if_any(write_grid)),
-    )
-    return write_results({path: write for path, write in files if path is not None})[1]
+def _written(write: Callable[[Path, list[Scored]], object], rows: list[Scored], path: Path) -> None:
+    write(path, rows)
 
 
 def _note(text: str) -> None:

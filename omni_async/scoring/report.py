@@ -227,13 +227,11 @@ def as_json(recipe: Path, rows: Sequence[Scored], repeat: int) -> bytes:
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
-def write_grid(path: Path, rows: Sequence[Scored]) -> bool:
-    """Write a grid of images: the worst samples, then the best. False if no sample has a score. Raises OSError."""
+def write_grid(path: Path, rows: Sequence[Scored]) -> None:
+    """Write a grid of images: the worst samples, then the best; one at least has a score. Raises OSError."""
     from omni_async.tracking.images import caption, image_grid, tile
 
     scored = ranked(rows)
-    if not scored:
-        return False
     count = min(_IN_GRID, max(1, len(scored) // 2))
     best = [("best", row) for row in scored[::-1][:count]]
     worst = [("worst", row) for row in scored[:count]] if len(scored) > 1 else []
@@ -246,4 +244,3 @@ def write_grid(path: Path, rows: Sequence[Scored]) -> bool:
             raise OSError(f"{error}") from None
         items.append((image, f"{title}: {caption(row.sample.prompt, shown)}"))
     image_grid(items, columns=count).save(path)
-    return True

@@ -57,11 +57,21 @@ def test_any_other_file_is_refused(content: bytes) -> None:
 
 
 def test_a_header_of_many_values_takes_little_memory() -> None:
-    content = file_of(b'{"a": [' + b"{}," * 2_000_000 + b"{}]}")
+    content = file_of(b'{"a": [' + b"{}," * 1_000_000 + b"{}]}")
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match="more than 4000000 values"):
+        with pytest.raises(ValueError, match="more than 2000000 values"):
             read_header(io.BytesIO(content), len(content))
         assert tracemalloc.get_traced_memory()[1] < 2 * len(content)
     finally:
         tracemalloc.stop()
+
+
+def test_a_header_without_an_end_is_not_read() -> None:
+    class Sparse(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            assert size == 8
+            return struct.pack("<Q", 2**26)
+
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        read_header(Sparse(), 2**40)
