@@ -175,7 +175,7 @@ class Observer:
         """Wait until the sample files that are being written are done, `seconds` at most.
 
         Keeps none of an attempt that has nothing else to record."""
-        await self._samples.finish(seconds, keep=self.owns)
+        await self._samples.finish(seconds, keep=self._samples.may_save.is_set())
 
     def _handle(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:

@@ -24,13 +24,14 @@ from omni_async.media import Media
 from omni_async.scoring.samples import find_samples
 from omni_async.tracking.attempts import Fault, read_faults
 from omni_async.tracking.console import validation_lines
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.tracking.sinks.base import Sink
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.summary import read_summary, write_summary
 from omni_async.types import Prompt, Score, ScoreJob, Span
 from tests.control import control_world
 from tests.loops import play
+from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (
     OFFLINE,
     Control,
@@ -338,6 +339,23 @@ def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_it
     show(watcher, validated(60), update(61, 5000.0, 5004.0))
     assert [line["update"] for line in run.read_metrics()] == [60, 61]
     assert len(read_faults(run.faults)) == 1
+
+
+def test_samples_of_a_folder_that_could_not_be_taken_over_are_given_up_at_once(tmp_path):
+    config, clock = write_world(tmp_path), ManualClock(1000.0)
+    run = RunDirectory.create(config, clock)
+    run.spans.mkdir()  # where the timeline's file is to begin
+    watcher = Observer(config, run, RememberingConsole(), Sinks(), clock, ControlState(version=60), owns=False)
+
+    async def main() -> None:
+        watcher._samples.draw(validated(60, "image"), ImageStore())
+        with pytest.raises(RunDirectoryError, match="cannot begin"):
+            watcher.take_over()
+        async with asyncio.timeout(PATIENCE):
+            await watcher.samples_written(10 * PATIENCE)
+        assert not [*run.samples.iterdir()]
+
+    play(main())
 
 
 def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):
