@@ -45,11 +45,11 @@ LARGEST_JSON = 10_000_000
 LFS_POINTER = b"version https://git-lfs"
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the recipe at `path` with `overrides` `key.path=value`.
+def load(path: str | Path, overrides: Sequence[str] = (), within: Path | None = None) -> Config:
+    """Load the recipe at `path` with `overrides` `key.path=value`; a run's own `within` the run's folder.
 
     Imports nothing heavy. Raises ConfigError, one line."""
-    return _checked(read_tree(Path(path), overrides), Path(path), overrides)
+    return _checked(read_tree(Path(path), overrides, within), Path(path), overrides)
 
 
 def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()) -> Config:

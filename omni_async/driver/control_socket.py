@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,10 +21,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from omni_async.config.decoding import decode_json
+from omni_async.config.reading import OutsideError, is_within
 from omni_async.tracking.files import keep_from_children
 
 MOST_WORKERS = 100_000
 _LONGEST_REQUEST = 2**16
+_LONGEST_ANSWER = 2**24
 
 
 class ControlError(RuntimeError):
@@ -129,17 +133,21 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
         tell: gets what the run waits for meanwhile.
 
     Raises:
-        NotRunning: no process serves the socket.
-        ControlError: anything else went wrong, or cannot be done."""
+        NotRunning: no process serves the socket, or it leads out of its folder.
+        ControlError: it does not answer in time, or anything else went wrong, or cannot be done."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
+            if not is_within(path, path.parent):
+                raise OutsideError(errno.EPERM, "it leads out of its folder", str(path))
             with _short(path) as short:
                 connection.connect(short)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as file:
-                while (answer := _read(path, file.readline())).doing is not None:
+                while (answer := _read(path, file.readline(_LONGEST_ANSWER))).doing is not None:
                     tell(answer.doing)
+        except TimeoutError:
+            raise ControlError(f"{path.parent}: {path.name} does not answer within {timeout_s:g} s") from None
         except OSError as error:
             raise NotRunning(f"{path.parent} is not running here: {path.name}: {error.strerror or error}") from None
     if answer.status is None:
@@ -149,7 +157,8 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
 
 def _read(path: Path, line: bytes) -> Answer:
     try:
-        return msgspec.json.decode(line, type=Answer)
+        answer: Answer = decode_json(line, Answer)
+        return answer
     except msgspec.DecodeError:
         raise ControlError(f"{path.parent} ended before it answered") from None
 

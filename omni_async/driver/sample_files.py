@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omni_async.aio.threads import in_daemon_thread
+from omni_async.config.writing import replacing, write_atomic
 from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
 from omni_async.store import ObjectStore
@@ -72,7 +73,8 @@ class SampleFiles:
 
     def _save(self, grid: Image, media: list[Media], shown: Sequence[Shown], kind: str, version: int) -> None:
         name = f"{kind}-{version:06d}"
-        grid.save(self._run.samples / f"{name}.png")
+        with replacing(self._run.samples / f"{name}.png") as file:
+            grid.save(file)
         self._sinks.image(grid, kind, version)
         rows = []
         for number, (one, sample) in enumerate(zip(media, shown, strict=True)):
@@ -81,7 +83,8 @@ class SampleFiles:
             for file in files:
                 if file.suffix != ".png":  # the grid has images
                     self._sinks.media(file, kind, version)
-        (self._run.samples / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        content = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        write_atomic(self._run.samples / f"{name}.jsonl", content)
 
 
 def _row(shown: Shown, files: list[Path]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from omni_async.report.blocks import Axis, Block, Chart, Section, Series, Text
 from omni_async.report.shown import UPDATES, Shown, tabs
 
 _MOST_BARS = 160
+_MOST_AGES = 64
 
 
 def staleness(shown: Sequence[Shown]) -> Section:
@@ -31,17 +32,22 @@ def _one(one: Shown) -> list[Block]:
     updates = sorted(per_update)
     width = -(-len(updates) // _MOST_BARS)
     bars = [updates[i : i + width] for i in range(0, len(updates), width)]
-    totals = [sum((per_update[update] for update in bar), Counter[int]()) for bar in bars]
+    oldest = ages[:_MOST_AGES][-1]
+    totals, all_counts = [Counter[int]() for _ in bars], Counter[int]()
+    for bar, total in zip(bars, totals, strict=True):
+        for update in bar:
+            all_counts.update(per_update[update])
+            for age, count in per_update[update].items():
+                total[min(age, oldest)] += count
     areas = [
         Series(
-            f"staleness {age}",
+            f"staleness {age}{' and more' if age == oldest < ages[-1] else ''}",
             {"update": [float(bar[-1]) for bar in bars]},
-            [counts[age] / counts.total() for counts in totals],
-            colour=f"age-{number / max(1, len(ages) - 1):.3f}",
+            [total[age] / total.total() for total in totals],
+            colour=f"age-{number / max(1, min(len(ages), _MOST_AGES) - 1):.3f}",
         )
-        for number, age in enumerate(ages)
+        for number, age in enumerate(ages[:_MOST_AGES])
     ]
-    all_counts = sum(totals, Counter[int]())
     mean = sum(age * count for age, count in all_counts.items()) / all_counts.total()
     budget = one.run.setting("staleness.max_updates")
     said = f"{mean:.2f} updates on average, {max(ages)} at most; the budget S is {budget}."

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from omni_async.config.writing import replacing
 from omni_async.media import Media, evenly
 from omni_async.types import Prompt, Score
 
@@ -247,12 +248,12 @@ def write_media(media: Media, path: Path) -> list[Path]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Delete the file again if it cannot be finished. Raises OSError, whatever a library raises."""
+    """Give a file that takes the place of `path` once it is finished. Raises OSError, whatever a library raises."""
     try:
-        yield path
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError) or not isinstance(error, Exception):
+        with replacing(path) as file:
+            yield file
+    except Exception as error:
+        if isinstance(error, OSError):
             raise
         raise OSError(f"{path.name} could not be written: {error}") from error
 
