@@ -1,4 +1,4 @@
-"""Bounds numbers from files: finite, and inside the range that they can have.
+"""Bounds numbers and texts from files: finite, and inside the range that they can have.
 
 msgspec refuses others while it decodes a struct that has these types."""
 
@@ -13,12 +13,14 @@ LARGEST = 1e100
 # Beyond it a float has no microseconds, and no calendar a year.
 FARTHEST_S = 1e11
 MOST = 2**53
+LONGEST = 100_000
 
 Value = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
 Seconds = Annotated[float, Meta(ge=0, le=FARTHEST_S)]
 Time = Annotated[float, Meta(ge=-FARTHEST_S, le=FARTHEST_S)]
 Count = Annotated[int, Meta(ge=0, lt=MOST)]
+Text = Annotated[str, Meta(max_length=LONGEST)]
 Number = Annotated[int, Meta(ge=0, lt=2**31)]  # of a group, a prompt or a version: 32 bits in tables
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from omni_async.ranges import Number, Value
+from omni_async.ranges import Number, Text, Value
 from omni_async.version_spans import VersionSpans
 
 SampleKind = Literal["train", "validation"]
@@ -239,11 +239,11 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
     `prompt` is the prompt's number, `text` what it begins with; empty in lines of earlier versions. `left_out` are the
     scorers that its rewards are made without, because they failed."""
 
-    run: str
+    run: Text
     group: Number
     prompt: Number
     event: Terminal
-    reason: str | None
+    reason: Text | None
     admitted_version: Number
     trained_version: Number | None
     staleness: Number | None
@@ -251,7 +251,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
     attempts: Number
     reward: Value | None
     left_out: tuple[str, ...] = ()
-    text: str = ""
+    text: Text = ""
 
 
 class UpdateReport(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from omni_async.driver.control_socket import MOST_WORKERS, ControlError, NotRunn
 from omni_async.driver.next_steps import next_steps
 from omni_async.ranges import count, finite
 from omni_async.role_table import scalable_roles
-from omni_async.runs.record import ended_groups
+from omni_async.runs.record import ended_groups, reason_of
 from omni_async.runs.rounds import is_round, read_rounds
 from omni_async.tracking.console import columns, duration, groups_left_out, validated, validation_lines
 from omni_async.tracking.files import read_foreign
@@ -236,7 +236,8 @@ def left_behind(folder: Path) -> LeftBehind:
         rounds, last = _measured(run)
         ended = _endings(run)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder}: its summary, metrics or ledger cannot be read: {error}") from None
+        where = f"{Path(error.filename).name}: " if isinstance(error, OSError) and error.filename else ""
+        raise ConfigError(f"{folder}: its summary or metrics cannot be read: {where}{reason_of(error)}") from None
     summary = summary and with_rounds(summary, rounds)
     learned = ("accuracy", "margin") if "accuracy" in last else ("reward",)  # of preferences that is not their reward
     return LeftBehind(
@@ -277,7 +278,7 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
     running = "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
     killed = "it is not running, and it left no summary: it was killed, or the machine went down"
     lines = [f"{found.run}: {running if found.running else killed}"]
-    if found.finished is None:
+    if not found.update:
         lines.append("no update was made")
     else:
         numbers = "".join(f", {name} {value:.3g}" for name, value in found.numbers.items())
@@ -289,7 +290,9 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
     return lines if found.running else [*lines, *_goes_on(found)]
 
 
-def _at(seconds: float) -> str:
+def _at(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
     try:
         return f", at {datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError):  # no valid time

@@ -14,7 +14,7 @@ from omni_async.ranges import finite
 
 # Names that a run's metrics may have; a file that has more is none that a run wrote.
 _MOST_COLUMNS = 5000
-_MOST_NUMBERS = 20_000_000
+_MOST_NUMBERS = 10_000_000
 
 
 class Columns:

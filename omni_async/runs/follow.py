@@ -29,7 +29,7 @@ from omni_async.runs.rows import Records, Rows
 from omni_async.runs.spans import Placed, SpanLine, SpanStore, Where
 from omni_async.runs.trace_file import NotATrace, TraceEvent, trace_spans
 from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.files import decode_line, read_foreign
+from omni_async.tracking.files import LONGEST_LINE, decode_line, read_foreign
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import LedgerEntry, Span
@@ -173,7 +173,9 @@ class Follower:
     @property
     def problem(self) -> str | None:
         """Report what of the folder cannot be read; None if all can be."""
-        return "; ".join(f"{name}: {why}" for name, why in self.left_out.items()) or None
+        found = [f"{name}: {why}" for name, why in self.left_out.items()]
+        found += [f"{self.lines_cut} lines of its files cannot be read"] if self.lines_cut else []
+        return "; ".join(found) or None
 
     @property
     def is_behind(self) -> bool:
@@ -204,6 +206,8 @@ class Follower:
                 take(block)
                 self.changes += 1
                 yield
+            if file.is_stuck:
+                self.left_out[name] = f"a line has more than {LONGEST_LINE} bytes; nothing is read from there on"
         except FileNotFoundError:
             self.left_out.pop(name, None)
             self._restart(file, forget)

@@ -47,6 +47,7 @@ class GrowingFile:
         had_something = self._position > 0
         self._position = 0
         self._tail = b""
+        self.is_stuck = False  # at a line that no run writes
         self._earlier = (0, 0)  # what lies before the part that was read first
         self._seen = None
         return had_something
@@ -107,6 +108,7 @@ class GrowingFile:
             whole = (content.rfind(b"\n") if size == _BLOCK else content.find(b"\n")) + 1
             if whole:
                 return Block(start, [line + b"\n" for line in content[: whole - 1].split(b"\n")])
-            if len(content) < size or size >= LONGEST_LINE:  # no run wrote it: nothing is read from there on
+            if len(content) < size or size >= LONGEST_LINE:
+                self.is_stuck = len(content) == size  # no run wrote it: nothing is read from there on
                 return None
             size *= 8

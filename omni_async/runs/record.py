@@ -24,7 +24,7 @@ from omni_async.ranges import FARTHEST_S, count, finite
 from omni_async.runs.rounds import is_round, read_rounds
 from omni_async.runs.spans import is_in_time
 from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.files import read_foreign
+from omni_async.tracking.files import MOST_LINES, read_foreign
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.tracking.timeline import read_trace
@@ -38,11 +38,12 @@ GridKind = Literal["train", "validation"]
 _MEDIA = (".png", ".mp4", ".wav")
 _GRID = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
 # What a run may have, and a page shows, at most. Beyond it files are none that a run wrote.
-_MOST_UPDATES = 200_000  # lines of metrics
+_MOST_UPDATES = 100_000  # lines of metrics
 _MOST_METRICS = 5000  # names
 _MOST_TILES = 2000  # of a grid
 _MOST_SLOTS = 2000  # of workers
 _MOST_LEFT_OUT = 20
+_LONGEST_TEXT = 10_000  # characters of a prompt
 _LARGEST_CONFIG = 2**20  # bytes
 
 
@@ -183,7 +184,7 @@ def read_run(folder: Path) -> Run:
         )
     left_out: dict[str, str] = {}
 
-    def lines(path: Path, kind: type[T], keep: Callable[[T], bool] | None = None, most: int = 500_000) -> list[T]:
+    def lines(path: Path, kind: type[T], keep: Callable[[T], bool] | None = None, most: int = MOST_LINES) -> list[T]:
         records, why = read_foreign(path, kind, run.path, keep, most)
         if why:
             left_out[path.name] = why
@@ -329,7 +330,9 @@ def _of_first_slots(spans: list[Span]) -> list[Span]:
             known[span.actor] = len(span.actor) <= 200 and (slot in slots or len(slots) < _MOST_SLOTS)
             if known[span.actor]:
                 slots.add(slot)
-    return [span for span in spans if known[span.actor]]
+            if len(known) > 10 * _MOST_SLOTS:
+                break
+    return [span for span in spans if known.get(span.actor)]
 
 
 def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, str]) -> Tile:
@@ -344,8 +347,8 @@ def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, st
     target = row.get("target")
     return Tile(
         number=number,
-        prompt=str(row.get("prompt", "")),
-        target=None if target is None else str(target),
+        prompt=str(row.get("prompt", ""))[:_LONGEST_TEXT],
+        target=None if target is None else str(target)[:_LONGEST_TEXT],
         image=media("image"),
         video=media("video"),
         audio=media("audio"),

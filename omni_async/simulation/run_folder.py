@@ -28,6 +28,9 @@ class MeasuredRun(NamedTuple):
     devices: float | None
 
 
+_MOST_UPDATES = 100_000  # lines of metrics that are read
+
+
 class _Update(msgspec.Struct):
     update: Count
     finished: Time
@@ -46,7 +49,7 @@ def read_measured(folder: Path) -> MeasuredRun:
         )
     (ended, _), (updates, _) = (
         read_foreign(run.attempts, Attempt, folder),
-        read_foreign(run.metrics, _Update, folder),
+        read_foreign(run.metrics, _Update, folder, most=_MOST_UPDATES),
     )
     attempts = [one for one in ended if one.to_update > one.from_update]
     if attempts:  # the profile is of the last one that made updates

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from omni_async.ranges import Count, Seconds, Time
+from omni_async.ranges import Count, Seconds, Text, Time
 from omni_async.tracking.files import read_records
 from omni_async.tracking.summary import Status
 
@@ -20,7 +20,7 @@ class Attempt(msgspec.Struct, frozen=True):
     began: Time
     ended: Time
     status: Status
-    reason: str | None
+    reason: Text | None
     from_update: Count
     to_update: Count
     wall_s: Seconds
@@ -32,9 +32,9 @@ class Fault(msgspec.Struct, frozen=True):
     When (the clock's seconds), why, its replacement, and how many seconds later the replacement was at work."""
 
     time: Time
-    part: str
-    reason: str
-    replacement: str
+    part: Text
+    reason: Text
+    replacement: Text
     seconds: Time
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 LONGEST_LINE = 2**24  # bytes
 _MOST_VALUES = 500_000
 # What is held of a foreign file: lines, and about so many bytes of memory.
-_MOST_LINES = 500_000
+MOST_LINES = 400_000
 _MOST_MEMORY = 250_000_000
 # Values of a record that are part of its own bytes below: a field takes less than a value of an unknown mapping.
 _FIELDS = 16
@@ -66,7 +66,7 @@ def decode_line(line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def read_foreign(
-    path: Path, kind: type[T], within: Path, keep: Callable[[T], bool] | None = None, most: int = _MOST_LINES
+    path: Path, kind: type[T], within: Path, keep: Callable[[T], bool] | None = None, most: int = MOST_LINES
 ) -> tuple[list[T], str | None]:
     """Decode the JSON lines of a foreign file as far as they fit into memory; return why some are missing, too.
 
@@ -77,8 +77,7 @@ def read_foreign(
         keep: tells records from damaged ones that decode.
         most: how many lines are read."""
     records: list[T] = []
-    damaged: list[int] = []
-    number = held = 0
+    number = held = damaged = first = 0
     is_open = "args" in getattr(kind, "__struct_fields__", ("args",))
     decoder = msgspec.json.Decoder(kind)
     why: str | None = None
@@ -96,12 +95,12 @@ def read_foreign(
             except (ValueError, RecursionError):
                 pass
             if line.endswith(b"\n"):
-                damaged.append(number)
+                first, damaged = first or number, damaged + 1
     except OSError as error:
         why = f"cannot be read: {error.strerror or error}"
     if damaged:
-        what = f"line {damaged[0]} is" if len(damaged) == 1 else f"{len(damaged)} lines, from line {damaged[0]} on, are"
-        why = f"{what} damaged" + (f"; {why}" if why else "")
+        lines = "1 line" if damaged == 1 else f"{damaged} lines"
+        why = f"{lines} cannot be read, the first is line {first}" + (f"; {why}" if why else "")
     return records, why
 
 
