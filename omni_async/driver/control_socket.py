@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.config.decoding import decode_json
-from omni_async.config.reading import OutsideError, is_within
+from omni_async.config.reading import require_within
 from omni_async.tracking.files import keep_from_children
 
 MOST_WORKERS = 100_000
@@ -138,8 +137,7 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
-            if not is_within(path, path.parent):
-                raise OutsideError(errno.EPERM, "it leads out of its folder", str(path))
+            require_within(path, path.parent)
             with _short(path) as short:
                 connection.connect(short)
             connection.sendall(msgspec.json.encode(request) + b"\n")

@@ -43,7 +43,7 @@ def samples(shown: Sequence[Shown], address: Callable[[Run], Address] | None = N
     lead = "The same prompts and the same noise, drawn by the model as it was at each round: what training changed."
 
     def one(run: Shown) -> list[Block]:
-        return _one(run.run, _Embedded(run.run.path) if address is None else address(run.run))
+        return _one(run.run, _Embedded(run.run.folder.samples) if address is None else address(run.run))
 
     return Section("samples", "Samples over time", lead, tabs=tabs(shown, one))
 
@@ -73,7 +73,7 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
             full |= tile is not None and not frame.src
             frames.append(frame)
             if tile is not None and tile.image is not None:
-                sides.append(_side(tile.image, run.path))
+                sides.append(_side(tile.image, run.folder.samples))
         strips.append(Strip(key[0], key[1], frames))
     left = []
     if len(chosen) < len(rounds):
@@ -126,18 +126,18 @@ def _frame(version: int, tile: Tile, address: Address) -> Frame:
     return Frame(version, reward=reward)
 
 
-def _side(path: Path, run: Path) -> int:
+def _side(path: Path, samples: Path) -> int:
     """Return the longer side of an image; 0 if it is none."""
     try:
-        with _opened(path, run) as image:
+        with _opened(path, samples) as image:
             return max(image.size)
     except _UNREADABLE:
         return 0
 
 
-def _opened(path: Path, run: Path) -> Image.Image:
+def _opened(path: Path, samples: Path) -> Image.Image:
     """Open an image of a run. Raises one of `_UNREADABLE` if it is none, or too large to be decoded."""
-    image = Image.open(io.BytesIO(read_file(path, _LARGEST, within=run)), formats=("PNG",))
+    image = Image.open(io.BytesIO(read_file(path, _LARGEST, within=samples)), formats=("PNG",))
     if image.width * image.height > _MOST_PIXELS:
         image.close()
         raise ValueError(f"{path.name} has {image.width} x {image.height} pixels")
@@ -147,8 +147,8 @@ def _opened(path: Path, run: Path) -> Image.Image:
 class _Embedded:
     """Turns files of a run into data URIs, up to a number of bytes and of decoded pixels."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, samples: Path) -> None:
+        self._samples = samples
         self._left = _MOST_BYTES
         self._pixels = _MOST_DECODED
 
@@ -163,10 +163,10 @@ class _Embedded:
     def _content(self, path: Path) -> tuple[str, bytes]:
         """Return a file's media type and bytes; large images are reduced. Raises OSError if they do not fit."""
         if path.suffix == ".png":
-            with _opened(path, self._run) as image:
+            with _opened(path, self._samples) as image:
                 if max(image.size) > _KEPT_SIDE:
                     return _TYPES[".webp"], self._reduced(image, path)
-        return _TYPES[path.suffix], read_file(path, self._left, within=self._run)
+        return _TYPES[path.suffix], read_file(path, self._left, within=self._samples)
 
     def _reduced(self, image: Image.Image, path: Path) -> bytes:
         self._pixels -= image.width * image.height

@@ -309,8 +309,7 @@ def is_there(path: Path, within: Path, left_out: dict[str, str]) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
-        name = path.relative_to(within)
-        _leave_out(left_out, str(name), f"cannot be read: {reason_of(error)}")
+        _leave_out(left_out, path.name, f"cannot be read: {reason_of(error)}")
         return False
     return True
 
@@ -340,7 +339,7 @@ def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, st
         value = row.get(name)
         # A table that somebody edited leads nowhere else, nor does a link in the folder.
         path = folder / Path(value).name if isinstance(value, str) else None
-        if path is None or path.suffix not in _MEDIA or not is_there(path, folder.parent, left_out):
+        if path is None or path.suffix not in _MEDIA or not is_there(path, folder, left_out):
             return None
         return path
 

@@ -18,11 +18,11 @@ import msgspec
 from aiohttp import web
 
 from omni_async.aio.threads import in_daemon_thread
-from omni_async.config.reading import read_file
+from omni_async.config.reading import read_file, require_within
 from omni_async.config.redact import one_line, redact_text
 from omni_async.report.file import PAGE
 from omni_async.tracking.files import read_foreign
-from omni_async.tracking.rundir import RunDirectoryError
+from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.types import SHOWN_OF_PROMPT
 from omni_async.watch.actions import Asked
 from omni_async.watch.guard import HEADERS, Guard, Refused
@@ -155,9 +155,8 @@ class WatchApp:
         found = _SAMPLE.fullmatch(name)
         if found is None:
             raise Refused(404, "there is no such sample")
-        run = self._live.run
         try:
-            content = await in_daemon_thread(lambda: read_file(run.samples / name, _LARGEST_SAMPLE, within=run.path))
+            content = await in_daemon_thread(lambda: _sample_of(self._live.run, name))
         except OSError as error:
             raise Refused(404, f"there is no such sample: {error.strerror}") from None
         return web.Response(body=content, content_type=_MEDIA_TYPES[found[3]])
@@ -256,6 +255,12 @@ class WatchApp:
         except RunDirectoryError as error:
             raise Refused(500, f"it was done, and could not be recorded: {error}") from None
         return _json({"result": action.result})
+
+
+def _sample_of(run: RunDirectory, name: str) -> bytes:
+    """Read a file of the samples folder. Raises OSError; OutsideError if it, or the folder, leads out of its folder."""
+    require_within(run.samples, run.path)
+    return read_file(run.samples / name, _LARGEST_SAMPLE, within=run.samples)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:
