@@ -145,6 +145,8 @@ def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
     for run in sorted(of_name, key=lambda run: run.began, reverse=True):
         if run.is_running():
             passed.append(f"passed over {run.run_id}: it is running")
+        elif (problem := run.problem()) is not None:
+            passed.append(f"warning: passed over {run.run_id}: {problem}")
         elif read_ending(run.summary)[0] == "done":
             done.append(run.run_id)
         elif not any(newest_first(run.checkpoints)):
@@ -164,6 +166,8 @@ def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
 
 
 def _of_run(asked: _Asked, run: Path) -> ResumePoint:
+    if (problem := RunDirectory(run).problem()) is not None:
+        raise ConfigError(f"checkpoint.resume: cannot go on in {run}: {problem}")
     search = _Search()
     if (point := next(search.points(asked, run), None)) is None:
         raise ConfigError(f"checkpoint.resume: {run} {search.why()}; checkpoint.resume=null starts a new run")

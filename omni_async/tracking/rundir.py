@@ -98,14 +98,22 @@ class RunDirectory:
         needed of it cannot be read."""
         run = cls(path)
         with refusing(f"checkpoint.resume: cannot go on in {path}", path):
+            if (problem := run.problem()) is not None:
+                raise OSError(errno.EINVAL, problem)
             run._claim()
-            for folder in (run.samples, run.checkpoints, run.weights):
-                if folder.is_symlink():
-                    raise OSError(errno.EINVAL, "it is a link; the whole run folder may be one instead", str(folder))
             for lines in (run.metrics, run.attempts):
                 if lines.exists():
                     open_file(lines, within=path).close()
         return run
+
+    def problem(self) -> str | None:
+        """Report a folder inside that a run cannot write into; None if there is none. A link may lead anywhere."""
+        for folder in (self.samples, self.checkpoints, self.weights):
+            if folder.is_symlink():
+                return f"{folder} is a link; the whole run folder may be one instead"
+            if folder.exists() and not folder.is_dir():
+                return f"{folder} is not a folder"
+        return None
 
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
         """Prepare the reopened folder for this attempt's records.

@@ -122,7 +122,8 @@ class VersionFile:
 
     def open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._unfinished.open("wb", buffering=_WRITE_BUFFER)
+        self._unfinished.unlink(missing_ok=True)  # of a run that was killed
+        self._file = self._unfinished.open("xb", buffering=_WRITE_BUFFER)
         self._file.write(_LENGTH.pack(len(self._header)) + self._header)
         self._position = _LENGTH.size + len(self._header)
 
