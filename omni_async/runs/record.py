@@ -44,7 +44,7 @@ _MOST_TILES = 2000  # of a grid
 _MOST_SLOTS = 2000  # of workers
 _MOST_LEFT_OUT = 20
 _LONGEST_TEXT = 10_000  # characters of a prompt
-_LARGEST_CONFIG = 2**20  # bytes
+_LARGEST_CONFIG = 2**18  # bytes, as of any recipe
 
 
 @dataclass(frozen=True)

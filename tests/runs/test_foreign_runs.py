@@ -149,6 +149,9 @@ def test_no_file_that_a_recipe_names_is_read(folder, tmp_path):
         (folder / "profile.json").touch()
         with pytest.raises(ConfigError, match="leads out of its folder"):
             read_measured(folder)
+    (folder / "config.yaml").write_text(f"model: {{path: {tmp_path}}}\ndata: {{prompts: a.txt}}\n")
+    with pytest.raises(ConfigError, match=r"model\.pipeline: missing"):
+        read_measured(folder)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".jsonl")])
