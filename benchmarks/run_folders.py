@@ -52,6 +52,7 @@ class MadeRun:
             step_versions=(max(0, update - 1), update),
             attempts=1,
             reward=0.5 + 0.1 * self.rng.random(),
+            text=f"prompt {group % 97}",
         )
 
     def metrics(self, update: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from omni_async.ranges import Number, Text, Value
 from omni_async.version_spans import VersionSpans
 
 SampleKind = Literal["train", "validation"]
@@ -228,23 +229,29 @@ class SampleDrift(msgspec.Struct, frozen=True):
     num_elements: int
 
 
+# Characters of a prompt in its groups' lines of the ledger.
+SHOWN_OF_PROMPT = 300
+
+
 class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
     """A line of `ledger.jsonl`: how one admitted group ended.
 
-    `left_out` are the scorers that its rewards are made without, because they failed."""
+    `prompt` is the prompt's number, `text` what it begins with; empty in lines of earlier versions. `left_out` are the
+    scorers that its rewards are made without, because they failed."""
 
-    run: str
-    group: int
-    prompt: int
+    run: Text
+    group: Number
+    prompt: Number
     event: Terminal
-    reason: str | None
-    admitted_version: int
-    trained_version: int | None
-    staleness: int | None
-    step_versions: tuple[int, int] | None
-    attempts: int
-    reward: float | None
+    reason: Text | None
+    admitted_version: Number
+    trained_version: Number | None
+    staleness: Number | None
+    step_versions: tuple[Number, Number] | None
+    attempts: Number
+    reward: Value | None
     left_out: tuple[str, ...] = ()
+    text: Text = ""
 
 
 class UpdateReport(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.bench.measure import enough_updates, steady_part
 from omni_async.config import Config, ConfigError, load, resolved_yaml
+from omni_async.config.reading import read_file
 from omni_async.config.schedule import SCHEDULES
 from omni_async.config.schema import ScheduleName
 from omni_async.config.writing import write_atomic
@@ -56,6 +57,7 @@ _OWNED = {
     "checkpoint.resume": "every run starts from the recipe's model",
     "staleness.exact": "an arm has a budget, not an age",
 }
+_LARGEST = 2**20  # bytes
 _FINGERPRINT = "fingerprint"
 
 
@@ -238,8 +240,8 @@ def finished_run(inputs: RunInputs) -> Path | None:
     for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:
             if (
-                (run / "config.yaml").read_text(encoding="utf-8") == wanted
-                and (run / _FINGERPRINT).read_text(encoding="ascii") == mark
+                read_file(run / "config.yaml", _LARGEST, within=run).decode() == wanted
+                and read_file(run / _FINGERPRINT, _LARGEST, within=run).decode("ascii") == mark
                 and read_summary(run / "summary.json").status == "done"
                 and (run / "trace.json").is_file()
             ):

@@ -14,12 +14,14 @@ import msgspec
 import psutil
 
 from omni_async.config import ConfigError
+from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.writing import write_atomic
 from omni_async.performance.law import StageTimes
+from omni_async.ranges import Count, Value
 
 FILE_NAME = "overlap.json"
-_LARGEST_FILE = 200_000_000
+_LARGEST_FILE = 2**26  # bytes
 _PACKAGES = ("omni-async", "ray", "torch", "vllm-omni")
 
 
@@ -42,8 +44,8 @@ def spread(values: Sequence[float]) -> Spread:
 class Stage(msgspec.Struct, frozen=True):
     """Seconds per update that a device of the stage was busy, and its jobs' coefficient of variation, if known."""
 
-    seconds: float
-    variation: float | None = None
+    seconds: Value
+    variation: Value | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,16 +55,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     `attribution` sums to `step_s`. `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by
     staleness) and `peak_memory_bytes` are the whole run's."""
 
-    updates: int
-    step_s: float
-    steps_s: tuple[float, ...]
-    images_per_s: float
-    images_per_s_per_device: float
-    attribution: dict[str, float]
+    updates: Count
+    step_s: Value
+    steps_s: tuple[Value, ...]
+    images_per_s: Value
+    images_per_s_per_device: Value
+    attribution: dict[str, Value]
     stages: dict[str, Stage]
-    busy: dict[str, dict[str, float]]
-    staleness: dict[int, int]
-    peak_memory_bytes: int | None
+    busy: dict[str, dict[str, Value]]
+    staleness: dict[Count, Count]
+    peak_memory_bytes: Count | None
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +73,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     `folder` is relative to the benchmark's. `load`: the machine's 1-minute load average when the run began (None: a run
     found complete)."""
 
-    round: int
+    round: Count
     status: Literal["done", "failed"]
     reason: str | None = None
     folder: str | None = None
-    load: float | None = None
+    load: Value | None = None
     measured: Measured | None = None
 
 
@@ -85,16 +87,16 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     `simulated_s`: the simulator's step, or None with `not_simulated`."""
 
     times: StageTimes
-    law_s: float
-    simulated_s: float | None = None
+    law_s: Value
+    simulated_s: Value | None = None
     not_simulated: str | None = None
 
 
 class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     schedule: str
-    max_updates: int
-    devices: float | None = None
+    max_updates: Count
+    devices: Value | None = None
     config: dict[str, Any] | None = None
     skipped: str | None = None
     prediction: Prediction | None = None
@@ -114,8 +116,8 @@ class Machine(msgspec.Struct, frozen=True):
     """Hardware and versions. `cpus`: those this process may use. `gpus`: names, empty where none was asked for."""
 
     cpu: str
-    cpus: int
-    memory_bytes: int
+    cpus: Count
+    memory_bytes: Count
     system: str
     python: str
     packages: dict[str, str]
@@ -141,9 +143,9 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     started: str
     machine: Machine
-    repeats: int
-    updates: int
-    time_scale: float
+    repeats: Count
+    updates: Count
+    time_scale: Value
     law: str
     arms: tuple[ArmRecord, ...]
 
@@ -165,9 +167,10 @@ def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
 
 def read_overlap(folder: Path) -> Overlap:
     """Read the result. Raises ConfigError, one line, where there is none."""
-    path = folder / FILE_NAME if folder.is_dir() else folder
+    path, within = (folder / FILE_NAME, folder) if folder.is_dir() else (folder, None)
     try:
-        return msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Overlap)
+        overlap: Overlap = decode_json(read_file(path, _LARGEST_FILE, within), Overlap)
+        return overlap
     except TooLargeError as error:
         raise ConfigError(f"{path}: {error.strerror}, so no benchmark result") from None
     except OSError as error:

@@ -45,11 +45,22 @@ LARGEST_JSON = 10_000_000
 LFS_POINTER = b"version https://git-lfs"
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the recipe at `path` with `overrides` `key.path=value`.
+def load(path: str | Path, overrides: Sequence[str] = (), within: Path | None = None) -> Config:
+    """Load the recipe at `path` with `overrides` `key.path=value`; a run's own `within` the run's folder.
 
     Imports nothing heavy. Raises ConfigError, one line."""
-    return _checked(read_tree(Path(path), overrides), Path(path), overrides)
+    tree = read_tree(Path(path), overrides, within)
+    if within is not None and not (tree.get("emulation") or _at(tree, "model", "pipeline")):
+        with errors_of(Path(path)):
+            decode(tree, Config)
+            raise ConfigError("model.pipeline: missing, which every run writes; the model's folder is not read")
+    return _checked(tree, Path(path), overrides)
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def inputs_of(recipe: Path | None, config: Config) -> list[Path]:

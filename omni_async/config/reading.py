@@ -38,7 +38,12 @@ def require_file(path: str | Path, within: Path | None = None) -> None:
     Raises OutsideError if the file is not below the folder `within`."""
     require_plain(Path(path).stat(), path)
     if within is not None:
-        _require_below(os.path.realpath(path), within, path)
+        require_within(path, within)
+
+
+def require_within(path: str | Path, folder: Path) -> None:
+    """Raise OutsideError if `path`, its links followed, is not below `folder`. What is there is not asked."""
+    _require_below(os.path.realpath(path), folder, path)
 
 
 def is_within(path: str | Path, folder: Path) -> bool:

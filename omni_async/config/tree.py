@@ -43,9 +43,11 @@ _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
 _LONGEST_NAME = 255  # bytes of a file's name
 
 
-def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read the recipe at `path` and set what the overrides `a.b.c=value` say. Raises ConfigError."""
-    return overridden(_read(path), overrides, path)
+def read_tree(path: Path, overrides: Sequence[str], within: Path | None = None) -> dict[str, Any]:
+    """Read the recipe at `path` and set what the overrides `a.b.c=value` say. Raises ConfigError.
+
+    `within`: a folder that neither the recipe nor those that it extends may lead out of."""
+    return overridden(_read(path, within), overrides, path)
 
 
 def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> di
 def files_of(path: Path) -> list[Path]:
     """Return the file of a recipe that can be read, and those that it extends."""
     found: list[Path] = []
-    _read(path, files=found)
+    _read(path, None, files=found)
     return found
 
 
@@ -98,13 +100,15 @@ def errors_of(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _read(path: Path, above: tuple[Path, ...] = (), files: list[Path] | None = None) -> dict[str, Any]:
+def _read(
+    path: Path, within: Path | None, above: tuple[Path, ...] = (), files: list[Path] | None = None
+) -> dict[str, Any]:
     """Read the file's tree, merged over that of the recipe it `extends`, with paths resolved; list the `files`."""
     if files is not None:
         files.append(path)
     asked = f" ({above[-1]} extends it)" if above else ""
     try:
-        text = read_file(path, _LARGEST_FILE).decode("utf-8")
+        text = read_file(path, _LARGEST_FILE, within).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{asked}") from None
     except TooLargeError as error:
@@ -126,7 +130,7 @@ def _read(path: Path, above: tuple[Path, ...] = (), files: list[Path] | None = N
         raise ConfigError(f"{path}: extends: expected the path of a recipe, got {shown(base)}")
     if len(above) >= _LONGEST_CHAIN or path.resolve() in above:
         raise ConfigError(f"{path}: extends: recipes extend each other in a circle, or more than {_LONGEST_CHAIN} deep")
-    return _merge(_read(path.parent / base, (*above, path.resolve()), files), tree)
+    return _merge(_read(path.parent / base, within, (*above, path.resolve()), files), tree)
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

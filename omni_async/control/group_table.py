@@ -47,6 +47,7 @@ from omni_async.control.ledger import Ledger
 from omni_async.control.sample_table import Sample, SampleSet
 from omni_async.reward_formula import RewardFormula
 from omni_async.types import (
+    SHOWN_OF_PROMPT,
     LedgerEntry,
     Prompt,
     ReadyGroup,
@@ -187,6 +188,7 @@ class Group(SampleSet):
             attempts=self.attempts,
             reward=sum(score.value for score in scores) / len(scores) if scores else None,
             left_out=self.left_out,
+            text=self.prompt.text[:SHOWN_OF_PROMPT],
         )
 
     def make_ready(self) -> ReadyGroup:

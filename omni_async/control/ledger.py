@@ -30,6 +30,7 @@ from omni_async.control.control_state import LedgerState
 from omni_async.types import LedgerEntry
 
 _ENCODER = msgspec.json.Encoder()
+_LONGEST_LINE = 2**24  # bytes; what is longer is no record
 
 
 class ConservationError(AssertionError):
@@ -171,7 +172,7 @@ def _keep(path: Path, counted: LedgerState) -> None:
     require_prefix(path, counted)
     if not path.exists():
         return
-    require_file(path)
+    require_file(path, within=path.parent)
     if path.stat().st_size > counted.size:
         with open_update(path) as file, BufferedWriter(open_append(path.with_name(f"{path.name}.void"))) as void:
             file.seek(counted.size)
@@ -205,10 +206,9 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
     if not counted.digest:
         raise LedgerDamaged(f"the checkpoint counts {counted.lines} lines of the ledger and does not say which")
     lines, size, digest = 0, 0, ""
-    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
-        for line in islice(file, counted.lines):
-            if not line.endswith(b"\n"):
-                break  # cut off
+    with contextlib.suppress(FileNotFoundError), open_file(path, within=path.parent) as file:
+        # A line that is cut off, or longer than what was counted, is none of them.
+        while lines < counted.lines and (line := file.readline(counted.size - size + 1)).endswith(b"\n"):
             lines, size, digest = lines + 1, size + len(line), extend(digest, line)
     if lines < counted.lines:
         raise LedgerDamaged(f"the ledger has {lines} lines, the checkpoint counts {counted.lines}")
@@ -223,15 +223,16 @@ def _first_damage(path: Path, lines: int) -> str | None:
 
     A changed digit, or lines in another order, cannot be found so."""
     line_of: dict[int, int] = {}
-    with open_file(path) as file:
-        for number, line in enumerate(islice(file, lines), 1):
+    with open_file(path, within=path.parent) as file:
+        for number, line in enumerate(islice(iter(lambda: file.readline(_LONGEST_LINE), b""), lines), 1):
             if not line.strip():
                 return f"line {number} is blank"
             try:
                 entry = msgspec.json.decode(line, type=LedgerEntry)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return f"line {number} is no record of a group"
-            if encode_line(entry) != line:
+            # Earlier versions wrote no text.
+            if encode_line(entry) not in (line, line[:-2] + b',"text":""}\n'):
                 return f"line {number} is not as it was written"
             if entry.group in line_of:
                 return f"line {number} is of group {entry.group}, and so is line {line_of[entry.group]}"

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from omni_async.control.reasons import listed
+from omni_async.ranges import Count, Value
 
 # A round with a smaller share of its samples scored cannot be the best.
 LEAST_SHARE = 0.9
@@ -82,11 +83,11 @@ class Change(Struct, frozen=True):
     `before` and `after` are versions; `numbers`: `reward` and the parts that both have -> mean before and after.
     `samples` is None if it was not recorded which samples were scored."""
 
-    before: int
-    after: int
-    numbers: dict[str, tuple[float, float]]
-    samples: int | None = None
-    asked: int | None = None
+    before: Count
+    after: Count
+    numbers: dict[str, tuple[Value, Value]]
+    samples: Count | None = None
+    asked: Count | None = None
 
     @property
     def reward(self) -> tuple[float, float]:

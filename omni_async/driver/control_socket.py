@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.config.decoding import decode_json
+from omni_async.config.reading import require_within
 from omni_async.tracking.files import keep_from_children
 
 MOST_WORKERS = 100_000
@@ -141,17 +142,20 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
         tell: gets what the run waits for meanwhile.
 
     Raises:
-        NotRunning: no process serves the socket.
-        ControlError: anything else went wrong, or cannot be done."""
+        NotRunning: no process serves the socket, or it leads out of its folder.
+        ControlError: it does not answer in time, or anything else went wrong, or cannot be done."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
+            require_within(path, path.parent)
             with _short(path) as short:
                 connection.connect(short)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as file:
                 while (answer := _read(path, file.readline(_LONGEST_ANSWER))).doing is not None:
                     tell(answer.doing)
+        except TimeoutError:
+            raise ControlError(f"{path.parent}: {path.name} does not answer within {timeout_s:g} s") from None
         except OSError as error:
             raise NotRunning(f"{path.parent} is not running here: {path.name}: {error.strerror or error}") from None
     if answer.status is None:
@@ -161,7 +165,8 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
 
 def _read(path: Path, line: bytes) -> Answer:
     try:
-        return decode_json(line, Answer)
+        answer: Answer = decode_json(line, Answer)
+        return answer
     except msgspec.DecodeError:
         raise ControlError(f"{path.parent} ended before it answered") from None
 

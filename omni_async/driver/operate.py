@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -16,15 +18,18 @@ import msgspec
 from omni_async.checkpoint.folders import newest_first
 from omni_async.command_line import add_command
 from omni_async.config import ConfigError
+from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line
 from omni_async.config.section import size_text
+from omni_async.control.rounds import Round
 from omni_async.driver.control_socket import MOST_WORKERS, ControlError, NotRunning, Request, ask
 from omni_async.driver.next_steps import next_steps
+from omni_async.ranges import count, finite
 from omni_async.role_table import scalable_roles
-from omni_async.runs.record import ended_groups, is_entry
-from omni_async.runs.rounds import read_rounds
+from omni_async.runs.record import ended_groups, reason_of
+from omni_async.runs.rounds import is_round, read_rounds
 from omni_async.tracking.console import columns, duration, groups_left_out, validated, validation_lines
-from omni_async.tracking.files import read_records
+from omni_async.tracking.files import read_foreign
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, ValidationPoint, read_summary, with_rounds
 from omni_async.types import LedgerEntry
@@ -74,7 +79,9 @@ def operate(options: argparse.Namespace) -> int:
         scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop"
     )
     try:
-        status = ask(options.run / "control.sock", request, tell=lambda text: _tell([one_line(text)]))
+        # A run waits as long as it takes for new workers, and tells so.
+        patience = None if request.scale else _ANSWER_S
+        status = ask(options.run / "control.sock", request, patience, lambda text: _tell([one_line(text)]))
     except NotRunning as error:
         found = left_behind(options.run)
         if options.command != "status":
@@ -83,14 +90,19 @@ def operate(options: argparse.Namespace) -> int:
             raise ConfigError(str(error)) from None
         if options.json:
             return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
-        lines = map(one_line, left_behind_lines(found))
-        return _say([*lines, *(() if found.running else next_steps(RunDirectory(options.run)))])
+        left = map(one_line, left_behind_lines(found))
+        return _say([*left, *(() if found.running else next_steps(RunDirectory(options.run)))])
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:
         return _say(["it stops when it has written a checkpoint"])
-    as_json = getattr(options, "json", False)
-    return _say([json.dumps(status, indent=2)] if as_json else map(one_line, running_lines(status)))
+    if getattr(options, "json", False):
+        return _say([json.dumps(status, indent=2)])
+    try:
+        lines = [*map(one_line, running_lines(status))]
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{options.run}: its answer is none that this version knows: {error!r}; use --json") from None
+    return _say(lines)
 
 
 def _say(lines: Iterable[str]) -> int:
@@ -103,6 +115,8 @@ def _tell(lines: Iterable[str]) -> None:
     sys.stdout.flush()  # so that a line is read before the wait that it announces
 
 
+_ANSWER_S = 30.0
+_MOST_ROUNDS = 1000
 _OWN_ROLE = re.compile(r"[a-z][a-z_]{0,39}")
 
 
@@ -218,16 +232,13 @@ def left_behind(folder: Path) -> LeftBehind:
     """Read the run's files. Raises ConfigError, one line, if they cannot be read."""
     run = RunDirectory(folder)
     try:
-        summary = read_summary(run.summary) if run.summary.exists() else None
-        # The file may have been edited: what is no number is ignored.
-        lines, ended = [*run.read_metrics()], _endings(run)
-        metrics = [{name: one for name, one in line.items() if isinstance(one, int | float)} for line in lines]
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
-    updates = [line for line in metrics if "finished" in line]
-    rounds = read_rounds(lines)
+        summary = read_summary(run.summary) if os.path.lexists(run.summary) else None
+        rounds, last = _measured(run)
+        ended = _endings(run)
+    except (OSError, ValueError, RecursionError) as error:
+        where = f"{Path(error.filename).name}: " if isinstance(error, OSError) and error.filename else ""
+        raise ConfigError(f"{folder}: its summary or metrics cannot be read: {where}{reason_of(error)}") from None
     summary = summary and with_rounds(summary, rounds)
-    last: Mapping[str, Any] = updates[-1] if updates else {}
     learned = ("accuracy", "margin") if "accuracy" in last else ("reward",)  # of preferences that is not their reward
     return LeftBehind(
         run=run.run_id,
@@ -238,13 +249,25 @@ def left_behind(folder: Path) -> LeftBehind:
         numbers={name: last[name] for name in (*learned, "staleness/mean", "images_per_s") if name in last},
         validation=ValidationPoint.of(rounds[-1]) if rounds else None,
         **ended,
-        checkpoint=next((str(path) for path in newest_first(run.checkpoints)), None),
+        checkpoint=next((str(path) for path in newest_first(run.checkpoints) if is_within(path, folder)), None),
     )
+
+
+def _measured(run: RunDirectory) -> tuple[list[Round], dict[str, float]]:
+    """Return the newest validation rounds, and the numbers of the last update; the file may have been edited."""
+    rounds: deque[dict[str, Any]] = deque(maxlen=_MOST_ROUNDS)
+    last: dict[str, float] = {}
+    for line in run.read_metrics():
+        if is_round(line):
+            rounds.append(line)
+        elif "finished" in line and count(line["update"]) is not None:
+            last = {name: number for name, value in line.items() if (number := finite(value)) is not None}
+    return read_rounds(rounds), last
 
 
 def _endings(run: RunDirectory) -> dict[str, dict[str, int]]:
     """Return how groups ended by the ledger, and why; what cannot be read of it is left out."""
-    entries = [entry for entry in read_records(run.ledger, LedgerEntry) if is_entry(entry)]
+    entries, _ = read_foreign(run.ledger, LedgerEntry, run.path)
     return dict(zip(("ended", "reject_reasons", "drop_reasons"), ended_groups(entries), strict=True))
 
 
@@ -255,7 +278,7 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
     running = "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
     killed = "it is not running, and it left no summary: it was killed, or the machine went down"
     lines = [f"{found.run}: {running if found.running else killed}"]
-    if found.finished is None:
+    if not found.update:
         lines.append("no update was made")
     else:
         numbers = "".join(f", {name} {value:.3g}" for name, value in found.numbers.items())
@@ -267,7 +290,9 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
     return lines if found.running else [*lines, *_goes_on(found)]
 
 
-def _at(seconds: float) -> str:
+def _at(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
     try:
         return f", at {datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError, OSError):  # no valid time

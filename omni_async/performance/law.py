@@ -28,6 +28,7 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.performance.profile import NOTHING, Profile, ServiceTime
 from omni_async.performance.scorer_lanes import ScorerLanes, scorer_lanes
+from omni_async.ranges import Value
 from omni_async.reward_formula import labels_of
 
 
@@ -38,13 +39,13 @@ class StageTimes(msgspec.Struct, frozen=True):
     pause T_p that it forces on generation; the wave latency L (of several updates, if a publish frees the slots of
     several: then their mean, so that L / (S + 1) is still the share of an update)."""
 
-    generate: float
-    score: float
-    train: float
-    publish: float
-    blocked: float = 0.0
-    pause: float = 0.0
-    wave: float | None = None
+    generate: Value
+    score: Value
+    train: Value
+    publish: Value
+    blocked: Value = 0.0
+    pause: Value = 0.0
+    wave: Value | None = None
 
     @property
     def total(self) -> float:

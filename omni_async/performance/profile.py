@@ -21,15 +21,16 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.config import Config, ConfigError
+from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.section import size_text
 from omni_async.config.writing import write_atomic
+from omni_async.ranges import Count, Seconds
 
 _SHIPPED = "omni_async.performance.profiles"
 _LARGEST_FILE = 10_000_000
 
-Bytes = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Count
 
 # Enough to keep a tail that one job in fifty belongs to.
 _NUM_QUANTILES = 50
@@ -142,7 +143,7 @@ class ScorerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """The time of one scorer's calls (units: samples), and how many of them a worker runs at once; null: any number."""
 
     time: ServiceTime
-    concurrency: Annotated[int, Meta(ge=1)] | None = 1
+    concurrency: Annotated[int, Meta(ge=1, lt=2**31)] | None = 1
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -211,14 +212,14 @@ def load_profile(name: str) -> Profile:
 
     Raises ConfigError, one line, if there is none, it is not one, or it says that nothing takes time."""
     if name.lower().endswith(".json"):
-        return _read(Path(name).expanduser())
+        return read_profile(Path(name).expanduser())
     if name not in shipped_profiles():
         raise ConfigError(
             f"emulation.profile: no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file that"
             " ends in .json"
         )
     with resources.as_file(resources.files(_SHIPPED) / f"{name}.json") as path:
-        return _read(path)
+        return read_profile(path)
 
 
 def require_room(config: Config, payload: Payload) -> None:
@@ -245,9 +246,10 @@ def is_empty(profile: Profile) -> bool:
     return not any(service.mean() for service in profile.stages().values())
 
 
-def _read(path: Path) -> Profile:
+def read_profile(path: Path, within: Path | None = None) -> Profile:
+    """Read a profile's file, which must not lead out of the folder `within`. Raises ConfigError as `load_profile`."""
     try:
-        profile = msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Profile)
+        profile: Profile = decode_json(read_file(path, _LARGEST_FILE, within), Profile)
     except TooLargeError as error:
         raise ConfigError(f"emulation.profile: {path}: {error.strerror}, so no profile") from None
     except OSError as error:

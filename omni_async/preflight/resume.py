@@ -26,6 +26,7 @@ from omni_async.checkpoint.folders import MANIFEST_FILE, newest_first, newest_ve
 from omni_async.checkpoint.state import CheckpointError, State, fitting, read_state
 from omni_async.checkpoint.statement import Change, changes_since, stated
 from omni_async.config import Config, ConfigError, load
+from omni_async.config.reading import is_within
 from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_ending
@@ -144,6 +145,8 @@ def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
     for run in sorted(of_name, key=lambda run: run.began, reverse=True):
         if run.is_running():
             passed.append(f"passed over {run.run_id}: it is running")
+        elif (problem := run.problem()) is not None:
+            passed.append(f"warning: passed over {run.run_id}: {problem}")
         elif read_ending(run.summary)[0] == "done":
             done.append(run.run_id)
         elif not any(newest_first(run.checkpoints)):
@@ -163,6 +166,8 @@ def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
 
 
 def _of_run(asked: _Asked, run: Path) -> ResumePoint:
+    if (problem := RunDirectory(run).problem()) is not None:
+        raise ConfigError(f"checkpoint.resume: cannot go on in {run}: {problem}")
     search = _Search()
     if (point := next(search.points(asked, run), None)) is None:
         raise ConfigError(f"checkpoint.resume: {run} {search.why()}; checkpoint.resume=null starts a new run")
@@ -196,6 +201,8 @@ class _Search:
         for folder in newest_first(run / "checkpoints"):
             found = None
             try:
+                if not is_within(folder, run):
+                    raise CheckpointError(f"{folder} leads out of its run's folder")
                 found = _usable(asked, folder)
                 _require_ledger(run, found.state)
             except CheckpointError as error:
@@ -261,7 +268,7 @@ def _with_changes(asked: _Asked, point: ResumePoint) -> ResumePoint:
 
 def _recipe_of(file: Path) -> Config | None:
     try:
-        return load(file)
+        return load(file, within=file.parent)
     except ConfigError:  # none is there, or its keys are of another version
         return None
 

@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from omni_async.ranges import finite
+
 MOST_POINTS = 2000
-_LARGEST = 1e300  # beyond it sums and squares are no numbers any more
 Cell = str | float | int | None
 T = TypeVar("T")
 
@@ -181,13 +182,6 @@ class Section(msgspec.Struct, frozen=True):
     lead: str = ""
     blocks: list[Block] = []
     tabs: list[Tab] = []
-
-
-def finite(value: Any) -> float | None:
-    """Return a number that JSON has, None for what is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _LARGEST or value != value:
-        return None
-    return float(value)
 
 
 def thinned(y: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:

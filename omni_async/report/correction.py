@@ -61,6 +61,7 @@ _DIAGNOSTICS = (
     ),
     _Diagnostic("grad_norm", "Gradient norm", "", "Before clipping; spikes come with large drift or a broken reward."),
 )
+_MOST_STEPS = 250
 _PER_STEP = re.compile(r"(?P<name>.+)/step_(?P<step>\d+)")
 _STEP_TITLES = {
     "log_ratio_nats/variance": ("Drift per denoising step", "nats²"),
@@ -108,7 +109,7 @@ def steps(shown: Sequence[Shown]) -> Section:
 
 def _steps_of(one: Shown) -> dict[str, list[str]]:
     """Return name -> keys of its steps, in their order."""
-    keys = sorted({key for line in one.run.updates for key in line if "/step_" in key})
+    keys = sorted({key for line in one.run.updates for key in line if "/step_" in key})[:_MOST_STEPS]
     found: dict[str, list[str]] = {}
     for key in keys:
         if (match := _PER_STEP.fullmatch(key)) is not None:

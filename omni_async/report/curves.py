@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from omni_async.report.blocks import Axis, Chart, Section, Series, Text, finite, series, thinning_note
+from omni_async.ranges import finite
+from omni_async.report.blocks import Axis, Chart, Section, Series, Text, series, thinning_note
 from omni_async.report.seeds import with_bands
 from omni_async.report.shown import Shown, axes, positions
 
 _MOST_NAMED = 5  # rounds
+_MOST_PARTS = 64
 
 
 def curves(shown: Sequence[Shown]) -> Section:
@@ -85,7 +87,7 @@ def _parts(shown: Sequence[Shown]) -> list[str]:
         for line in one.run.rounds:
             same = line["validation/reward"]
             keys |= {key: None for key, value in line.items() if key.startswith("validation/") and value != same}
-    return [key for key in keys if key != "validation/reward"]
+    return [key for key in keys if key != "validation/reward"][:_MOST_PARTS]
 
 
 def round_curve(one: Shown, key: str) -> Series:

@@ -42,6 +42,11 @@ SECTIONS: dict[str, Callable[[Sequence[Shown]], Section]] = {
 }
 
 
+def is_last(section: str) -> bool:
+    """Return whether a section is made when the others have read all that they need."""
+    return section == "verdict"
+
+
 def page_of(runs: Sequence[Run], made: str, names: Sequence[str] = ()) -> dict[str, Any]:
     """Return the page of the runs.
 
@@ -54,6 +59,8 @@ def page_of(runs: Sequence[Run], made: str, names: Sequence[str] = ()) -> dict[s
         `title`, `made`, `version`, `runs` (label, id, status, colour of each) and `sections`, in their order."""
     shown = show(runs)
     wanted = names or [*SECTIONS]
+    # The verdict reports what of the runs could not be read, so it is made last.
+    made_of = {name: msgspec.to_builtins(SECTIONS[name](shown)) for name in sorted(wanted, key=is_last)}
     return {
         "title": " and ".join(one.run.id for one in shown) if len(shown) < 3 else f"{len(shown)} runs",
         "made": made,
@@ -61,5 +68,5 @@ def page_of(runs: Sequence[Run], made: str, names: Sequence[str] = ()) -> dict[s
         "runs": [
             {"label": one.label, "id": one.run.id, "status": one.run.status, "colour": one.colour} for one in shown
         ],
-        "sections": [msgspec.to_builtins(SECTIONS[name](shown)) for name in wanted],
+        "sections": [made_of[name] for name in wanted],
     }

@@ -5,13 +5,12 @@ Times are seconds since the first span.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from omni_async.report.blocks import Lanes
-from omni_async.runs.prompt_texts import prompt_texts
 from omni_async.runs.record import Run
 from omni_async.runs.spans import Actor, group_of, lane_order, prompts_of
 from omni_async.types import LedgerEntry, Span
@@ -21,15 +20,13 @@ HINT = (
     "A lane per worker. Drag to move; pinch, the buttons, or the wheel after a click zoom; arrows, + and - work, too."
     " Click a sample to follow its group."
 )
+_LONGEST_ARGS = 4000  # characters of a span's
 _KEPT = ("sample", "versions", "version_steps", "media_bytes", "scorer", "samples", "version", "step", "megabytes")
 
 
 def lanes(run: Run, spans: Sequence[Span]) -> Lanes:
     """Return the timeline of a run; `spans` are all of its spans, at least one."""
-    groups = {group_of(span.args.get("group"), span.args.get("sample")) for span in newest(spans)}
-    numbers = {entry.prompt for entry in run.ledger if entry.group in groups}
-    texts = prompt_texts(run.setting("data.prompts"), numbers)
-    return Lanes("lanes", "What every worker did", HINT, embedded(spans, run.ledger, texts))
+    return Lanes("lanes", "What every worker did", HINT, embedded(spans, run.ledger))
 
 
 def newest(spans: Sequence[Span]) -> list[Span]:
@@ -37,19 +34,18 @@ def newest(spans: Sequence[Span]) -> list[Span]:
     return sorted(sorted(spans, key=lambda span: span.end)[-MOST_SPANS:], key=lambda span: span.start)
 
 
-def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry], prompts: Mapping[int, str]) -> dict[str, Any]:
+def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry]) -> dict[str, Any]:
     """Return the newest spans of a run, and of their groups what a reader may ask.
 
     Args:
         spans: of the run, in any order; at least one.
-        ledger: the groups that ended.
-        prompts: texts by number, as far as they are known."""
+        ledger: the groups that ended."""
     ordered = sorted(spans, key=lambda span: span.end)
     kept = newest(spans)
     origin = min(span.start for span in spans)
     slots = lane_order(span.actor for span in spans)
     place = {slot: number for number, slot in enumerate(slots)}
-    kinds = list(dict.fromkeys(span.kind for span in kept))
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(span.kind for span in kept))}
     actors: dict[str, Actor] = {}
     boxes: dict[str, list[Any]] = {name: [] for name in ("lane", "track", "kind", "group", "start", "end", "args")}
     args: dict[str, int] = {}
@@ -57,10 +53,11 @@ def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry], prompts: Mapp
     for number, span in enumerate(kept):
         actor = actors.setdefault(span.actor, Actor(span.actor))
         text = msgspec.json.encode({name: span.args[name] for name in _KEPT if name in span.args}).decode()
+        text = text if len(text) <= _LONGEST_ARGS else "{}"
         row = (
             place[actor.worker.slot],
             actor.track_of(span.start, span.end),
-            kinds.index(span.kind),
+            kinds[span.kind],
             group_of(span.args.get("group"), span.args.get("sample")),
             round(span.start - origin, 6),
             round(max(span.start, span.end) - origin, 6),
@@ -72,7 +69,7 @@ def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry], prompts: Mapp
             calls[str(number)] = scored
     shown = {group for group in boxes["group"] if group >= 0}
     groups = {
-        str(entry.group): {"entry": msgspec.to_builtins(entry), "prompt": prompts.get(entry.prompt)}
+        str(entry.group): {"entry": msgspec.to_builtins(entry), "prompt": entry.text or None}
         for entry in ledger
         if entry.group in shown
     }
@@ -81,7 +78,7 @@ def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry], prompts: Mapp
     return {
         "static": True,
         "lanes": slots,
-        "kinds": kinds,
+        "kinds": [*kinds],
         "start": start,
         "end": round(end, 6),
         "boxes": boxes,

@@ -12,13 +12,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from omni_async.config.section import size_text
-from omni_async.report.blocks import Axis, Block, Cell, Chart, Mark, Section, Table, Text, finite, thinning_note
+from omni_async.ranges import finite
+from omni_async.report.blocks import Axis, Block, Cell, Chart, Mark, Section, Table, Text, thinning_note
 from omni_async.report.numbers import number, seconds
 from omni_async.report.seeds import with_bands
 from omni_async.report.shown import Shown, axes, tabs
 
 _SCORER = re.compile(r"scorer/(?P<label>.+)/calls")
 _MOST_REASONS = 50
+_MOST_SCORERS = 64
+_MOST_ROWS = 1000
 
 
 def throughput(shown: Sequence[Shown]) -> Section:
@@ -49,7 +52,8 @@ def scorers(shown: Sequence[Shown]) -> Section:
 
 def _scorers(one: Shown) -> list[Block]:
     lines = one.run.updates
-    labels = sorted({match["label"] for line in lines for key in line if (match := _SCORER.fullmatch(key))})
+    keys = dict.fromkeys(key for line in lines for key in line)
+    labels = sorted(match["label"] for key in keys if (match := _SCORER.fullmatch(key)))[:_MOST_SCORERS]
     if not labels:
         return [Text("No scorer was recorded.", "nothing")]
     rows: list[list[Cell]] = []
@@ -166,7 +170,7 @@ def _faults(one: Shown) -> list[Block]:
     if one.run.faults:
         rows: list[list[Cell]] = [
             [_at(fault.time), fault.part, fault.reason, fault.replacement, seconds(fault.seconds)]
-            for fault in one.run.faults
+            for fault in one.run.faults[-_MOST_ROWS:]
         ]
         columns = ["noticed", "part", "reason", "replaced by", "back after"]
         blocks.append(Table("faults", "Parts that were lost and came back", columns, rows))
@@ -175,7 +179,7 @@ def _faults(one: Shown) -> list[Block]:
     if one.run.attempts:
         rows = [
             [_at(each.began), _at(each.ended), each.status, each.reason, each.from_update, each.to_update]
-            for each in one.run.attempts
+            for each in one.run.attempts[-_MOST_ROWS:]
         ]
         columns = ["began", "ended", "status", "reason", "from update", "to update"]
         blocks.append(Table("attempts", "Attempts that came to an end", columns, rows))
@@ -202,7 +206,7 @@ def _endings(one: Shown) -> list[Block]:
         blocks.append(Table("reasons", "Why groups were not trained", ["ending", "reason", "groups"], rows, hint))
     again = Counter(line.attempts for line in one.run.ledger)
     if len(again) > 1:
-        rows = [[times, f"{count:,}"] for times, count in sorted(again.items())]
+        rows = [[times, f"{count:,}"] for times, count in sorted(again.items())[:_MOST_ROWS]]
         hint = "The most generations that any sample of a group needed; 1 if nothing failed."
         blocks.append(Table("again", "Samples generated again", ["generations", "groups"], rows, hint))
     return blocks

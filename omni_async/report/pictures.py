@@ -7,6 +7,7 @@ bounded number of rounds and bytes: what is left out is said.
 from __future__ import annotations
 
 import base64
+import errno
 import io
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,15 +15,19 @@ from pathlib import Path
 
 from PIL import Image
 
-from omni_async.report.blocks import Block, Frame, Samples, Section, Strip, Text, finite
+from omni_async.config.reading import read_file
+from omni_async.ranges import finite
+from omni_async.report.blocks import Block, Frame, Samples, Section, Strip, Text
 from omni_async.report.shown import Shown, tabs
-from omni_async.runs.record import Grid, Run, Tile, is_plain_file
+from omni_async.runs.record import Grid, Run, Tile
 
 Address = Callable[[Path], str]  # where a browser finds a file; empty if it does not
 
 _MOST_BYTES = 6_000_000  # of a run's media on a page, as files
 _MOST_ROUNDS, _MOST_STRIPS = 24, 16
-_MOST_PIXELS = 64_000_000
+_MOST_PIXELS = 2**25  # of an image
+_MOST_DECODED = 2**29  # pixels of a run
+_LARGEST = 2**26  # bytes of a file
 # What Pillow raises for an image that is damaged, none, or made to fill the memory.
 _UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _KEPT_SIDE, _REDUCED_SIDE = 160, 320
@@ -38,7 +43,7 @@ def samples(shown: Sequence[Shown], address: Callable[[Run], Address] | None = N
     lead = "The same prompts and the same noise, drawn by the model as it was at each round: what training changed."
 
     def one(run: Shown) -> list[Block]:
-        return _one(run.run, _Embedded() if address is None else address(run.run))
+        return _one(run.run, _Embedded(run.run.folder.samples) if address is None else address(run.run))
 
     return Section("samples", "Samples over time", lead, tabs=tabs(shown, one))
 
@@ -47,7 +52,7 @@ def _one(run: Run, address: Address) -> list[Block]:
     rounds = [grid for grid in run.grids if grid.kind == "validation"]
     if rounds:
         return [_strips(run, rounds, address)]
-    grids = [grid for grid in run.grids if grid.kind == "train" and is_plain_file(grid.image)]
+    grids = [grid for grid in run.grids if grid.kind == "train" and run.is_there(grid.image)]
     if grids:
         return [_training(grids, address)]
     return [Text("No samples were written: emulated media are noise, and a young run has none yet.", tone="nothing")]
@@ -68,7 +73,7 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
             full |= tile is not None and not frame.src
             frames.append(frame)
             if tile is not None and tile.image is not None:
-                sides.append(_side(tile.image))
+                sides.append(_side(tile.image, run.folder.samples))
         strips.append(Strip(key[0], key[1], frames))
     left = []
     if len(chosen) < len(rounds):
@@ -121,17 +126,18 @@ def _frame(version: int, tile: Tile, address: Address) -> Frame:
     return Frame(version, reward=reward)
 
 
-def _side(path: Path) -> int:
+def _side(path: Path, samples: Path) -> int:
+    """Return the longer side of an image; 0 if it is none."""
     try:
-        with _opened(path) as image:
+        with _opened(path, samples) as image:
             return max(image.size)
     except _UNREADABLE:
         return 0
 
 
-def _opened(path: Path) -> Image.Image:
-    """Open an image. Raises one of `_UNREADABLE` if it is none, or too large to be decoded."""
-    image = Image.open(path)
+def _opened(path: Path, samples: Path) -> Image.Image:
+    """Open an image of a run. Raises one of `_UNREADABLE` if it is none, or too large to be decoded."""
+    image = Image.open(io.BytesIO(read_file(path, _LARGEST, within=samples)), formats=("PNG",))
     if image.width * image.height > _MOST_PIXELS:
         image.close()
         raise ValueError(f"{path.name} has {image.width} x {image.height} pixels")
@@ -139,33 +145,37 @@ def _opened(path: Path) -> Image.Image:
 
 
 class _Embedded:
-    """Turns files into data URIs, up to a number of bytes."""
+    """Turns files of a run into data URIs, up to a number of bytes and of decoded pixels."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Path) -> None:
+        self._samples = samples
         self._left = _MOST_BYTES
+        self._pixels = _MOST_DECODED
 
     def __call__(self, path: Path) -> str:
         try:
-            if path.suffix != ".png" and path.stat().st_size > self._left:
-                return ""
-            kind, content = _content(path)
+            kind, content = self._content(path)
         except _UNREADABLE:
-            return ""
-        if len(content) > self._left:
             return ""
         self._left -= len(content)
         return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
+    def _content(self, path: Path) -> tuple[str, bytes]:
+        """Return a file's media type and bytes; large images are reduced. Raises OSError if they do not fit."""
+        if path.suffix == ".png":
+            with _opened(path, self._samples) as image:
+                if max(image.size) > _KEPT_SIDE:
+                    return _TYPES[".webp"], self._reduced(image, path)
+        return _TYPES[path.suffix], read_file(path, self._left, within=self._samples)
 
-def _content(path: Path) -> tuple[str, bytes]:
-    """Return a file's media type and bytes; large images are reduced."""
-    if path.suffix != ".png":
-        return _TYPES[path.suffix], path.read_bytes()
-    with _opened(path) as image:
-        if max(image.size) <= _KEPT_SIDE:
-            return _TYPES[".png"], path.read_bytes()
+    def _reduced(self, image: Image.Image, path: Path) -> bytes:
+        self._pixels -= image.width * image.height
+        if self._pixels < 0:
+            raise OSError(errno.EFBIG, "too many pixels", str(path))
         side = 1280 if path.stem.count("-") == 1 else _REDUCED_SIDE  # a grid of many
         image.thumbnail((side, side), Image.Resampling.LANCZOS)
         file = io.BytesIO()
         image.convert("RGB").save(file, "WEBP", quality=80)
-    return _TYPES[".webp"], file.getvalue()
+        if file.tell() > self._left:
+            raise OSError(errno.EFBIG, "too many bytes", str(path))
+        return file.getvalue()

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from omni_async.report.blocks import Series, finite, thin
+from omni_async.ranges import finite
+from omni_async.report.blocks import Series, thin
 from omni_async.report.shown import Shown, recipes_of
 
 

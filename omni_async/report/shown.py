@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omni_async.report.blocks import Axis, Block, Series, Tab, finite, series, thin
+from omni_async.ranges import finite
+from omni_async.report.blocks import Axis, Block, Series, Tab, series, thin
 from omni_async.runs.record import Run
 
 # What runs may differ in and still be runs of one recipe: where they are kept and how long they are.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 from omni_async.report.blocks import Axis, Block, Chart, Section, Series, Text
 from omni_async.report.shown import UPDATES, Shown, tabs
 
 _MOST_BARS = 160
+_MOST_AGES = 64
 
 
 def staleness(shown: Sequence[Shown]) -> Section:
@@ -21,28 +22,33 @@ def staleness(shown: Sequence[Shown]) -> Section:
 
 
 def _one(one: Shown) -> list[Block]:
-    per_update: dict[int, Counter[int]] = defaultdict(Counter)
-    for line in one.run.ledger:
-        if line.trained_version is not None and line.staleness is not None:
-            per_update[line.trained_version][line.staleness] += 1
-    if not per_update:
+    trained = [
+        (line.trained_version, line.staleness)
+        for line in one.run.ledger
+        if line.trained_version is not None and line.staleness is not None
+    ]
+    if not trained:
         return [Text("No group was trained yet.", tone="nothing")]
-    ages = sorted({age for counts in per_update.values() for age in counts})
-    updates = sorted(per_update)
+    counts = Counter(age for _, age in trained)
+    ages = sorted(counts)
+    oldest = ages[:_MOST_AGES][-1]
+    updates = sorted({version for version, _ in trained})
     width = -(-len(updates) // _MOST_BARS)
     bars = [updates[i : i + width] for i in range(0, len(updates), width)]
-    totals = [sum((per_update[update] for update in bar), Counter[int]()) for bar in bars]
+    bar_of = {update: number // width for number, update in enumerate(updates)}
+    totals = [Counter[int]() for _ in bars]
+    for version, age in trained:
+        totals[bar_of[version]][min(age, oldest)] += 1
     areas = [
         Series(
-            f"staleness {age}",
+            f"staleness {age}{' and more' if age == oldest < ages[-1] else ''}",
             {"update": [float(bar[-1]) for bar in bars]},
-            [counts[age] / counts.total() for counts in totals],
-            colour=f"age-{number / max(1, len(ages) - 1):.3f}",
+            [total[age] / total.total() for total in totals],
+            colour=f"age-{number / max(1, min(len(ages), _MOST_AGES) - 1):.3f}",
         )
-        for number, age in enumerate(ages)
+        for number, age in enumerate(ages[:_MOST_AGES])
     ]
-    all_counts = sum(totals, Counter[int]())
-    mean = sum(age * count for age, count in all_counts.items()) / all_counts.total()
+    mean = sum(age * count for age, count in counts.items()) / len(trained)
     budget = one.run.setting("staleness.max_updates")
     said = f"{mean:.2f} updates on average, {max(ages)} at most; the budget S is {budget}."
     note = f"Each bar is {width} updates, their groups counted together." if width > 1 else ""

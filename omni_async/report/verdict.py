@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from omni_async.control.rounds import NotComparable, Round, common, compare, first_and_last, mean
-from omni_async.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text, finite
+from omni_async.ranges import finite
+from omni_async.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text
 from omni_async.report.numbers import Estimate, counted, difference, estimate, number, seconds, with_interval
 from omni_async.report.seeds import seeds_of
 from omni_async.report.shown import Shown, recipes_of, tabs

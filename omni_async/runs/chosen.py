@@ -163,7 +163,7 @@ def _run_of(given: Path, which: str | None) -> RunDirectory:
 
 def _config_of(run: RunDirectory) -> Config:
     try:
-        config = load(run.config_yaml)
+        config = load(run.config_yaml, within=run.path)
     except ConfigError as error:
         raise ConfigError(f"{run.config_yaml}: {error}") from None
     if config.emulation is not None:

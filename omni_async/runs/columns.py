@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_LARGEST = 1e300  # beyond it sums and squares are no numbers any more
+from omni_async.ranges import finite
+
 # Names that a run's metrics may have; a file that has more is none that a run wrote.
 _MOST_COLUMNS = 5000
+_MOST_NUMBERS = 10_000_000
 
 
 class Columns:
@@ -34,8 +36,12 @@ class Columns:
     def __contains__(self, name: str) -> bool:
         return name in self._columns
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line. Its null is NaN; mappings in it give columns `name/key`; what else is no number is left out."""
+    def add(self, line: Mapping[str, Any]) -> bool:
+        """Add a line; return False if there is no room for it.
+
+        Its null is NaN; mappings in it give columns `name/key`; what else is no number is left out."""
+        if (self._length + 1) * max(100, len(self._columns)) > _MOST_NUMBERS:
+            return False
         for name, value in line.items():
             if isinstance(value, Mapping):
                 for key, one in value.items():
@@ -46,9 +52,11 @@ class Columns:
         for column in self._columns.values():
             if len(column) < self._length:
                 column.append(math.nan)
+        return True
 
     def _put(self, name: str, value: Any) -> None:
-        if value is not None and (not isinstance(value, int | float) or abs(value) > _LARGEST):
+        number = math.nan if value is None else finite(value)
+        if number is None:
             return
         column = self._columns.get(name)
         if column is None:
@@ -56,7 +64,7 @@ class Columns:
                 return
             column = self._columns[name] = array("d", [math.nan]) * self._length
         if len(column) == self._length:  # a line may have a name twice: as a mapping's key, and written out
-            column.append(math.nan if value is None else value)
+            column.append(number)
 
     def column(self, name: str, newest: int | None = None) -> npt.NDArray[np.float64]:
         """Return a copy of a column, or of its newest values; all NaN if there is no such column."""

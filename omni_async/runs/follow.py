@@ -10,27 +10,31 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from omni_async.config.reading import open_file
 from omni_async.control.rounds import Round
+from omni_async.ranges import count
 from omni_async.runs.columns import Columns
 from omni_async.runs.line_files import Block, GrowingFile
-from omni_async.runs.record import is_entry
+from omni_async.runs.record import is_there, names_in, reason_of
 from omni_async.runs.rounds import is_round, read_round
 from omni_async.runs.rows import Records, Rows
 from omni_async.runs.spans import Placed, SpanLine, SpanStore, Where
 from omni_async.runs.trace_file import NotATrace, TraceEvent, trace_spans
 from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.files import read_records
+from omni_async.tracking.files import LONGEST_LINE, decode_line, read_foreign
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import LedgerEntry, Span
+
+T = TypeVar("T")
 
 EVENTS = ("trained", "rejected", "dropped")
 _NONE = -1
@@ -55,6 +59,9 @@ _FIRST_BLOCKS = 9
 # Texts of reasons that are told apart; beyond, a reason is read from the ledger alone.
 _MOST_REASONS = 10_000
 _OTHER = "another reason"
+_LONGEST_REASON = 200
+# Bytes of lines of validation rounds that are held.
+_MOST_OF_ROUNDS = 2**25
 _SAMPLE_FILE = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
 
 
@@ -93,6 +100,7 @@ class Ended:
             self._rows.extend(rows)
 
     def _reason(self, text: str) -> int:
+        text = text[:_LONGEST_REASON]
         if len(self.reasons) >= _MOST_REASONS and text not in self._reason_of:
             text = _OTHER
         if text not in self._reason_of:
@@ -143,6 +151,7 @@ class Follower:
         self.run = RunDirectory(folder)
         self.updates = Columns()
         self.rounds: list[Round] = []
+        self._of_rounds = 0
         self.ended = Ended()
         self.spans = SpanStore()
         self.faults: list[Fault] = []
@@ -151,7 +160,7 @@ class Follower:
         self.samples: list[tuple[str, int]] = []
         self.changes = 0
         self.lines_cut = 0  # lines that are no records
-        self.problem: str | None = None  # with the timeline of a run that is over
+        self.left_out: dict[str, str] = {}  # file -> why it is missing
         self._metrics_file = GrowingFile(self.run.metrics)
         self._ledger_file = GrowingFile(self.run.ledger)
         self._spans_file = GrowingFile(self.run.spans, _NEWEST_SPANS)
@@ -162,14 +171,19 @@ class Follower:
         self._span = msgspec.json.Decoder(SpanLine)
 
     @property
+    def problem(self) -> str | None:
+        """Report what of the folder cannot be read; None if all can be."""
+        found = [f"{name}: {why}" for name, why in self.left_out.items()]
+        found += [f"{self.lines_cut} lines of its files cannot be read"] if self.lines_cut else []
+        return "; ".join(found) or None
+
+    @property
     def is_behind(self) -> bool:
         """Return whether an earlier part of the spans was not read yet."""
         return self._spans_file.is_behind
 
     def poll(self) -> Iterator[None]:
-        """Read what there is to read; yields after a few milliseconds' work each time.
-
-        Raises OSError if a file is there and cannot be read."""
+        """Read what there is to read; yields after a few milliseconds' work each time."""
         self._small_files()
         yield
         spans = self._follow_spans()
@@ -181,16 +195,24 @@ class Follower:
     # ---- files of lines ---------------------------------------------------------------------------------------------
 
     def _follow(self, file: GrowingFile, take: Callable[[Block], None], forget: Callable[[], None]) -> Iterator[None]:
+        name = file.path.name
         try:
             if not file.changed():
                 return
+            self.left_out.pop(name, None)
             if file.was_rewritten():
                 self._restart(file, forget)
             for block in file.blocks():
                 take(block)
                 self.changes += 1
                 yield
+            if file.is_stuck:
+                self.left_out[name] = f"a line has more than {LONGEST_LINE} bytes; nothing is read from there on"
         except FileNotFoundError:
+            self.left_out.pop(name, None)
+            self._restart(file, forget)
+        except OSError as error:
+            self.left_out[name] = f"cannot be read: {reason_of(error)}"
             self._restart(file, forget)
 
     def _restart(self, file: GrowingFile, forget: Callable[[], None]) -> None:
@@ -201,30 +223,31 @@ class Follower:
     def _metrics(self, block: Block) -> None:
         for line in block.lines:
             try:
-                record = self._line.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                record = decode_line(line, self._line)
+            except (ValueError, RecursionError):
                 self.lines_cut += 1
                 continue
             if is_round(record):
-                self.rounds.append(read_round(record))
-            elif isinstance(record.get("update"), int):
-                self.updates.add(record)
+                self._of_rounds += len(line) + _LONGEST_REASON
+                if self._of_rounds < _MOST_OF_ROUNDS:
+                    self.rounds.append(read_round(record))
+                    continue
+            elif count(record.get("update")) is not None and self.updates.add(record):
+                continue
+            self.lines_cut += 1
 
     def _forget_metrics(self) -> None:
         self.updates.clear()
         self.rounds.clear()
+        self._of_rounds = 0
 
     def _ledger(self, block: Block) -> None:
         entries = []
         offset = block.offset
         for line in block.lines:
             try:
-                entry = self._entry.decode(line)
-                if is_entry(entry):
-                    entries.append((entry, offset, len(line)))
-                else:
-                    self.lines_cut += 1
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                entries.append((decode_line(line, self._entry), offset, len(line)))
+            except (ValueError, RecursionError):
                 self.lines_cut += 1
             offset += len(line)
         self.ended.add(entries)
@@ -232,25 +255,24 @@ class Follower:
     # ---- spans ------------------------------------------------------------------------------------------------------
 
     def _follow_spans(self) -> Iterator[None]:
-        if self.run.spans.exists():
-            self.problem = None
+        if is_there(self.run.spans, self.run.path, self.left_out):
             if self._spans_source != self.run.spans:  # the run goes on: the timeline is that of the attempt before
                 self._spans_source = self.run.spans
                 self._spans_file.restart()
                 self.spans.clear()
             yield from self._follow(self._spans_file, self._take_spans, self.spans.clear)
-        elif self._has_changed(self.run.trace) and self.run.trace.exists():
+        elif self._has_changed(self.run.trace) and is_there(self.run.trace, self.run.path, self.left_out):
             self.spans.clear()
             self._spans_source = self.run.trace
             self._spans_file.restart()
-            self.problem = None
+            self.left_out.pop(self.run.trace.name, None)
             try:
                 for placed in trace_spans(self.run.trace):
                     self.spans.add(placed)
                     self.changes += 1
                     yield
-            except NotATrace as error:
-                self.problem = str(error)
+            except (NotATrace, OSError) as error:
+                self.left_out[self.run.trace.name] = reason_of(error)
 
     def _take_spans(self, block: Block) -> None:
         if block.begins_region:
@@ -259,8 +281,8 @@ class Follower:
         offset = block.offset
         for line in block.lines:
             try:
-                placed.append(Placed(self._span.decode(line), offset, len(line)))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                placed.append(Placed(decode_line(line, self._span), offset, len(line)))
+            except (ValueError, RecursionError):
                 self.lines_cut += 1
             offset += len(line)
         self.spans.add(placed)
@@ -269,23 +291,38 @@ class Follower:
 
     def _small_files(self) -> None:
         if self._has_changed(self.run.faults):
-            self.faults = read_records(self.run.faults, Fault)
+            self.faults = self._records(self.run.faults, Fault)
         if self._has_changed(self.run.attempts):
-            self.attempts = read_records(self.run.attempts, Attempt)
-        if self._has_changed(self.run.summary):
+            self.attempts = self._records(self.run.attempts, Attempt)
+        if self._has_changed(path := self.run.summary):
             self.summary = None
-            with contextlib.suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                self.summary = read_summary(self.run.summary)
+            self.left_out.pop(path.name, None)
+            try:
+                self.summary = read_summary(path)
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, RecursionError) as error:
+                self.left_out[path.name] = f"cannot be read: {reason_of(error)}"
         if self._has_changed(self.run.samples):
-            self.samples = _grids(self.run.samples)
+            self.left_out.pop(self.run.samples.name, None)
+            self.samples = _grids(names_in(self.run.samples, self.run.path, self.left_out))
+
+    def _records(self, path: Path, kind: type[T]) -> list[T]:
+        self.left_out.pop(path.name, None)
+        records, why = read_foreign(path, kind, self.run.path)
+        if why:
+            self.left_out[path.name] = why
+        return records
 
     def _has_changed(self, path: Path) -> bool:
         """Tell whether a file or folder differs from the last time this was asked."""
         try:
             found = path.stat()
-            now = (found.st_ino, found.st_size, found.st_mtime_ns)
+            now: Any = (found.st_ino, found.st_size, found.st_mtime_ns)
         except FileNotFoundError:
             now = None
+        except OSError as error:  # a circle of links, say
+            now = error.errno
         changed = self._stats.get(path) != now
         if changed:
             self._stats[path] = now
@@ -294,15 +331,15 @@ class Follower:
 
     # ---- what is asked of one group ---------------------------------------------------------------------------------
 
-    def ledger_line(self, group: int) -> dict[str, Any] | None:
+    def ledger_line(self, group: int) -> LedgerEntry | None:
         """Read a group's line; None if the group has not ended."""
         place = self.ended.find(group)
         if place is None:
             return None
-        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            line = self._line.decode(_read_at(self.run.ledger, *place))
-            if line.get("group") == group:
-                return line
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            entry = decode_line(_read_at(self.run.ledger, *place), self._entry)
+            if entry.group == group:
+                return entry
         return None  # the file was rewritten since
 
     def spans_of(self, group: int, prompt: int | None) -> list[tuple[Span, int]]:
@@ -310,7 +347,7 @@ class Follower:
         found = []
         later = None if prompt is None else self.ended.next_of(prompt, group)
         for place in self.spans.of_group(group, prompt, later):
-            with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            with contextlib.suppress(OSError, ValueError, RecursionError):
                 found.append((self._read_span(place), place.lane))
         return found
 
@@ -324,16 +361,12 @@ class Follower:
 
 
 def _read_at(path: Path, offset: int, size: int) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path, within=path.parent) as file:
         file.seek(offset)
         return file.read(size)
 
 
-def _grids(folder: Path) -> list[tuple[str, int]]:
-    """List the sample tables that are there: ("train" or "validation", update), by update."""
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except FileNotFoundError:
-        return []
+def _grids(names: Iterable[str]) -> list[tuple[str, int]]:
+    """List the sample tables among files: ("train" or "validation", update), by update."""
     matches = filter(None, map(_SAMPLE_FILE.fullmatch, names))
     return sorted(((one[1], int(one[2])) for one in matches), key=lambda grid: (grid[1], grid[0]))

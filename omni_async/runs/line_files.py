@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from omni_async.config.reading import open_file
+from omni_async.config.reading import open_file, require_file
+from omni_async.tracking.files import LONGEST_LINE
 
 _BLOCK = 2**18
-# Where so many bytes have no end of a line, no run wrote them: nothing is read from there on.
-_LONGEST = 2**26
 # How much of what was read is compared with the file before more is read.
 _TAIL = 256
 
@@ -37,6 +36,7 @@ class GrowingFile:
 
     def __init__(self, path: Path, newest_first: int | None = None) -> None:
         self.path = path
+        self._within = path.parent
         self._newest_first = newest_first
         self._seen: tuple[int, int, int] | None = None
         self._position = 0
@@ -47,6 +47,7 @@ class GrowingFile:
         had_something = self._position > 0
         self._position = 0
         self._tail = b""
+        self.is_stuck = False  # at a line that no run writes
         self._earlier = (0, 0)  # what lies before the part that was read first
         self._seen = None
         return had_something
@@ -58,12 +59,13 @@ class GrowingFile:
 
     def changed(self) -> bool:
         """Look whether there may be something to read. FileNotFoundError if there is no file."""
+        require_file(self.path, self._within)
         found = self.path.stat()
         return (found.st_ino, found.st_size, found.st_mtime_ns) != self._seen or self.is_behind
 
     def was_rewritten(self) -> bool:
         """Return whether the file does not go on from where it was read to; then `restart` is due."""
-        with open_file(self.path) as file:
+        with open_file(self.path, self._within) as file:
             return self._rewritten(file)
 
     def _rewritten(self, file: BinaryIO) -> bool:
@@ -76,11 +78,11 @@ class GrowingFile:
         """Yield what was added, some hundred lines at a time.
 
         Raises FileNotFoundError if there is no file, OSError if it cannot be read."""
-        with open_file(self.path) as file:
+        with open_file(self.path, self._within) as file:
             found = os.fstat(file.fileno())
             if not self._position and self._newest_first is not None and found.st_size > 2 * self._newest_first:
                 file.seek(found.st_size - self._newest_first)
-                file.readline()  # the rest of a line
+                file.readline(LONGEST_LINE)  # the rest of a line
                 self._position = file.tell()
                 self._earlier = (0, self._position)
             while (block := self._next(file, self._position, None)) is not None:
@@ -102,9 +104,11 @@ class GrowingFile:
         while True:
             file.seek(start)
             content = file.read(size if end is None else min(size, end - start))
-            whole = content.rfind(b"\n") + 1
+            # What follows a long line waits: a block has a bounded number of lines.
+            whole = (content.rfind(b"\n") if size == _BLOCK else content.find(b"\n")) + 1
             if whole:
                 return Block(start, [line + b"\n" for line in content[: whole - 1].split(b"\n")])
-            if len(content) < size or size >= _LONGEST:
+            if len(content) < size or size >= LONGEST_LINE:
+                self.is_stuck = len(content) == size  # no run wrote it: nothing is read from there on
                 return None
             size *= 8

@@ -1,40 +1,50 @@
 """Reads a run's folder, whatever became of the run: it may be under way, killed, interrupted, resumed or failed.
 
-`read_run` refuses what is no run folder and nothing else: lines that were cut off, and files that cannot be read or
-that another version wrote, are left out and counted (`Run.left_out`). Imports neither torch nor Ray.
+`read_run` refuses what is no run folder and nothing else: damaged lines, and files that cannot be read, that lead out
+of the folder or that another version wrote, are left out and counted (`Run.left_out`). What is held of a file is
+bounded. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import msgspec
-
 from omni_async.checkpoint.folders import by_version
 from omni_async.config import ConfigError
-from omni_async.config.reading import open_file, read_file
+from omni_async.config.reading import is_within, read_file, require_file
 from omni_async.config.yaml_text import parse_yaml
 from omni_async.control.rounds import Round
+from omni_async.ranges import FARTHEST_S, count, finite
 from omni_async.runs.rounds import is_round, read_rounds
 from omni_async.runs.spans import is_in_time
 from omni_async.tracking.attempts import Attempt, Fault
+from omni_async.tracking.files import MOST_LINES, read_foreign
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, read_summary
 from omni_async.tracking.timeline import read_trace
 from omni_async.types import LedgerEntry, Span
+from omni_async.worker import Worker
 
 T = TypeVar("T")
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 GridKind = Literal["train", "validation"]
 _MEDIA = (".png", ".mp4", ".wav")
-_GRID = re.compile(r"(train|validation)-(\d{6,})\.jsonl")
+_GRID = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
+# What a run may have, and a page shows, at most. Beyond it files are none that a run wrote.
+_MOST_UPDATES = 100_000  # lines of metrics
+_MOST_METRICS = 5000  # names
+_MOST_TILES = 2000  # of a grid
+_MOST_SLOTS = 2000  # of workers
+_MOST_LEFT_OUT = 20
+_LONGEST_TEXT = 10_000  # characters of a prompt
+_LARGEST_CONFIG = 2**18  # bytes, as of any recipe
 
 
 @dataclass(frozen=True)
@@ -50,14 +60,25 @@ class Tile:
     row: dict[str, Any] = field(default_factory=dict)  # the whole line of the table
 
 
-@dataclass(frozen=True)
+@dataclass
 class Grid:
-    """The samples of an update (`kind` "train") or of a validation round, and the image with all of them."""
+    """The samples of an update (`kind` "train") or of a validation round, and the image with all of them.
+
+    `left_out`: the run's."""
 
     kind: GridKind
     version: int
     image: Path
-    tiles: tuple[Tile, ...]
+    left_out: dict[str, str]
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Read the samples from their table. A run has tables for hours; a page shows some."""
+        table, run = self.image.with_suffix(".jsonl"), self.image.parent.parent
+        rows, why = read_foreign(table, dict[str, Any], run, most=_MOST_TILES)
+        if why:
+            _leave_out(self.left_out, f"samples/{table.name}", why)
+        return tuple(_tile(number, row, table.parent, self.left_out) for number, row in enumerate(rows))
 
 
 @dataclass
@@ -98,7 +119,7 @@ class Run:
     @property
     def profile(self) -> Path | None:
         """Return the path of the run's profile, if it has one."""
-        return self.folder.profile if self.folder.profile.is_file() else None
+        return self.folder.profile if self.is_there(self.folder.profile) else None
 
     def setting(self, path: str, default: Any = None) -> Any:
         """Return a value of the configuration, `rollout.sde.kind` say; `default` where there is none."""
@@ -116,34 +137,41 @@ class Run:
 
     @cached_property
     def grids(self) -> list[Grid]:
-        """Read the tables of samples, validation rounds first, each by version. Emulated runs have none."""
+        """List the tables of samples, validation rounds first, each by version. Emulated runs have none."""
         found = []
-        for path in sorted(self.folder.samples.glob("*.jsonl")) if self.folder.samples.is_dir() else ():
-            if (made := _GRID.fullmatch(path.name)) is not None:
+        for name in names_in(self.folder.samples, self.path, self.left_out):
+            if (made := _GRID.fullmatch(name)) is not None:
                 kind: GridKind = "train" if made[1] == "train" else "validation"
-                rows = self._read(path, dict[str, Any])
-                tiles = tuple(_tile(number, row, path.parent) for number, row in enumerate(rows))
-                found.append(Grid(kind, int(made[2]), path.with_suffix(".png"), tiles))
+                image = (self.folder.samples / name).with_suffix(".png")
+                found.append(Grid(kind, int(made[2]), image, self.left_out))
         return sorted(found, key=lambda grid: (grid.kind != "validation", grid.version))
 
     def spans(self) -> list[Span]:
         """Read the timeline of the newest attempt: `spans.jsonl` while there is one, else `trace.json`.
 
         Nothing is kept here: a run of a day has a million spans."""
-        if self.folder.spans.exists():
-            return [span for span in self._read(self.folder.spans, Span) if is_in_time(span)]
-        try:
-            spans = read_trace(self.folder.trace) if self.folder.trace.exists() else []
-            return [span for span in spans if is_in_time(span)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self.left_out[self.folder.trace.name] = f"cannot be read: {error}"
+        if self.is_there(self.folder.spans):
+            path = self.folder.spans
+            spans, why = read_foreign(path, Span, self.path, is_in_time)
+            if why:
+                self.left_out[path.name] = why
+        elif self.is_there(path := self.folder.trace):
+            try:
+                spans = read_trace(path)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                self.left_out[path.name] = f"cannot be read: {reason_of(error)}"
+                return []
+        else:
             return []
-
-    def _read(self, path: Path, kind: type[T]) -> list[T]:
-        records, why = _lines(path, kind)
-        if why:
+        kept = _of_first_slots([span for span in spans if is_in_time(span)])
+        if path.name not in self.left_out and len(kept) < len(spans):
+            why = f"{len(spans) - len(kept)} spans are of no time, or of more than {_MOST_SLOTS} workers"
             self.left_out[path.name] = why
-        return records
+        return kept
+
+    def is_there(self, path: Path) -> bool:
+        """Return whether a file of the run can be read; if another thing is there, `left_out` gets the reason."""
+        return is_there(path, self.path, self.left_out)
 
 
 def read_run(folder: Path) -> Run:
@@ -156,13 +184,13 @@ def read_run(folder: Path) -> Run:
         )
     left_out: dict[str, str] = {}
 
-    def lines(path: Path, kind: type[T]) -> list[T]:
-        records, why = _lines(path, kind)
+    def lines(path: Path, kind: type[T], keep: Callable[[T], bool] | None = None, most: int = MOST_LINES) -> list[T]:
+        records, why = read_foreign(path, kind, run.path, keep, most)
         if why:
             left_out[path.name] = why
         return records
 
-    metrics = [line for line in lines(run.metrics, dict[str, Any]) if _is_count(line.get("update"))]
+    metrics = lines(run.metrics, dict[str, Any], _MetricsCheck(), _MOST_UPDATES)
     updates = [line for line in metrics if "finished" in line]
     attempts = lines(run.attempts, Attempt)
     summary = _summary(run, left_out)
@@ -172,44 +200,32 @@ def read_run(folder: Path) -> Run:
         config=run_config(run, left_out),
         updates=updates,
         rounds=[line for line in metrics if is_round(line)],
-        ledger=[entry for entry in lines(run.ledger, LedgerEntry) if is_entry(entry)],
+        ledger=lines(run.ledger, LedgerEntry),
         faults=lines(run.faults, Fault),
         attempts=attempts,
         summary=summary,
-        checkpoints=_checkpoints(run),
+        checkpoints=_checkpoints(run, left_out),
         left_out=left_out,
     )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+class _MetricsCheck:
+    """Tells lines of metrics from damaged ones: their update, their time, and how many names of numbers there are."""
 
+    def __init__(self) -> None:
+        self._names: set[str] = set()
 
-def is_entry(entry: LedgerEntry) -> bool:
-    """Return whether the numbers of a line are such as a run writes; one that was edited may have any."""
-    versions = (entry.admitted_version, entry.trained_version, entry.staleness)
-    return all(
-        number is None or 0 <= number < 2**31 for number in (entry.group, entry.prompt, entry.attempts, *versions)
-    )
-
-
-def _lines(path: Path, kind: type[T]) -> tuple[list[T], str | None]:
-    """Decode a file of JSON lines; return why some are missing, too. The last may be one that is being written."""
-    records: list[T] = []
-    bad = 0
-    decoder = msgspec.json.Decoder(kind)
-    try:
-        with open_file(path) as file:
-            for line in file:
-                try:
-                    records.append(decoder.decode(line))
-                except (ValueError, RecursionError):
-                    bad += line.endswith(b"\n")
-    except FileNotFoundError:
-        return [], None
-    except OSError as error:
-        return records, f"cannot be read: {error.strerror or error}"
-    return records, f"{bad} {'line' if bad == 1 else 'lines'} cannot be read" if bad else None
+    def __call__(self, line: dict[str, Any]) -> bool:
+        if count(line.get("update")) is None:
+            return False
+        finished = finite(line["finished"]) if "finished" in line else 0.0
+        if finished is None or abs(finished) >= FARTHEST_S:
+            return False
+        if not line.keys() <= self._names:
+            if len(self._names | line.keys()) > _MOST_METRICS:
+                return False
+            self._names |= line.keys()
+        return True
 
 
 def ended_groups(ledger: Iterable[LedgerEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
@@ -229,16 +245,22 @@ def _summary(run: RunDirectory, left_out: dict[str, str]) -> Summary | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        left_out[run.summary.name] = f"cannot be read: {error}"
+        left_out[run.summary.name] = f"cannot be read: {reason_of(error)}"
         return None
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a file cannot be read, without the path that an OSError has."""
+    return str((isinstance(error, OSError) and error.strerror) or error)
 
 
 def run_config(run: RunDirectory, left_out: dict[str, str]) -> dict[str, Any]:
     """Read config.yaml as plain data; nothing, and a reason in `left_out`, if it cannot be read."""
     try:
-        found = parse_yaml(read_file(run.config_yaml, largest=10_000_000).decode(), run.config_yaml.name)
+        content = read_file(run.config_yaml, _LARGEST_CONFIG, within=run.path)
+        found = parse_yaml(content.decode(), run.config_yaml.name)
     except (OSError, ValueError, RecursionError) as error:
-        left_out[run.config_yaml.name] = f"cannot be read: {error}"
+        left_out[run.config_yaml.name] = f"cannot be read: {reason_of(error)}"
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -255,30 +277,77 @@ def run_status(run: RunDirectory, summary: Summary | None, attempts: list[Attemp
     return "killed"
 
 
-def _checkpoints(run: RunDirectory) -> dict[int, Path]:
+def _checkpoints(run: RunDirectory, left_out: dict[str, str]) -> dict[int, Path]:
+    if not is_within(run.checkpoints, run.path):
+        left_out[run.checkpoints.name] = "it leads out of the run's folder"
+        return {}
     try:
-        return by_version(run.checkpoints)
-    except OSError:
+        return {version: path for version, path in by_version(run.checkpoints).items() if is_within(path, run.path)}
+    except OSError as error:
+        left_out[run.checkpoints.name] = f"cannot be read: {reason_of(error)}"
         return {}
 
 
-def is_plain_file(path: Path) -> bool:
-    """Return whether it is a file itself, and no link to one."""
-    return path.is_file() and not path.is_symlink()
+def names_in(folder: Path, within: Path, left_out: dict[str, str]) -> list[str]:
+    """List a folder of the run; nothing, and a reason in `left_out`, if it leads out of the run or cannot be read."""
+    if not is_within(folder, within):
+        left_out[folder.name] = "it leads out of the run's folder"
+        return []
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        left_out[folder.name] = f"cannot be read: {reason_of(error)}"
+        return []
 
 
-def _tile(number: int, row: dict[str, Any], folder: Path) -> Tile:
+def is_there(path: Path, within: Path, left_out: dict[str, str]) -> bool:
+    """Return whether a file of the run can be read; if another thing is there, `left_out` gets the reason."""
+    try:
+        require_file(path, within)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        _leave_out(left_out, path.name, f"cannot be read: {reason_of(error)}")
+        return False
+    return True
+
+
+def _leave_out(left_out: dict[str, str], name: str, why: str) -> None:
+    if len(left_out) < _MOST_LEFT_OUT:
+        left_out[name] = why
+
+
+def _of_first_slots(spans: list[Span]) -> list[Span]:
+    """Return the spans of the first workers, as many as a run has."""
+    slots: set[str] = set()
+    known: dict[str, bool] = {}
+    for span in spans:
+        if span.actor not in known:
+            slot = Worker.parse(span.actor).slot
+            known[span.actor] = len(span.actor) <= 200 and (slot in slots or len(slots) < _MOST_SLOTS)
+            if known[span.actor]:
+                slots.add(slot)
+            if len(known) > 10 * _MOST_SLOTS:
+                break
+    return [span for span in spans if known.get(span.actor)]
+
+
+def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, str]) -> Tile:
     def media(name: str) -> Path | None:
         value = row.get(name)
         # A table that somebody edited leads nowhere else, nor does a link in the folder.
         path = folder / Path(value).name if isinstance(value, str) else None
-        return path if path is not None and path.suffix in _MEDIA and is_plain_file(path) else None
+        if path is None or path.suffix not in _MEDIA or not is_there(path, folder, left_out):
+            return None
+        return path
 
     target = row.get("target")
     return Tile(
         number=number,
-        prompt=str(row.get("prompt", "")),
-        target=None if target is None else str(target),
+        prompt=str(row.get("prompt", ""))[:_LONGEST_TEXT],
+        target=None if target is None else str(target)[:_LONGEST_TEXT],
         image=media("image"),
         video=media("video"),
         audio=media("audio"),

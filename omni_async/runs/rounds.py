@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from omni_async.control.reasons import OTHER
 from omni_async.control.rounds import REWARD, Round
+from omni_async.ranges import count, finite
 
 _PREFIX = "validation/"
-_LARGEST = 1e300  # beyond it sums and squares are no numbers any more
 _MOST_REASONS, _LONGEST = 10, 200
 
 
@@ -51,13 +51,13 @@ def in_order(rounds: Sequence[Round]) -> list[Round]:
 
 def is_round(line: Mapping[str, Any]) -> bool:
     """Return whether a line of metrics is a validation round's."""
-    return "finished" not in line and _PREFIX + REWARD in line and _count(line.get("update")) is not None
+    return "finished" not in line and _PREFIX + REWARD in line and count(line.get("update")) is not None
 
 
 def read_round(line: Mapping[str, Any]) -> Round:
     """Return the round of a line that is a round's. Values that no run writes are unknown."""
-    means = {name.removeprefix(_PREFIX): _number(value) for name, value in line.items() if name.startswith(_PREFIX)}
-    scored, asked = _count(line.get("samples")), _count(line.get("asked"))
+    means = {name.removeprefix(_PREFIX): finite(value) for name, value in line.items() if name.startswith(_PREFIX)}
+    scored, asked = count(line.get("samples")), count(line.get("asked"))
     scores = _scores(line.get("scores"), asked)
     drawn = line.get("drawn")
     return Round(
@@ -72,29 +72,19 @@ def read_round(line: Mapping[str, Any]) -> Round:
     )
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
-        return None
-    return float(value)
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
-
-
 def _scores(found: Any, asked: int | None) -> dict[str, tuple[float | None, ...]]:
     """Return the columns; none if they are not whole, as a run writes them."""
     if not isinstance(found, dict) or REWARD not in found:
         return {}
     if any(not isinstance(column, list) or len(column) != asked for column in found.values()):
         return {}
-    return {str(name): tuple(_number(value) for value in column) for name, column in found.items()}
+    return {str(name): tuple(finite(value) for value in column) for name, column in found.items()}
 
 
 def _reasons(found: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
     for one in found[:_MOST_REASONS] if isinstance(found, list) else ():
-        number = _count(one.get("samples")) if isinstance(one, dict) else None
+        number = count(one.get("samples")) if isinstance(one, dict) else None
         if number:
             reason = str(one.get("reason", OTHER))[:_LONGEST]
             counts[reason] = counts.get(reason, 0) + number

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from omni_async.ranges import FARTHEST_S
 from omni_async.role_table import WORKING
 from omni_async.runs.rows import Records, Rows
 from omni_async.tracking.timeline import WAITS
@@ -37,7 +38,12 @@ _CALL = np.dtype([("start", "f8"), ("end", "f8"), ("offset", "i8"), ("size", "u4
 
 _MOST_KINDS = 255
 _LARGEST = 2**31  # numbers of groups and prompts are below
-_FARTHEST_S = 1e11  # times of this age have a microsecond in a float's digits
+# A run has no more; what is beyond is put together.
+_MOST_ACTORS = 10_000
+_MOST_TRACKS = 200
+_MOST_PROMPTS = 10_000  # of one call
+_LONGEST_NAME = 200
+_OTHERS = "others"
 # Stretches of work of one worker that a span which comes late may still fill the gaps between.
 _MOST_STRETCHES = 64
 
@@ -93,7 +99,8 @@ class Actor:
             if until <= start:
                 self.tracks[number] = max(end, until)
                 return number
-        self.tracks.append(end)
+        if len(self.tracks) < _MOST_TRACKS:
+            self.tracks.append(end)
         return len(self.tracks) - 1
 
     def uncovered(self, start: float, end: float) -> list[tuple[float, float]]:
@@ -197,12 +204,18 @@ class SpanStore:
                 table.extend(added)
 
     def _actor(self, name: str) -> int:
+        name = name[:_LONGEST_NAME]
+        if len(self._known) >= _MOST_ACTORS and name not in self._actors:
+            name = _OTHERS
         if (number := self._actors.get(name)) is None:
             number = self._actors[name] = len(self._known)
             self._known.append(Actor(name))
         return number
 
     def _kind(self, name: str) -> int:
+        name = name[:_LONGEST_NAME]
+        if len(self._kind_of) > _MOST_KINDS:
+            return self._kind_of.get(name, _MOST_KINDS)
         if (number := self._kind_of.get(name)) is None:
             number = self._kind_of[name] = min(len(self.kinds), _MOST_KINDS)
             self.kinds += [name] if number < _MOST_KINDS else []
@@ -334,13 +347,13 @@ def group_of(group: Any, sample: Any) -> int:
 
 def is_in_time(span: SpanLine | Span) -> bool:
     """Return whether a span begins and ends at times that a clock has."""
-    return max(abs(span.start), abs(span.end)) < _FARTHEST_S
+    return max(abs(span.start), abs(span.end)) < FARTHEST_S
 
 
 def prompts_of(prompts: Any) -> list[int]:
     """Return the prompts that the arguments of a span name by number, as calls of scorers do."""
     named = prompts if isinstance(prompts, list | tuple) else ()
-    return [number for number in named if isinstance(number, int) and 0 <= number < _LARGEST]
+    return [one for one in named[:_MOST_PROMPTS] if isinstance(one, int) and 0 <= one < _LARGEST]
 
 
 def _inside(

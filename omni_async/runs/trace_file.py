@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from omni_async.config.reading import open_file
+from omni_async.ranges import Value
 from omni_async.runs.spans import Facts, Placed, SpanLine
+from omni_async.tracking.files import decode_line
 
 _BLOCK = 2**18
 _LONGEST = 2**24  # bytes of an event
@@ -35,8 +37,8 @@ class _Event(msgspec.Struct, gc=False):
     ph: str
     name: str
     pid: int
-    ts: int = 0
-    dur: int = 0
+    ts: Value = 0
+    dur: Value = 0
     args: Facts = msgspec.field(default_factory=Facts)
 
 
@@ -44,7 +46,7 @@ class TraceEvent(msgspec.Struct):
     """A span with all that the timeline has of it."""
 
     name: str
-    dur: int
+    dur: Value
     args: dict[str, Any]
 
 
@@ -55,15 +57,18 @@ class _Process(msgspec.Struct):
 def trace_spans(path: Path) -> Iterator[list[Placed]]:
     """Yield the spans, some thousand at a time, those of a worker in the order they began.
 
-    Raises NotATrace, one line, if the file is another's; OSError if it cannot be read."""
-    with open_file(path) as file:
+    Raises NotATrace, one line, if the file is another's; OSError if it cannot be read, or leads out of its folder."""
+    with open_file(path, within=path.parent) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 4096))
         found = _ORIGIN.search(file.read())
         file.seek(0)
         if found is None or file.read(len(_FIRST)) != _FIRST:
             raise NotATrace(f"{path} is no timeline that a run wrote")
-        origin = float(found[1])
+        try:
+            origin = float(found[1])
+        except ValueError:
+            raise NotATrace(f"{path} is no timeline that a run wrote") from None
         actors: dict[int, str] = {}
         decoder, names = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_Process)
         offset, rest = len(_FIRST), b""
@@ -93,14 +98,14 @@ def _take(
     for text in events:
         whole = text if text.startswith(b'{"ph":"') else _BETWEEN[1:] + text
         try:
-            event = decoder.decode(whole)
+            event = decode_line(whole, decoder)
             if event.ph == "X":
                 start = origin + event.ts / 1e6
                 line = SpanLine(actors[event.pid], event.name, start, start + event.dur / 1e6, event.args)
                 placed.append(Placed(line, offset, len(whole)))
             elif event.name == "process_name":
                 actors[event.pid] = names.decode(whole).args.name
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
+        except (ValueError, OverflowError, RecursionError, KeyError) as error:
             raise NotATrace(f"an event of the timeline cannot be read: {error}") from None
         offset += len(whole) + 1
     return offset

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import msgspec
 
 from omni_async.config import Config, ConfigError, load
-from omni_async.performance.profile import Profile, load_profile
+from omni_async.performance.profile import Profile, read_profile
+from omni_async.ranges import Count, Time
 from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.files import read_records
+from omni_async.tracking.files import read_foreign
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_summary
 
@@ -27,9 +28,12 @@ class MeasuredRun(NamedTuple):
     devices: float | None
 
 
+_MOST_UPDATES = 100_000  # lines of metrics that are read
+
+
 class _Update(msgspec.Struct):
-    update: int
-    finished: float
+    update: Count
+    finished: Time
 
 
 def read_measured(folder: Path) -> MeasuredRun:
@@ -37,18 +41,22 @@ def read_measured(folder: Path) -> MeasuredRun:
     run = RunDirectory(folder)
     if not run.config_yaml.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give one, or a recipe")
-    config = load(run.config_yaml)
+    config = load(run.config_yaml, within=folder)
     if not run.profile.is_file():
         raise ConfigError(
             f"{folder} has no profile.json, which a run writes at its end if it made an update; end it with `omni-async"
             f" stop {folder}`, or simulate {run.config_yaml} with --profile"
         )
-    attempts = [one for one in read_records(run.attempts, Attempt) if one.to_update > one.from_update]
-    updates = read_records(run.metrics, _Update)
+    (ended, _), (updates, _) = (
+        read_foreign(run.attempts, Attempt, folder),
+        read_foreign(run.metrics, _Update, folder, most=_MOST_UPDATES),
+    )
+    attempts = [one for one in ended if one.to_update > one.from_update]
     if attempts:  # the profile is of the last one that made updates
         updates = [line for line in updates if attempts[-1].from_update < line.update <= attempts[-1].to_update]
     try:
         devices = read_summary(run.summary).devices
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         devices = None
-    return MeasuredRun(config, load_profile(str(run.profile)), [line.finished for line in updates], devices)
+    profile = read_profile(run.profile, within=folder)
+    return MeasuredRun(config, profile, [line.finished for line in updates], devices)

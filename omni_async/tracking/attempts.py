@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from omni_async.ranges import Count, Seconds, Text, Time
 from omni_async.tracking.files import read_records
 from omni_async.tracking.summary import Status
 
@@ -16,13 +17,13 @@ class Attempt(msgspec.Struct, frozen=True):
     `began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt continued from;
     `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary."""
 
-    began: float
-    ended: float
+    began: Time
+    ended: Time
     status: Status
-    reason: str | None
-    from_update: int
-    to_update: int
-    wall_s: float
+    reason: Text | None
+    from_update: Count
+    to_update: Count
+    wall_s: Seconds
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -30,11 +31,11 @@ class Fault(msgspec.Struct, frozen=True):
 
     When (the clock's seconds), why, its replacement, and how many seconds later the replacement was at work."""
 
-    time: float
-    part: str
-    reason: str
-    replacement: str
-    seconds: float
+    time: Time
+    part: Text
+    reason: Text
+    replacement: Text
+    seconds: Time
 
 
 def read_faults(path: Path) -> list[Fault]:

@@ -3,38 +3,118 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import weakref
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from omni_async.config.reading import open_file
+from omni_async.config.reading import TooLargeError, open_file
 
 T = TypeVar("T")
 
 
-def read_lines(path: Path) -> list[bytes]:
-    """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file.
+# No run writes a longer line, or more values in one.
+LONGEST_LINE = 2**24  # bytes
+_MOST_VALUES = 500_000
+# What is held of a foreign file: lines, and about so many bytes of memory.
+MOST_LINES = 400_000
+_MOST_MEMORY = 250_000_000
+# Values of a record that are part of its own bytes below: a field takes less than a value of an unknown mapping.
+_FIELDS = 16
 
-    Raises OSError if the path is not a plain file."""
+
+def lines_of(path: Path, within: Path | None = None) -> Iterator[bytes]:
+    """Yield a file's lines with their ends, which are line feeds and nothing else; none if there is no file.
+
+    Raises OSError if the path is not a plain file below `within`; TooLargeError at a line that no run writes."""
     try:
-        with open_file(path) as file:
-            return [*file]
+        file = open_file(path, within)
     except FileNotFoundError:
-        return []
+        return
+    with file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+            if len(line) > LONGEST_LINE:
+                raise TooLargeError(errno.EFBIG, f"line {number} has more than {LONGEST_LINE} bytes", str(path))
+            yield line
 
 
-def read_records(path: Path, kind: type[T]) -> list[T]:
+def read_lines(path: Path) -> list[bytes]:
+    """Read all lines of a file, as `lines_of` yields them."""
+    return [*lines_of(path)]
+
+
+def read_records(path: Path, kind: type[T], within: Path | None = None) -> list[T]:
     """Decode a file's JSON lines, leaving out those that were cut off; none if there is no file."""
     records: list[T] = []
-    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
-        for line in file:
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                records.append(msgspec.json.decode(line, type=kind))
+    decoder = msgspec.json.Decoder(kind)
+    for line in lines_of(path, within):
+        with contextlib.suppress(ValueError, RecursionError):
+            records.append(decode_line(line, decoder))
     return records
+
+
+def decode_line(line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Decode a line. Raises ValueError or RecursionError if it is no record, or has more values than a run writes."""
+    if len(line) > _MOST_VALUES and _values(line) > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values")
+    return decoder.decode(line)
+
+
+def read_foreign(
+    path: Path, kind: type[T], within: Path, keep: Callable[[T], bool] | None = None, most: int = MOST_LINES
+) -> tuple[list[T], str | None]:
+    """Decode the JSON lines of a foreign file as far as they fit into memory; return why some are missing, too.
+
+    Args:
+        path: the file. The last line may be one that is being written, and is no damage.
+        kind: what a line is.
+        within: the folder that the file must not lead out of.
+        keep: tells records from damaged ones that decode.
+        most: how many lines are read."""
+    records: list[T] = []
+    number = held = damaged = first = 0
+    is_open = "args" in getattr(kind, "__struct_fields__", ("args",))
+    decoder = msgspec.json.Decoder(kind)
+    why: str | None = None
+    try:
+        for number, line in enumerate(lines_of(path, within), 1):
+            held += _memory(line, is_open)
+            if number > most or held > _MOST_MEMORY:
+                why = f"it is larger than a page holds, and is read up to line {number - 1}"
+                break
+            try:
+                record = decode_line(line, decoder)
+                if keep is None or keep(record):
+                    records.append(record)
+                    continue
+            except (ValueError, RecursionError):
+                pass
+            if line.endswith(b"\n"):
+                first, damaged = first or number, damaged + 1
+    except OSError as error:
+        why = f"cannot be read: {error.strerror or error}"
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged} lines"
+        why = f"{lines} cannot be read, the first is line {first}" + (f"; {why}" if why else "")
+    return records, why
+
+
+def _values(line: bytes) -> int:
+    return line.count(b",") + line.count(b"{") + line.count(b"[")
+
+
+def _memory(line: bytes, is_open: bool) -> int:
+    """Estimate the bytes that a line takes in memory.
+
+    `is_open`: the record has any values, each of which takes up to 100 bytes; a struct has its fields alone. A text
+    has four bytes a character if any of them needs these."""
+    wide = 1 if line.isascii() and b"\\u" not in line else 4
+    return 300 + wide * len(line) + (80 * _values(line) if is_open else 60 * max(0, _values(line) - _FIELDS))
 
 
 # ---- forked children -------------------------------------------------------------------------------------------------

@@ -25,11 +25,13 @@ from omni_async.checkpoint.statement import Change
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
 from omni_async.config.writing import append, open_lock, write_atomic
+from omni_async.ranges import finite
 from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.files import keep_from_children, read_lines, read_records
+from omni_async.tracking.files import decode_line, keep_from_children, lines_of, read_records
 from omni_async.types import Span
 
 _LOCK = ".lock"
+_METRICS = msgspec.json.Decoder(dict[str, Any])
 _NAME = re.compile(r"(?P<name>.*)-(?P<second>\d{8}-\d{6})(-(?P<number>\d+))?", re.DOTALL)
 
 
@@ -101,14 +103,22 @@ class RunDirectory:
         needed of it cannot be read."""
         run = cls(path)
         with refusing(f"checkpoint.resume: cannot go on in {path}", path):
-            for folder in (run.samples, run.checkpoints, run.weights):
-                if folder.is_symlink():  # files would be written and removed where it leads
-                    raise OSError(errno.EINVAL, f"{folder.name} is a link, not a folder", str(folder))
+            if (problem := run.problem()) is not None:
+                raise OSError(errno.EINVAL, problem)
             run._claim()
             for lines in (run.metrics, run.attempts):
                 if lines.exists():
-                    open_file(lines).close()
+                    open_file(lines, within=path).close()
         return run
+
+    def problem(self) -> str | None:
+        """Report a folder inside that a run cannot write into; None if there is none. A link may lead anywhere."""
+        for folder in (self.samples, self.checkpoints, self.weights):
+            if folder.is_symlink():
+                return f"{folder} is a link; the whole run folder may be one instead"
+            if folder.exists() and not folder.is_dir():
+                return f"{folder} is not a folder"
+        return None
 
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
         """Prepare the reopened folder for this attempt's records.
@@ -174,25 +184,25 @@ class RunDirectory:
     def void_metrics(self, version: int, validated: int | None) -> None:
         """Move the lines after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
         valid, void = list[bytes](), list[bytes]()
-        for line in read_lines(self.metrics):
+        for line in lines_of(self.metrics, self.path):
             (valid if _record(line, version, validated) is not None else void).append(line)
         if void:
             append(self.metrics.with_name(f"{self.metrics.name}.void"), b"".join(void))
             write_atomic(self.metrics, b"".join(valid))
 
-    def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
-        """Read all lines, or those that `void_metrics` would leave for a run that goes on from `version`."""
-        records = (_record(line, version, validated) for line in read_lines(self.metrics))
-        return [record for record in records if record is not None]
+    def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> Iterator[dict[str, Any]]:
+        """Yield all lines, or those that `void_metrics` would leave for a run that goes on from `version`."""
+        records = (_record(line, version, validated) for line in lines_of(self.metrics, self.path))
+        return (record for record in records if record is not None)
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
         """Report which of these updates and rounds do not have exactly one line in `metrics.jsonl`; None if all do."""
         if not updates and not rounds:
             return None
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-        for line in read_lines(self.metrics):
+        for line in lines_of(self.metrics, self.path):
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # it counts as missing
-                record = msgspec.json.decode(line, type=dict[str, Any])
+                record = decode_line(line, _METRICS)
                 found["finished" in record][record["update"]] += 1
         gaps = []
         for kind, wanted, counts in (("update", updates, found[True]), ("validation of version", rounds, found[False])):
@@ -209,7 +219,9 @@ class RunDirectory:
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.
         attempts = [
-            one for one in read_records(self.attempts, Attempt) if one.to_update == version and one.ended >= made
+            one
+            for one in read_records(self.attempts, Attempt, self.path)
+            if one.to_update == version and one.ended >= made
         ]
         return max([*_numbers(line.get("wall_s") for line in lines), *(one.wall_s for one in attempts)], default=0.0)
 
@@ -221,7 +233,7 @@ class RunDirectory:
 def _record(line: bytes, version: float, validated: float | None) -> dict[str, Any] | None:
     """Decode a line; None if it was cut off, or is of an update or a validation round that is void."""
     try:
-        record = msgspec.json.decode(line, type=dict[str, Any])
+        record = decode_line(line, _METRICS)
         counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -237,7 +249,7 @@ def append_jsonl(path: Path, record: Any) -> None:
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:
-    return [float(value) for value in values if isinstance(value, int | float)]
+    return [number for value in values if (number := finite(value)) is not None]
 
 
 def _few(numbers: Sequence[int]) -> str:

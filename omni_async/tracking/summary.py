@@ -9,25 +9,28 @@ from typing import Literal
 
 import msgspec
 
+from omni_async.config.decoding import decode_json
 from omni_async.config.reading import read_file
 from omni_async.config.redact import redact_text
 from omni_async.config.writing import write_atomic
 from omni_async.control.rounds import Change, NotComparable, Round, compare, first_and_last
+from omni_async.ranges import Amount, Count, Seconds, Value
 from omni_async.tracking.timeline import busy_fractions, overlap_fraction
 from omni_async.types import Span
 
 Status = Literal["done", "interrupted", "failed"]
 _ENDS = 5
+_LARGEST_FILE = 2**24  # bytes
 
 
 class Counters(msgspec.Struct, frozen=True):
     """Counts of groups by how they ended; `live` ones have not. `admitted` is always the sum of the rest."""
 
-    admitted: int
-    trained: int
-    rejected: int
-    dropped: int
-    live: int
+    admitted: Count
+    trained: Count
+    rejected: Count
+    dropped: Count
+    live: Count
 
     @property
     def conserved(self) -> bool:
@@ -40,12 +43,12 @@ class ValidationPoint(msgspec.Struct, frozen=True):
     `value` and a part are null where no sample has one. `reasons`: why samples have no score -> how many. `samples` and
     `asked` are null if they were not recorded."""
 
-    version: int
-    value: float | None
-    parts: dict[str, float | None] = {}
-    samples: int | None = None
-    asked: int | None = None
-    reasons: dict[str, int] = {}
+    version: Count
+    value: Value | None
+    parts: dict[str, Value | None] = {}
+    samples: Count | None = None
+    asked: Count | None = None
+    reasons: dict[str, Count] = {}
 
     @classmethod
     def of(cls, finished: Round) -> ValidationPoint:
@@ -71,26 +74,26 @@ class Summary(msgspec.Struct, frozen=True):
     run: str
     status: Status
     reason: str | None
-    updates: int
-    wall_s: float
-    images: int
-    images_per_s: float
-    images_per_s_per_device: float
-    devices: float
-    busy: dict[str, dict[str, float]]
-    overlap_fraction: float
-    staleness: dict[int, int]
-    staleness_max: int | None
+    updates: Count
+    wall_s: Seconds
+    images: Count
+    images_per_s: Amount
+    images_per_s_per_device: Amount
+    devices: Amount
+    busy: dict[str, dict[str, Value]]
+    overlap_fraction: Value
+    staleness: dict[Count, Count]
+    staleness_max: Count | None
     counters: Counters
     conserved: bool
-    reject_reasons: dict[str, int]
-    first_reward: float | None
-    last_reward: float | None
+    reject_reasons: dict[str, Count]
+    first_reward: Value | None
+    last_reward: Value | None
     validation: tuple[ValidationPoint, ...]
-    peak_memory_bytes: int | None
-    faults: int = 0
+    peak_memory_bytes: Count | None
+    faults: Count = 0
     unwritten: dict[str, str] = {}
-    drop_reasons: dict[str, int] | None = None
+    drop_reasons: dict[str, Count] | None = None
     validation_change: Change | None = None
 
 
@@ -172,18 +175,20 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    return msgspec.json.decode(read_file(path), type=Summary)
+    """Read the summary in a run folder. Raises OSError; ValueError if it is none, or its numbers cannot be."""
+    summary: Summary = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), Summary)
+    return summary
 
 
 class _Ending(msgspec.Struct):
     status: Status
-    updates: int = 0
+    updates: Count = 0
 
 
 def read_ending(path: Path) -> tuple[Status | None, int]:
     """Read how a run ended and how many updates it had made; (None, 0) if there is no readable summary."""
     try:
-        ending = msgspec.json.decode(read_file(path), type=_Ending)
+        ending: _Ending = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), _Ending)
     except (OSError, ValueError, RecursionError):
         return None, 0
     return ending.status, ending.updates

@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
+from omni_async.config.decoding import decode_json
 from omni_async.config.reading import read_file
 from omni_async.config.writing import write_atomic
+from omni_async.ranges import Time, Value
 from omni_async.role_table import WORKING
 from omni_async.types import Span
 from omni_async.worker import Worker
@@ -22,6 +24,9 @@ from omni_async.worker import Worker
 Interval = tuple[float, float]
 
 WAITS = ("backpressured", "starved")
+# Of a timeline that is read whole: some 250,000 spans.
+_LARGEST_FILE = 2**26  # bytes
+_MOST_VALUES = 3_000_000
 _NOT_BUSY = (*WAITS, "outage")
 
 
@@ -77,13 +82,13 @@ class _Event(msgspec.Struct, frozen=True, gc=False):
     ph: str
     name: str
     pid: int
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: Value = 0.0
+    dur: Value = 0.0
     args: dict[str, Any] = {}
 
 
 class _Origin(msgspec.Struct, frozen=True):
-    origin_s: float
+    origin_s: Time
 
 
 class _Trace(msgspec.Struct, frozen=True):
@@ -94,8 +99,8 @@ class _Trace(msgspec.Struct, frozen=True):
 def read_trace(path: Path) -> list[Span]:
     """Read every span of a run from the file that `write_trace` wrote, to the microsecond.
 
-    Raises OSError, or ValueError if it is no such file."""
-    trace = msgspec.json.decode(read_file(path), type=_Trace)
+    Raises OSError, or ValueError if it is no such file, or larger than what fits into memory."""
+    trace: _Trace = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), _Trace, _MOST_VALUES)
     origin = trace.otherData.origin_s
     actors = {event.pid: str(event.args.get("name")) for event in trace.traceEvents if event.name == "process_name"}
     kinds: dict[str, str] = {}  # a million spans share their kinds' few texts

@@ -18,11 +18,12 @@ import msgspec
 from aiohttp import web
 
 from omni_async.aio.threads import in_daemon_thread
+from omni_async.config.reading import read_file, require_within
 from omni_async.config.redact import one_line, redact_text
 from omni_async.report.file import PAGE
-from omni_async.runs.prompt_texts import prompt_texts
-from omni_async.runs.record import is_plain_file
-from omni_async.tracking.rundir import RunDirectoryError
+from omni_async.tracking.files import read_foreign
+from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
+from omni_async.types import SHOWN_OF_PROMPT
 from omni_async.watch.actions import Asked
 from omni_async.watch.guard import HEADERS, Guard, Refused
 from omni_async.watch.live import LiveRun, TooManyViewers
@@ -34,6 +35,8 @@ _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _MEDIA_TYPES = {"png": "image/png", "mp4": "video/mp4", "wav": "audio/wav"}
 _SAMPLE = re.compile(r"(train|validation)-\d{6,9}(-\d{2,4})?\.(png|mp4|wav)")
 _LARGEST = 16 * 1024
+_LARGEST_SAMPLE = 2**26  # bytes
+_MOST_ROWS = 1000  # of a table of samples
 _MOST_BOXES = 6000
 _MOST_COLUMNS, _MOST_LANES, _MOST_SHARES = 8000, 1000, 1_000_000
 _MOST_GROUP = 10**9
@@ -65,13 +68,17 @@ class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
 
 
-class WatchApp:
-    """The routes of a page. `prompts`: `data.prompts` of the run's configuration."""
+class _Row(msgspec.Struct):
+    prompt: str
+    image: str
 
-    def __init__(self, live: LiveRun, guard: Guard, prompts: Any) -> None:
+
+class WatchApp:
+    """The routes of a page."""
+
+    def __init__(self, live: LiveRun, guard: Guard) -> None:
         self._live = live
         self._guard = guard
-        self._prompts = prompts
         index = (PAGE / "index.html").read_text(encoding="utf-8")
         self._index = index.replace("<!-- policy -->", "").replace("<!-- boot -->", '<script src="live.js"></script>')
         login = (PAGE / "login.html").read_text(encoding="utf-8")
@@ -148,10 +155,13 @@ class WatchApp:
     async def _sample(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         found = _SAMPLE.fullmatch(name)
-        path = self._live.run.samples / name
-        if found is None or not await in_daemon_thread(is_plain_file, path):
+        if found is None:
             raise Refused(404, "there is no such sample")
-        return web.FileResponse(path, headers={**HEADERS, "Content-Type": _MEDIA_TYPES[found[3]]})
+        try:
+            content = await in_daemon_thread(lambda: _sample_of(self._live.run, name))
+        except OSError as error:
+            raise Refused(404, f"there is no such sample: {error.strerror}") from None
+        return web.Response(body=content, content_type=_MEDIA_TYPES[found[3]])
 
     # ---- what it shows ----------------------------------------------------------------------------------------------
 
@@ -200,13 +210,11 @@ class WatchApp:
         group = int(request.match_info["group"])
         follower = self._live.follower
         entry = follower.ledger_line(group) if group < _MOST_GROUP else None
-        number = None if entry is None else entry["prompt"]
+        number = None if entry is None else entry.prompt
         spans = follower.spans_of(group, number)
         if entry is None and not spans:
             return _json(None)  # no error: a reader may try any number
-        text = None
-        if isinstance(number, int):
-            text = (await in_daemon_thread(lambda: prompt_texts(self._prompts, {number}))).get(number)
+        text = entry.text if entry is not None and entry.text else None
         origin = follower.spans.start
         answer = {
             "group": group,
@@ -222,22 +230,21 @@ class WatchApp:
                 }
                 for span, lane in spans
             ],
-            "media": [] if entry is None or text is None else self._media(entry.get("trained_version"), text),
+            "media": [] if entry is None or text is None else self._media(entry.trained_version, text),
         }
         return _json(answer)
 
-    def _media(self, version: Any, prompt: str) -> list[dict[str, str]]:
-        """Return the samples of a prompt that its update showed, if it showed any."""
-        if not isinstance(version, int) or ("train", version) not in self._live.follower.samples:
+    def _media(self, version: int | None, prompt: str) -> list[dict[str, str]]:
+        """Return the samples of a prompt that its update showed, if it showed any. `prompt`: what it begins with."""
+        run = self._live.run
+        if version is None or ("train", version) not in self._live.follower.samples:
             return []
-        found = []
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            table = (self._live.run.samples / f"train-{version:06d}.jsonl").read_bytes()
-            for line in table.splitlines()[:1000]:
-                row = msgspec.json.decode(line, type=dict[str, Any])
-                if row.get("prompt") == prompt and _SAMPLE.fullmatch(str(row.get("image"))):
-                    found.append({"src": f"samples/{row['image']}"})
-        return found
+        rows, _ = read_foreign(run.samples / f"train-{version:06d}.jsonl", _Row, run.path, most=_MOST_ROWS)
+        return [
+            {"src": f"samples/{row.image}"}
+            for row in rows
+            if row.prompt[:SHOWN_OF_PROMPT] == prompt and _SAMPLE.fullmatch(row.image)
+        ]
 
     # ---- buttons ----------------------------------------------------------------------------------------------------
 
@@ -256,6 +263,12 @@ async def _write(response: web.StreamResponse, message: bytes) -> None:
     """Write a server-sent event, or a beat. TimeoutError if the viewer does not take it."""
     async with asyncio.timeout(_WRITE_S):
         await response.write(b"data: " + message + b"\n\n" if message else b": beat\n\n")
+
+
+def _sample_of(run: RunDirectory, name: str) -> bytes:
+    """Read a file of the samples folder. Raises OSError; OutsideError if it, or the folder, leads out of its folder."""
+    require_within(run.samples, run.path)
+    return read_file(run.samples / name, _LARGEST_SAMPLE, within=run.samples)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:

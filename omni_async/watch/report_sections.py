@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from omni_async.report.blocks import Lanes, Section, Tab, Text
-from omni_async.report.data import SECTIONS
+from omni_async.report.data import SECTIONS, is_last
 from omni_async.report.pictures import samples
 from omni_async.report.shown import Shown, show
 from omni_async.report.what_it_buys import TITLE
@@ -58,8 +58,9 @@ class Sections:
             _SIMULATED: SECTIONS[_SIMULATED](shown) if is_whole else _SIMULATING,
         }
         began = time.thread_time()
-        made = [apart[name] if name in apart else section(shown) for name, section in _sections().items()]
-        content = msgspec.json.encode([_without_lanes(one) for one in made if one is not None])
+        sections = _sections()
+        made = {name: apart[name] if name in apart else sections[name](shown) for name in sorted(sections, key=is_last)}
+        content = msgspec.json.encode([_without_lanes(one) for name in sections if (one := made[name]) is not None])
         return Made(content, took + time.thread_time() - began, is_whole)
 
     def _of_spans(self, shown: Sequence[Shown], folder: RunDirectory) -> Section | None:
@@ -82,7 +83,8 @@ def _address(run: Run) -> Callable[[Path], str]:
 
 
 def _has_few_spans(folder: RunDirectory) -> bool:
-    return all(not path.exists() or path.stat().st_size <= _MOST_SPAN_BYTES for path in (folder.spans, folder.trace))
+    sizes = (path.stat().st_size for path in (folder.spans, folder.trace) if path.is_file())
+    return max(sizes, default=0) <= _MOST_SPAN_BYTES
 
 
 def _without_lanes(section: Section) -> Section:

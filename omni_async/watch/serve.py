@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -14,7 +13,6 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
 from omni_async.reward_server.connections import IDLE_S, listen
 from omni_async.reward_server.listener import address_of, listening
-from omni_async.runs.record import run_config
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.watch.app import WatchApp
 from omni_async.watch.guard import Guard
@@ -32,9 +30,8 @@ async def serving(folder: Path, host: str, port: int, token: str | None) -> Asyn
     Raises ConfigError if nothing can listen there."""
     guard = Guard(host, token)
     live = LiveRun(RunDirectory(folder), Sections())
-    prompts = _setting(run_config(live.run, {}), "data", "prompts")
     runner = web.AppRunner(
-        WatchApp(live, guard, prompts).app(),
+        WatchApp(live, guard).app(),
         access_log=None,
         handle_signals=False,
         handler_cancellation=True,
@@ -54,9 +51,3 @@ async def serving(folder: Path, host: str, port: int, token: str | None) -> Asyn
             accepting.close()
         await cancel({keeping})
         await runner.cleanup()
-
-
-def _setting(tree: Any, *keys: str) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree

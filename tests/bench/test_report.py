@@ -14,6 +14,7 @@ from omni_async.bench import table
 from omni_async.bench.comparison import CATEGORIES, compare, fastest
 from omni_async.bench.figure import figure_of
 from omni_async.bench.result import (
+    FILE_NAME,
     ArmRecord,
     Machine,
     Measured,
@@ -22,7 +23,9 @@ from omni_async.bench.result import (
     RunRecord,
     Stage,
     describe_machine,
+    read_overlap,
 )
+from omni_async.config import ConfigError
 from omni_async.performance.law import StageTimes
 
 
@@ -179,3 +182,23 @@ def test_the_machine_is_described_by_what_it_is():
     assert found.packages["omni-async"]
     assert f"{found.cpus} CPUs" in str(found)
     assert msgspec.convert(msgspec.to_builtins(found), Machine) == found
+
+
+@pytest.mark.parametrize("number", ["1e160", "9" * 400, "-1", "true"])
+def test_a_result_with_numbers_that_no_benchmark_has_is_refused_in_one_line(tmp_path, number):
+    content = msgspec.json.encode(result(arm("S0", runs=runs(1.0)))).replace(
+        b'"repeats":3', b'"repeats":' + number.encode()
+    )
+    (tmp_path / FILE_NAME).write_bytes(content)
+    with pytest.raises(ConfigError, match="not a benchmark result"):
+        read_overlap(tmp_path)
+
+
+def test_a_result_is_in_its_folder_unless_it_is_named_itself(tmp_path):
+    overlap = result(arm("S0", runs=runs(1.0)))
+    (tmp_path / "away.json").write_bytes(msgspec.json.encode(overlap))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / FILE_NAME).symlink_to(tmp_path / "away.json")
+    with pytest.raises(ConfigError, match="leads out of its folder"):
+        read_overlap(tmp_path / "out")
+    assert read_overlap(tmp_path / "out" / FILE_NAME) == overlap

@@ -83,7 +83,7 @@ def test_a_line_is_on_disk_as_soon_as_the_event_happened(tmp_path: Path) -> None
     sink(entry(0))
     assert path.read_text() == (
         '{"run":"run-1","group":0,"prompt":3,"event":"trained","reason":null,"admitted_version":0,"trained_version":1,'
-        '"staleness":0,"step_versions":[0,0],"attempts":1,"reward":0.5,"left_out":[]}\n'
+        '"staleness":0,"step_versions":[0,0],"attempts":1,"reward":0.5,"left_out":[],"text":""}\n'
     )
     sink(entry(1, "dropped", reason='said "no"\nand left'))
     JsonlSink(path)(entry(2))

@@ -61,7 +61,7 @@ def of(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation in _SIMPLE:
         return _SIMPLE[annotation]
     if origin is Annotated:
-        return of(args[0]).map(lambda number: min(abs(number), 2**40))
+        return of(args[0]).map(lambda value: _inside(value, args[1]))
     if origin is Literal:
         return st.sampled_from(args)
     if origin in (Union, types.UnionType):
@@ -73,6 +73,15 @@ def of(annotation: Any) -> st.SearchStrategy[Any]:
     assert issubclass(annotation, msgspec.Struct), annotation
     hints = get_type_hints(annotation, include_extras=True)
     return st.builds(annotation, **{name: of(hints[name]) for name in annotation.__struct_fields__})
+
+
+def _inside(value: Any, bounds: msgspec.Meta) -> Any:
+    """Moves a number into its bounds; texts here are short."""
+    if isinstance(value, str):
+        return value
+    low = -(2**40) if bounds.ge is None else bounds.ge
+    highest = [2**40, *([] if bounds.le is None else [bounds.le]), *([] if bounds.lt is None else [bounds.lt - 1])]
+    return max(low, min(abs(value), *highest))
 
 
 @st.composite

@@ -191,6 +191,28 @@ def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
     assert removed in refusal(recipe(tmp_path, str(run)))
 
 
+@pytest.mark.parametrize("name", ["samples", "checkpoints", "weights"])
+def test_a_run_with_a_link_in_the_place_of_a_folder_is_not_gone_on_with(tmp_path: Path, name: str) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-120000", 2)
+    if (run / name).exists():
+        (run / name).rename(tmp_path / "away")
+    (run / name).symlink_to(tmp_path / "away")
+    passed = list[str]()
+    assert find_resume_point(config, passed) is None and "the whole run folder may be one instead" in passed[0]
+    named = recipe(tmp_path, str(run))
+    assert "the whole run folder may be one instead" in refusal(named)
+
+
+def test_a_checkpoint_elsewhere_is_not_gone_on_from(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-120000", 2, 4)
+    (run / "checkpoints" / folder_name(4)).rename(tmp_path / "away")
+    (run / "checkpoints" / folder_name(4)).symlink_to(tmp_path / "away")
+    point = found(config)
+    assert point.state.version == 2 and "leads out of its run's folder" in point.notes[0]
+
+
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     run = run_of(recipe(tmp_path), "20260101-000000", 1, algorithm="diffusion_nft")
     assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(recipe(tmp_path, str(run)))

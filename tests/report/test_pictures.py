@@ -103,7 +103,7 @@ def test_a_damaged_image_is_left_out(tmp_path):
 
 
 def test_a_table_leads_to_no_other_files_and_no_image_fills_the_memory(tmp_path):
-    secret = tmp_path / "secret.mp4"
+    secret = tmp_path.with_name(f"{tmp_path.name}-secret.mp4")
     secret.write_bytes(b"secret")
     rows = [{"prompt": "link", "video": "clip.mp4"}, {"prompt": "table", "video": "validation-000000.jsonl"}]
     write_round(tmp_path, 0, [*rows, {"prompt": "bomb"}])

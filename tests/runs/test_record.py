@@ -91,7 +91,10 @@ def test_a_cut_off_last_line_is_nothing_and_a_damaged_one_is_counted(folder):
     assert (len(read_run(folder).ledger), read_run(folder).left_out) == (3, {})
     with (folder / "ledger.jsonl").open("ab") as file:
         file.write(b"\n[1]\n")
-    assert (len(read_run(folder).ledger), read_run(folder).left_out) == (3, {"ledger.jsonl": "2 lines cannot be read"})
+    assert (len(read_run(folder).ledger), read_run(folder).left_out) == (
+        3,
+        {"ledger.jsonl": "2 lines cannot be read, the first is line 4"},
+    )
 
 
 def test_what_another_version_wrote_is_left_out_and_said(folder):

@@ -235,9 +235,6 @@ async def test_a_window_that_makes_no_sense_is_refused(tmp_path: Path, query: st
 
 async def test_a_group_has_its_ledger_line_its_prompt_its_spans_and_the_samples_of_its_update(tmp_path: Path) -> None:
     MadeRun(groups=40).write(tmp_path)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"prompt {n}\n\n" for n in range(97)))
-    (tmp_path / "config.yaml").write_text(f"data: {{prompts: {prompts}}}\n")
     (tmp_path / "samples" / "train-000002.jsonl").write_text(
         '{"prompt": "prompt 12", "image": "train-000002-00.png"}\n'
     )

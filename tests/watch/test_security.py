@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import socket
 from collections import Counter
@@ -178,6 +179,7 @@ async def test_a_wrong_body_is_refused_and_changes_nothing(tmp_path: Path, body:
         "/samples/train-000001.png/../../config.yaml", "/../config.yaml", "//etc/passwd", "/samples//etc/passwd",
         "/samples/.lock", "/samples/train-000001.jsonl", "/samples/train-000001.png%00", "/vendor/../../file.py",
         "/samples/link-000001.png", "/samples/train-000009.png", "/samples/train-000008.png",
+        "/samples/train-000007.png", "/samples/train-000006.png", "/samples/train-000005.png",
         "/page.js/", "/index.html",
     ],
 )  # fmt: skip
@@ -187,9 +189,22 @@ async def test_no_path_leads_out_of_the_files_that_are_listed(tmp_path: Path, pa
         (samples / "train-000001.png").write_bytes(b"a picture")
         (samples / "train-000009.png").symlink_to(page.folder / "config.yaml")
         (samples / "train-000008.png").mkdir()
+        (samples / "train-000007.png").symlink_to("/etc/passwd")
+        os.mkfifo(samples / "train-000006.png")
+        (samples / "train-000005.png").touch()
+        os.truncate(samples / "train-000005.png", 2**26 + 1)
         line = await raw(page, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         assert line.split()[1] in (b"404", b"400"), line
         assert await page.get("/samples/train-000001.png") == (200, "a picture")
+
+
+async def test_nothing_of_a_samples_folder_elsewhere_is_served(tmp_path: Path) -> None:
+    async with watched(tmp_path) as page:
+        away = page.folder.with_name(f"{page.folder.name}-away")
+        (page.folder / "samples").rename(away)
+        (away / "train-000001.png").write_bytes(b"a picture")
+        (page.folder / "samples").symlink_to(away)
+        assert (await page.get("/samples/train-000001.png"))[0] == 404
 
 
 # ---- the token -------------------------------------------------------------------------------------------------------
