@@ -61,7 +61,7 @@ _DIAGNOSTICS = (
     ),
     _Diagnostic("grad_norm", "Gradient norm", "", "Before clipping; spikes come with large drift or a broken reward."),
 )
-_MOST_STEPS = 250
+_MOST_STEPS = 128
 _PER_STEP = re.compile(r"(?P<name>.+)/step_(?P<step>\d+)")
 _STEP_TITLES = {
     "log_ratio_nats/variance": ("Drift per denoising step", "nats²"),

@@ -22,7 +22,7 @@ T = TypeVar("T")
 LONGEST_LINE = 2**24  # bytes
 _MOST_VALUES = 500_000
 # What is held of a foreign file: lines, and about so many bytes of memory.
-MOST_LINES = 400_000
+MOST_LINES = 300_000
 _MOST_MEMORY = 250_000_000
 # Values of a record that are part of its own bytes below: a field takes less than a value of an unknown mapping.
 _FIELDS = 16
@@ -114,7 +114,7 @@ def _memory(line: bytes, is_open: bool) -> int:
     `is_open`: the record has any values, each of which takes up to 100 bytes; a struct has its fields alone. A text
     has four bytes a character if any of them needs these."""
     wide = 1 if line.isascii() and b"\\u" not in line else 4
-    return 300 + wide * len(line) + (80 * _values(line) if is_open else 60 * max(0, _values(line) - _FIELDS))
+    return 300 + wide * len(line) + (80 * _values(line) if is_open else 60 * max(0, line.count(b",") - _FIELDS))
 
 
 # ---- forked children -------------------------------------------------------------------------------------------------
