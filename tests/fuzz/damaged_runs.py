@@ -313,6 +313,7 @@ def _apply(place_: _Place, case: Case, rng: random.Random) -> None:
     path = place_.top / case.file if case.file.startswith("tables/") else place_.run / case.file
     if case.file == "control.sock":
         path.touch()
+    place_.damaged = path
     damage._NAMED[case.damage](path, rng)
     parts = Path(case.file).parts
     if case.signed and parts[:1] == ("checkpoints",) and len(parts) > 2 and parts[-1] != "manifest.json":
@@ -326,6 +327,8 @@ class _Place:
     base: Path
     top: Path
     name: str
+    damaged: Path | None = None
+    named: Path | None = None  # by the user of a command, who may name a link
 
     @property
     def run(self) -> Path:
@@ -394,6 +397,7 @@ def _worker_of(top: Path) -> Iterator[None]:
 def _played(place_: _Place, command: str, rng: random.Random) -> Played:
     shutil.rmtree(place_.out)
     place_.out.mkdir()
+    place_.named = place_.run
     before, own = place_.snapshot(), str(place_.run)
     out, err = io.StringIO(), io.StringIO()
     problems: list[str] = []
@@ -418,7 +422,8 @@ def _played(place_: _Place, command: str, rng: random.Random) -> Played:
     if command == "train":  # what is downloaded or compiled is of no case
         changed = [path for path in changed if not path.startswith(str(place_.top / "tmp"))]
     problems += [f"changed {path[len(str(place_.top)) + 1 :]!r}" for path in changed[:3]]
-    problems += _leaked(place_, said + told)
+    if place_.damaged is None or place_.damaged != place_.named:
+        problems += _leaked(place_, said + told)
     outcome = "FAULT" if problems else {0: "used", 2: "refused"}.get(code or 0, "failed")
     return Played(command, outcome, cpu_s, grown, problems)
 
@@ -529,7 +534,7 @@ def _score(place_: _Place, rng: random.Random, problems: list[str]) -> int:
     table = (
         place_.top / "tables" / rng.choice(("rows.jsonl", "rows.csv", "rows.parquet", "media.png", "media.mp4", "."))
     )
-    what = rng.choice((place_.run, table))
+    place_.named = what = rng.choice((place_.run, table))
     out = place_.out
     words = ["--json", str(out / "s.json"), "--out", str(out / "s.csv"), "--grid", str(out / "g.png")]
     code = main(["score", str(place_.base / "recipe.yaml"), str(what), *words])
