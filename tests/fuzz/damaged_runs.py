@@ -69,7 +69,9 @@ def build(base: Path) -> None:
     base.mkdir(parents=True, exist_ok=True)
     runs = place(base)
     recipe = base / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace("[{name: jpeg_size}]}", "[{name: jpeg_size}], backoff_s: 0}"))
+    recipe.write_text(
+        recipe.read_text().replace("[{name: jpeg_size}]}", "[{name: jpeg_size}], backoff_s: 0, outage_s: 1}")
+    )
     for run in runs.iterdir():
         _complete(run)
     tables = base / "tables"
@@ -97,7 +99,9 @@ def build(base: Path) -> None:
 def _complete(run: Path) -> None:
     """Add the files that neither recorded run has, and leave two samples of each grid."""
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace("backoff_s: 1.0", "backoff_s: 0.0"))
+    config.write_text(
+        config.read_text().replace("backoff_s: 1.0", "backoff_s: 0.0").replace("outage_s: 600.0", "outage_s: 1.0")
+    )
     for table in (run / "samples").glob("*.jsonl"):
         lines = table.read_text().splitlines(keepends=True)
         table.write_text("".join(lines[:2]))
