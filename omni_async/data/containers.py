@@ -1,7 +1,7 @@
-"""Looks at the boxes of a video or sound file, before a library does: they fit into the file, and its tables into memory.
+"""Looks at the boxes of a video or sound file before a library does.
 
-A few bytes of an MP4 can list a billion frames of no bytes, each of which takes memory as soon as it is opened. A file
-that was cut off has boxes that end behind its end.
+They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion frames of no bytes,
+each of which takes memory as soon as it is opened. A file that was cut off has boxes that end behind its end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from omni_async.config import ConfigError
 
-_MOST_BOXES = 2**16  # at the top: a fragment has two
+_MOST_BOXES = 2**14  # at the top: a fragment has two
 _MOST_TABLES = 2**26  # bytes of all boxes of an MP4 but its media data
 _MOST_ENTRIES = 10_000_000  # of an MP4's tables of samples, all together
 _CUT = "cut off: it has {have} bytes, its header declares {wants}; copy it again"
@@ -98,7 +98,7 @@ def _matroska(file: BinaryIO, size: int) -> None:
             return
         kind, at = _number(header, 0, keep=True)
         length, at = _number(header, at, keep=False)
-        if length < 0 or kind not in (_EBML, _SEGMENT) and place == 0:
+        if length < 0 or (kind not in (_EBML, _SEGMENT) and place == 0):
             return  # of a stream, whose length nobody knew
         place += at + length
         if place > size:

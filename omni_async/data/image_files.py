@@ -9,7 +9,7 @@ import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import OutsideError, read_file

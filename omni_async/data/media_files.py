@@ -91,7 +91,7 @@ def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:
     import av
     import numpy as np
 
-    with av.open(file, options=_CODEC, container_options=_CONTAINER) as container:
+    with av.open(file, "r", options=_CODEC, container_options=_CONTAINER) as container:
         streams = container.streams
         if not streams.video:
             raise ConfigError("holds no video")
@@ -121,8 +121,8 @@ def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:
                         raise ConfigError("its frames have different sizes")
                     num_frames += 1
                     frames += pixels.data
-                    _require_room(len(frames), num_frames, num_frames / rate)
-                elif resampler is not None and isinstance(frame, av.AudioFrame):
+                    _require_room(len(frames), num_frames, float(num_frames / rate))
+                elif resampler is not None and audio is not None and isinstance(frame, av.AudioFrame):
                     pieces += [one.to_ndarray() for one in resampler.resample(frame)]
                     num_samples += frame.samples
                     _require_room(4 * num_samples * audio.channels, 0, num_samples / audio.rate)

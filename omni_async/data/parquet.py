@@ -15,6 +15,7 @@ from omni_async.config import ConfigError
 _PAGE = 2**26  # bytes; a larger page has at least a twentieth of them in the file
 _MOST_RATIO = 20
 _PAGES = 2**28  # bytes of a page of every column
+_MOST_CHUNKS = 100_000  # columns of all row groups
 _MOST_PAGES = 2**20  # of a column in a row group
 _BATCH = 2**26  # bytes
 _BATCH_ROWS = 1024
@@ -32,6 +33,13 @@ class Pages(NamedTuple):
 
     largest: int
     num_values: int
+
+
+class _Chunk(NamedTuple):
+    """Where a column of a row group begins and ends in the file."""
+
+    begin: int
+    end: int
 
 
 def plain_rows(
@@ -53,7 +61,7 @@ def plain_rows(
 
     try:
         yield from _rows(file, where, most_rows, most_columns, largest_row, most_values)
-    except (pa.ArrowException, OSError, ValueError, RecursionError, OverflowError) as error:
+    except (pa.ArrowException, OSError, ValueError, LookupError, RecursionError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
         why = " ".join(str(error).split())
@@ -72,6 +80,7 @@ def _rows(
     if any(leaf.path.count(".") > 2 * _DEEPEST for leaf in leaves):
         raise ConfigError(f"{where}: columns nest more than {_DEEPEST} levels deep")
     groups = range(footer.num_row_groups)
+    chunks = _chunks(file, len(leaves), where)
     if (num_rows := sum(footer.row_group(group).num_rows for group in groups)) > most_rows:
         raise ConfigError(f"{where}: {num_rows} rows, at most {most_rows} are read; split it")
     # In a list a value may be repeated without end: as a dictionary's entry it is in memory once.
@@ -84,7 +93,7 @@ def _rows(
     for group in groups:
         held = 0
         for column, leaf in enumerate(leaves):
-            found = check_pages(file, footer, group, column, f"{where}: column {leaf.path}")
+            found = _check_pages(file, chunks[group][column], leaf, f"{where}: column {leaf.path}")
             held += found.largest
             values += found.num_values if leaf.path in lists else 0
         if held > _PAGES:
@@ -101,14 +110,11 @@ def _rows(
                 number += 1
 
 
-def check_pages(file: BinaryIO, footer: Any, group: int, column: int, where: str) -> Pages:
+def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
     """Look at the headers of a column's pages in a row group, and return what they may take.
 
     ConfigError begins with `where`: a page is too large for what is in the file, or there are too many."""
-    chunk, leaf = footer.row_group(group).column(column), footer.schema.column(column)
-    starts = [chunk.data_page_offset, chunk.dictionary_page_offset]
-    place = min(start for start in starts if start is not None and start > 0)
-    end = place + chunk.total_compressed_size
+    place, end = chunk
     grows = leaf.max_repetition_level and leaf.physical_type == _BYTE_ARRAY
     largest = num_values = 0
     for _ in range(_MOST_PAGES):
@@ -117,7 +123,8 @@ def check_pages(file: BinaryIO, footer: Any, group: int, column: int, where: str
         header, length = _header(file, place, where)
         held, stored = header.get(2, 0), header.get(3, 0)
         data = header.get(5) or header.get(8) or {}
-        if held < 0 or stored < 0 or not isinstance(data, dict) or data.get(1, 0) < 0:
+        numbers = [held, stored, data.get(1, 0) if isinstance(data, dict) else None]
+        if any(not isinstance(number, int) or number < 0 for number in numbers):
             raise ConfigError(f"{where}: the header of a page is damaged")
         if held > _PAGE and held > _MOST_RATIO * stored:
             raise ConfigError(f"{where}: a page of {stored} bytes stands for {held}; write it with smaller pages")
@@ -126,6 +133,35 @@ def check_pages(file: BinaryIO, footer: Any, group: int, column: int, where: str
         largest, num_values = max(largest, held), num_values + data.get(1, 0)
         place += length + stored
     raise ConfigError(f"{where}: more than {_MOST_PAGES} pages in a row group")
+
+
+def _chunks(file: BinaryIO, num_columns: int, where: str) -> list[list[_Chunk]]:
+    """Return where the columns of every row group are.
+
+    The footer is read here, because pyarrow ends the process where what it has of a column is damaged."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(os.pread(file.fileno(), 4, size - 8), "little")
+    try:
+        footer, _ = _struct(os.pread(file.fileno(), length, size - 8 - length), 0, 0)
+        groups = [group[1] for group in footer.get(4) or []]
+        if sum(map(len, groups)) > _MOST_CHUNKS:
+            raise ConfigError(f"{where}: more than {_MOST_CHUNKS} columns in row groups; write larger ones")
+        found = [[_chunk(column) for column in group] for group in groups]
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: its footer is damaged") from None
+    if any(len(group) != num_columns for group in found) or any(one.end > size for group in found for one in group):
+        raise ConfigError(f"{where}: its footer is damaged, or the file was cut off")
+    return found
+
+
+def _chunk(column: dict[int, Any]) -> _Chunk:
+    if 1 in column:
+        raise ValueError("in another file")
+    about = column[3]
+    begin = min(start for start in (about[9], about.get(11, 0)) if start > 0)
+    return _Chunk(begin, begin + max(0, about[7]))
 
 
 def _require_plain(kind: Any, where: str) -> None:
@@ -161,7 +197,7 @@ def _num_bytes(array: Any) -> int:
     return int(array.nbytes)
 
 
-# ---- Thrift's compact protocol, in which headers of pages are written ------------------------------------------------
+# ---- Thrift's compact protocol, in which footers and headers of pages are written -----------------------------------
 
 
 def _header(file: BinaryIO, place: int, where: str) -> tuple[dict[int, Any], int]:
@@ -190,7 +226,7 @@ def _struct(content: bytes, place: int, depth: int) -> tuple[dict[int, Any], int
 
 
 def _value(content: bytes, place: int, kind: int, depth: int) -> tuple[Any, int]:
-    if depth > 8:
+    if depth > 20:
         raise ValueError("nested too deeply")
     match kind:
         case 1 | 2:  # booleans have no bytes
@@ -211,9 +247,12 @@ def _value(content: bytes, place: int, kind: int, depth: int) -> tuple[Any, int]
             place += 1
             if size == 15:
                 size, place = _varint(content, place)
+            items = []
             for _ in range(size):
-                _, place = _value(content, place, 3 if kind in (1, 2) else kind, depth + 1)
-            return None, place
+                item, place = _value(content, place, 3 if kind in (1, 2) else kind, depth + 1)
+                if kind == 12:
+                    items.append(item)
+            return items, place
         case 12:
             return _struct(content, place, depth + 1)
     raise ValueError(f"type {kind}")

@@ -109,5 +109,6 @@ def _witnesses(models: Sequence[Model], requests: Sequence[SampleRequest], galle
         for request in requests:
             if (request.prompt.index, request.sample) in there[model.label]:
                 files = gallery.files(model.label, request)
-                return [Scored(Sample(model.label, files, request.prompt, gallery.folder)) for _ in range(2)] if files else []
+                witness = Sample(model.label, files, request.prompt, gallery.folder)
+                return [Scored(witness) for _ in range(2)] if files else []
     return []

@@ -122,5 +122,5 @@ def test_an_image_that_is_replaced_by_a_pipe_or_leads_elsewhere_is_refused(tmp_p
     os.mkfifo(tmp_path / "x.png")
     with pytest.raises(ValueError, match="it is a named pipe"):
         encoded_bytes(found)
-    with pytest.raises(ConfigError, match="here: x.png cannot be read: it is a named pipe"):
+    with pytest.raises(ConfigError, match=r"here: x\.png cannot be read: it is a named pipe"):
         read_image(inside / "x.png", "here")
