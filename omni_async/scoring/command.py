@@ -35,7 +35,7 @@ The model is not loaded, and need not exist; judge servers that the reward names
   omni-async score my_recipe.yaml images/ table.jsonl --repeat 5 --out scores.csv --json scores.json
 
 A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .csv, .parquet) with
-columns prompt, image, video or audio (paths relative to the table), perhaps target; other columns are metadata. The
+columns prompt, image, video or audio (files in its folder or below), perhaps target; other columns are metadata. The
 prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or prompts.jsonl,
 a line per file in the order of their names.
 

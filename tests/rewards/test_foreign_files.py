@@ -35,8 +35,8 @@ def test_a_cache_that_is_a_pipe_or_a_program_is_given_up(tmp_path: Path):
     assert ScoreFile(tmp_path / "pipe", 2**20).get([b"k"]) == {}
     with sqlite3.connect(tmp_path / "view") as database:
         database.execute(f"PRAGMA application_id = {0x6F614331}")
-        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key, i AS value, i AS id FROM n"
-        database.execute(f"CREATE VIEW scores AS {endless}")
+        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+        database.execute(f"CREATE VIEW scores AS {endless} SELECT i AS key, i AS value, i AS id FROM n")
     file = ScoreFile(tmp_path / "view", 2**20)
     assert file.get([b"k"]) == {} and "another program" in (file.problem or "")
     file = ScoreFile(tmp_path / "cache", 2**26)
