@@ -21,7 +21,7 @@ from omni_async.data.prompts import decode, require_plain_object
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 LEADS_OUT = "leads out of its folder; copy the file into it, or name it on the command line"
-_LARGEST = 2**30  # bytes of a table, and of its rows as JSON
+_LARGEST = 2**28  # bytes of all rows as JSON: they are held in memory
 _LONGEST_ROW = 2**20  # characters, as of a line of a prompt file
 _MOST_ROWS = 1_000_000
 _MOST_VALUES = 20_000_000  # of all rows: each takes up to 100 bytes of memory
