@@ -6,7 +6,6 @@ import os
 import sqlite3
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
