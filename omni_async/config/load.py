@@ -10,7 +10,6 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from omni_async.config.checks import check
+from omni_async.config.decoding import decode_json
 from omni_async.config.describe import annotation_at, describe, fields_of, names_in, reason, struct_of
 from omni_async.config.hub import no_checkpoint
 from omni_async.config.reading import TooLargeError, read_file
@@ -230,8 +230,8 @@ def read_model_json(path: Path) -> dict[str, Any]:
     if read.startswith(LFS_POINTER):
         raise ConfigError(f"model.path: {path} is a Git LFS pointer and not the file; fetch it with `git lfs pull`")
     try:
-        content = json.loads(read.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = decode_json(read)
+    except msgspec.DecodeError as error:
         raise ConfigError(f"model.path: {path} is cut off or no JSON ({error}); copy it again") from None
     if not isinstance(content, dict):
         raise ConfigError(f"model.path: {path}: expected a JSON object, got a {type(content).__name__}")

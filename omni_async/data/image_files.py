@@ -9,10 +9,11 @@ import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from omni_async.config import ConfigError
-from omni_async.config.reading import read_file
+from omni_async.config.reading import OutsideError, read_file
+from omni_async.data.image_bytes import reduced
 from omni_async.media import Media
 from omni_async.types import PromptImage
 
@@ -24,7 +25,8 @@ T = TypeVar("T")
 _FORMATS = ("PNG", "JPEG", "WEBP")  # named, so that no bytes reach Pillow's rarer decoders
 _MAX_PIXELS = 64_000_000
 MAX_IMAGE_BYTES = 2**28  # of an encoded image
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF data: rows are columns
+# Pillow's methods that put an image upright, by its EXIF orientation; of the last four rows become columns.
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 
 def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
@@ -57,48 +59,54 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
     return file
 
 
-def read_image(source: Path | io.BytesIO, where: str) -> Media:
+def read_image(source: Path | bytes | memoryview, where: str, within: Path | None = None) -> Media:
     """Decode an image: uint8 (3, height, width) RGB in its own size, upright as its EXIF data say.
 
-    Of an animation it is the first frame. Refuses what cannot be decoded or has more than 64 million pixels."""
+    Of an animation it is the first frame. Refuses what cannot be decoded or has more than 64 million pixels.
+
+    Args:
+        source: a file, or the bytes of one.
+        where: the place that names it, with which an error begins.
+        within: a folder that the file must not be outside of, links included."""
     import numpy as np
-    from PIL import ImageOps
+    from PIL import Image
 
-    def decoded(image: Image) -> Media:
-        pixels = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-        return Media(image=np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+    def decoded(image: Image.Image, orientation: int) -> Media:
+        image = image.convert("RGB")
+        if orientation in _TURNS:
+            image = image.transpose(Image.Transpose(_TURNS[orientation]))
+        return Media(image=np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
 
-    return _opened(source, where, decoded)
+    return opened_image(_content(source, where, within), where, decoded)
 
 
-def prompt_image(file: Path, where: str, decode: bool = True) -> PromptImage:
+def prompt_image(file: Path, where: str, decode: bool = True, within: Path | None = None) -> PromptImage:
     """Check that a file is an image, and describe it.
 
     Args:
         file: found by `find_image`.
         where: the place that names it, with which an error begins.
         decode: read all of its data, a JPEG at an eighth of its size; or its header and checksums alone.
+        within: a folder that the file must not be outside of, links included.
 
     Raises:
         ConfigError: it cannot be read, or is no image."""
-    try:
-        content = read_file(file, MAX_IMAGE_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{where}: {file.name} cannot be read: {error.strerror or error}") from None
-    _opened(io.BytesIO(content), where, lambda image: image.verify())  # a PNG's checksums, which decoding passes over
+    content = _content(file, where, within)
+    opened_image(content, where, lambda image, _: image.verify())  # a PNG's checksums, which decoding passes over
     if decode:
-        _opened(io.BytesIO(content), where, _read_to_the_end)
+        opened_image(content, where, lambda image, _: _read_to_the_end(image))
     return PromptImage(str(file), _digest(content))
 
 
 def image_size(image: PromptImage) -> tuple[int, int]:
     """Return the width and height in pixels of a prompt's image, upright. ValueError as of `read_prompt_image`."""
 
-    def upright(opened: Image) -> tuple[int, int]:
+    def upright(opened: Image, orientation: int) -> tuple[int, int]:
         width, height = opened.size
-        return (height, width) if opened.getexif().get(_ORIENTATION) in _TURNED else (width, height)
+        return (height, width) if orientation > 4 else (width, height)
 
-    return _opened(Path(image.path) if image.content is None else io.BytesIO(image.content), image.path, upright)
+    content = _content(Path(image.path), image.path) if image.content is None else image.content
+    return opened_image(content, image.path, upright)
 
 
 def _read_to_the_end(image: Image) -> None:
@@ -111,7 +119,7 @@ def read_prompt_image(image: PromptImage) -> Media:
     """Decode a prompt's image, as `read_image` does.
 
     ValueError if the file is gone, or another one than when the run began."""
-    return read_image(io.BytesIO(encoded_bytes(image)), image.path)
+    return read_image(encoded_bytes(image), image.path)
 
 
 def encoded_bytes(image: PromptImage) -> bytes:
@@ -119,7 +127,7 @@ def encoded_bytes(image: PromptImage) -> bytes:
     if image.content is not None:
         return image.content
     try:
-        content = Path(image.path).read_bytes()
+        content = read_file(image.path, MAX_IMAGE_BYTES)
     except OSError as error:
         raise ValueError(f"the prompt's image {image.path} cannot be read: {error.strerror or error}") from None
     if _digest(content) != image.digest:
@@ -157,12 +165,30 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _opened(source: Path | io.BytesIO, where: str, use: Callable[[Any], T]) -> T:
-    """Open an image, decoding nothing, and return what `use` makes of it."""
+def _content(source: Path | bytes | memoryview, where: str, within: Path | None = None) -> bytes:
+    if not isinstance(source, Path):
+        return bytes(source)
+    try:
+        return read_file(source, MAX_IMAGE_BYTES, within)
+    except OutsideError:
+        raise ConfigError(f"{where}: {source.name!r} leads out of its folder; copy the file into it") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(f"{where}: {source.name} cannot be read: {why}") from None
+
+
+def opened_image(content: bytes, where: str, use: Callable[[Image, int], T]) -> T:
+    """Open an image, decoding nothing, and return what `use` makes of it and of its EXIF orientation, 1 to 8.
+
+    Pillow gets neither EXIF data nor profiles, texts and later frames of a PNG.
+
+    Raises:
+        ConfigError: it is no PNG, JPEG or WebP, has more than 64 million pixels, or `use` fails."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(source, formats=_FORMATS) as image:
+        content, orientation = reduced(content)
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             width, height = image.size
             if width * height > _MAX_PIXELS:
                 pixels = f"{width} x {height} pixels"
@@ -170,7 +196,7 @@ def _opened(source: Path | io.BytesIO, where: str, use: Callable[[Any], T]) -> T
             if image.mode[0] in "IF":
                 expected = "expected 8 bits a channel, which more would be cut off to"
                 raise ConfigError(f"{where}: the image has mode {image.mode}; {expected}")
-            return use(image)
+            return use(image, orientation)
     except ConfigError:
         raise
     except UnidentifiedImageError:

@@ -1,4 +1,7 @@
-"""Reads the media files that a user names: images, videos with their sound, and sound.
+"""Reads the media files that a user, a table or a folder names: images, videos with their sound, and sound.
+
+A file is opened once, decoded by our own handle alone (no library opens a path, another file or an address), and only
+within bounds: bytes, pixels and seconds, streams, frames and packets. What was cut off is refused.
 
 Errors are a ConfigError of one line that begins with the file. Pillow, PyAV and soundfile are imported when a file of
 their kind is opened.
@@ -6,11 +9,13 @@ their kind is opened.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from omni_async.config import ConfigError
-from omni_async.config.reading import require_file
+from omni_async.config.reading import OutsideError, open_file
+from omni_async.data.containers import require_whole
 from omni_async.data.image_files import one_line, read_image
 from omni_async.media import Media
 
@@ -23,6 +28,24 @@ SUFFIXES = {
     **dict.fromkeys((".wav", ".flac", ".ogg", ".mp3"), "audio"),
 }
 _MOST_BYTES = 2**32  # of a decoded video or sound
+_MOST_FRAMES = 2**16
+_MOST_PIXELS = 2**25  # of a frame
+_MOST_PACKETS = 2**20
+_MOST_STREAMS = 16
+_LONGEST_S = 3600
+_FASTEST = 1000  # frames a second
+_SLOWEST_SOUND, _FASTEST_SOUND, _MOST_CHANNELS = 1000, 768_000, 32
+_LOUDEST = 1000.0  # times full scale
+_BLOCK = 2**18  # samples that are decoded at a time
+_SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG")
+# No demuxer that opens other files, no protocol for one that would, no list of streams without end.
+_CONTAINER = {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi",
+    "protocol_whitelist": "none",
+    "max_streams": str(_MOST_STREAMS),
+    "enable_drefs": "0",
+}
+_CODEC = {"max_pixels": str(_MOST_PIXELS), "max_samples": str(2**22)}
 
 
 def part_of(file: Path) -> str | None:
@@ -30,79 +53,128 @@ def part_of(file: Path) -> str | None:
     return SUFFIXES.get(file.suffix.lower())
 
 
-def read_media(files: dict[str, Path]) -> Media:
+def read_media(files: Mapping[str, Path], within: Path | None = None) -> Media:
     """Decode the parts of one sample.
 
     Args:
         files: by part. The sound of a video is its own unless there is a file of it.
+        within: the folder that the files must not be outside of, links included; None if the user named them.
 
     Raises:
         ConfigError: one of them cannot be read or decoded."""
     parts: dict[str, Any] = {}
     for part, file in files.items():
-        try:
-            require_file(file)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or one_line(error)}") from None
         if part == "image":
-            parts["image"] = read_image(file, str(file)).image
+            parts["image"] = read_image(file, str(file), within).image
             continue
         try:
-            parts |= _video(file, sound="audio" not in files) if part == "video" else _sound(file)
-        except ConfigError:
-            raise
+            with open_file(file, within) as opened:
+                require_whole(opened)
+                decoded = _video(opened, sound="audio" not in files) if part == "video" else _sound(opened)
+        except OutsideError:
+            raise ConfigError(f"{file}: it leads out of its folder; copy the file into it") from None
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.filename == str(file):
+                raise ConfigError(f"{file}: {error.strerror or one_line(error)}") from None
+            raise ConfigError(f"{file}: the {part} cannot be decoded: {one_line(error)}") from None
         except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
             why = f"{type(error).__name__}: {one_line(error)}"
             raise ConfigError(f"{file}: the {part} cannot be decoded: {why}") from None
+        parts |= decoded
     return Media(**parts)
 
 
-def _video(file: Path, sound: bool) -> dict[str, Any]:
+def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:
+    """Decode the first video and, if `sound`, the first sound of a file, in one pass."""
     import av
     import numpy as np
 
-    with av.open(str(file)) as container:
-        if not container.streams.video:
-            raise ConfigError(f"{file}: holds no video")
-        stream = container.streams.video[0]
-        rate = stream.average_rate or stream.guessed_rate
-        frames: list[NDArray[Any]] = []
-        for frame in container.decode(stream):
-            frames.append(frame.to_ndarray(format="rgb24").transpose(2, 0, 1))
-            _require_room(file, sum(one.nbytes for one in frames[:1]) * len(frames))
-        if not frames or not rate:
-            raise ConfigError(f"{file}: the video has no {'frame rate' if frames else 'frames'}")
-        has_sound = sound and bool(container.streams.audio)
-    found: dict[str, Any] = {"video": np.stack(frames), "fps": float(rate)}
-    return found | (_sound_of_video(file) if has_sound else {})
-
-
-def _sound_of_video(file: Path) -> dict[str, Any]:
-    import av
-    import numpy as np
-
-    with av.open(str(file)) as container:
-        stream = container.streams.audio[0]
-        resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=stream.rate)
+    with av.open(file, "r", options=_CODEC, container_options=_CONTAINER) as container:
+        streams = container.streams
+        if not streams.video:
+            raise ConfigError("holds no video")
+        video, audio = streams.video[0], streams.audio[0] if sound and streams.audio else None
+        rate = video.average_rate or video.guessed_rate
+        if not rate or not 0 < rate <= _FASTEST:
+            raise ConfigError(f"the video has no frame rate, or one beyond {_FASTEST}: {rate}")
+        video.codec_context.options = _CODEC
         pieces: list[NDArray[Any]] = []
-        for frame in container.decode(stream):
-            pieces += [piece.to_ndarray() for piece in resampler.resample(frame)]
-            _require_room(file, sum(piece.nbytes for piece in pieces[:1]) * len(pieces))
-        pieces += [piece.to_ndarray() for piece in resampler.resample(None)]
-        rate = stream.rate
-    return {"audio": np.concatenate(pieces, axis=1), "sample_rate": rate} if pieces else {}
+        resampler = None
+        if audio is not None:
+            _require_sound(audio.rate, audio.channels)
+            audio.codec_context.options = _CODEC
+            resampler = av.AudioResampler(format="fltp", layout=audio.layout, rate=audio.rate)
+        frames, shape, num_frames, num_samples = bytearray(), None, 0, 0
+        for number, packet in enumerate(container.demux(*filter(None, (video, audio)))):
+            if number >= _MOST_PACKETS:
+                raise ConfigError(f"more than {_MOST_PACKETS} packets; cut it into parts")
+            if packet.is_corrupt:
+                raise ConfigError("cut off or damaged: a packet is not whole")
+            for frame in packet.decode():
+                if isinstance(frame, av.VideoFrame):
+                    if frame.width * frame.height > _MOST_PIXELS:
+                        raise ConfigError(f"a frame of {frame.width} x {frame.height} pixels, at most {_MOST_PIXELS}")
+                    pixels = np.ascontiguousarray(frame.to_ndarray(format="rgb24").transpose(2, 0, 1))
+                    if pixels.shape != (shape := shape or pixels.shape):
+                        raise ConfigError("its frames have different sizes")
+                    num_frames += 1
+                    frames += pixels.data
+                    _require_room(len(frames), num_frames, float(num_frames / rate))
+                elif resampler is not None and audio is not None and isinstance(frame, av.AudioFrame):
+                    pieces += [one.to_ndarray() for one in resampler.resample(frame)]
+                    num_samples += frame.samples
+                    _require_room(4 * num_samples * audio.channels, 0, num_samples / audio.rate)
+        if resampler is not None:
+            pieces += [one.to_ndarray() for one in resampler.resample(None)]
+        if shape is None:
+            raise ConfigError("the video has no frames")
+        found: dict[str, Any] = {"video": np.frombuffer(frames, np.uint8).reshape(num_frames, *shape)}
+        found["fps"] = float(rate)
+        if pieces and audio is not None:
+            found |= _heard(np.concatenate(pieces, axis=1), audio.rate)
+    return found
 
 
-def _sound(file: Path) -> dict[str, Any]:
+def _sound(file: BinaryIO) -> dict[str, Any]:
     import numpy as np
     import soundfile
 
+    file.seek(0)
     with soundfile.SoundFile(file) as sound:
-        _require_room(file, 4 * sound.frames * sound.channels)
-        waveform = sound.read(dtype="float32", always_2d=True)
-        return {"audio": np.ascontiguousarray(waveform.T), "sample_rate": sound.samplerate}
+        if sound.format not in _SOUND_FORMATS:
+            raise ConfigError(f"expected WAV, FLAC, Ogg or MP3, got {sound.format}")
+        _require_sound(sound.samplerate, sound.channels)
+        blocks: list[NDArray[Any]] = []
+        samples = 0
+        while len(block := sound.read(_BLOCK, dtype="float32", always_2d=True)):
+            blocks.append(block)
+            samples += len(block)
+            _require_room(4 * samples * sound.channels, 0, samples / sound.samplerate)
+        if not blocks:
+            raise ConfigError("the audio has no samples")
+        if sound.format in ("WAV", "WAVEX", "RF64", "FLAC") and samples < sound.frames < 2**62:
+            raise ConfigError(f"cut off: it has {samples} of {sound.frames} samples; copy it again")
+        return _heard(np.concatenate(blocks).T, sound.samplerate)
 
 
-def _require_room(file: Path, held: int) -> None:
-    if held > _MOST_BYTES:
-        raise ConfigError(f"{file}: more than {_MOST_BYTES} bytes when decoded; cut it into parts")
+def _heard(waveform: NDArray[Any], rate: int) -> dict[str, Any]:
+    import numpy as np
+
+    if not np.isfinite(waveform).all() or np.abs(waveform).max(initial=0) > _LOUDEST:
+        raise ConfigError(f"the audio holds values that are not finite, or beyond {_LOUDEST:g} times full scale")
+    return {"audio": np.ascontiguousarray(waveform), "sample_rate": rate}
+
+
+def _require_sound(rate: int, channels: int) -> None:
+    if not _SLOWEST_SOUND <= rate <= _FASTEST_SOUND:
+        raise ConfigError(f"{rate} samples a second, expected {_SLOWEST_SOUND} to {_FASTEST_SOUND}")
+    if not 1 <= channels <= _MOST_CHANNELS:
+        raise ConfigError(f"{channels} channels, expected 1 to {_MOST_CHANNELS}")
+
+
+def _require_room(held: int, frames: int, seconds: float) -> None:
+    if held > _MOST_BYTES or frames > _MOST_FRAMES or seconds > _LONGEST_S:
+        most = f"{_MOST_BYTES} bytes when decoded, {_MOST_FRAMES} frames or {_LONGEST_S} seconds"
+        raise ConfigError(f"more than {most}; cut it into parts")

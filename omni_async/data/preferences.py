@@ -13,7 +13,6 @@ limits to 2 GiB.
 
 from __future__ import annotations
 
-import io
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
@@ -177,11 +176,12 @@ class PreferencePairs:
         if _is_bytes(value.type) and (size := _size(value)):
             if size > MAX_IMAGE_BYTES:
                 raise ConfigError(f"{where}: the image has {size} bytes, at most {MAX_IMAGE_BYTES} are decoded")
-            return read_image(io.BytesIO(value.as_buffer()), where)
+            return read_image(memoryview(value.as_buffer()), where)
         if _is_text(value.type) and (size := _size(value)):
             if size > _MAX_PATH_BYTES:
                 raise ConfigError(f"{where}: the path has {size} bytes, at most {_MAX_PATH_BYTES} are taken")
-            return read_image(find_image(self._folder, _text(value, where) or "", where, "the parquet's"), where)
+            file = find_image(self._folder, _text(value, where) or "", where, "the parquet's")
+            return read_image(file, where, self._folder)
         raise ConfigError(f"{where}: there is no image")
 
 

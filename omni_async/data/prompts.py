@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from omni_async.config import ConfigError
+from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.data.bad_places import BadPlaces
 from omni_async.types import Prompt, PromptImage
@@ -35,7 +36,12 @@ WholeCheck = Callable[[Sequence[Prompt]], Mapping[int, str]]
 
 
 def load_prompts(
-    path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = (), whole: WholeCheck | None = None
+    path: str,
+    key: str,
+    max_chars: int,
+    checks: Sequence[PromptCheck] = (),
+    whole: WholeCheck | None = None,
+    within: Path | None = None,
 ) -> list[Prompt]:
     """Read a prompt file.
 
@@ -45,10 +51,11 @@ def load_prompts(
         max_chars: how many characters a prompt may have.
         checks: what scorers and the model require of every prompt.
         whole: what the model requires, asked once for all prompts that pass.
+        within: the folder that the file must not be outside of, links included; None if the user named it.
 
     Raises:
         ConfigError: one line with the numbers of the lines that are wrong or that a check refuses, ten at most."""
-    text = _read(path, key)
+    text = _read(path, key, within)
     parse = _parser(path, key)
     images = _Images(Path(path).resolve().parent)
     prompts: dict[int, Prompt] = {}
@@ -77,9 +84,9 @@ def load_prompts(
     return [*prompts.values()]
 
 
-def _read(path: str, key: str) -> str:
+def _read(path: str, key: str, within: Path | None) -> str:
     try:
-        content = read_file(path, _LARGEST_FILE)
+        content = read_file(path, _LARGEST_FILE, within)
     except FileNotFoundError:
         raise ConfigError(f"{key}: no such file: {path}") from None
     except TooLargeError as error:
@@ -112,15 +119,20 @@ def parse_object(index: int, line: str, where: str) -> Prompt:
     fields = decode(line, where)
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str) or not fields["prompt"].strip():
         raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"')
-    if _depth_exceeds(fields, _DEEPEST):
-        raise ConfigError(f"{where}: nested more than {_DEEPEST} levels deep")
-    if line.count(":") != len(fields):  # otherwise every colon belongs to a key that is there, and nothing is nested
-        _require_unique_keys(line, where)
+    require_plain_object(fields, line, where)
     target = fields.get("target")
     if target is not None and not isinstance(target, str):
         raise ConfigError(f"{where}: target: expected a string, got {repr(target)[:200]}")
     others = {key: value for key, value in fields.items() if key not in _KEYS}
     return Prompt(index, fields["prompt"], target, others, _named_images(fields, where))
+
+
+def require_plain_object(fields: dict[str, Any], line: str, where: str) -> None:
+    """Raise ConfigError, which begins with `where`, if an object nests too deeply, or its JSON has a key twice."""
+    if _depth_exceeds(fields, _DEEPEST):
+        raise ConfigError(f"{where}: nested more than {_DEEPEST} levels deep")
+    if line.count(":") != len(fields):  # otherwise every colon belongs to a key that is there, and nothing is nested
+        _require_unique_keys(line, where)
 
 
 def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]:
@@ -152,7 +164,7 @@ class _Images:
         for file, image in zip(files, prompt.images, strict=True):
             if file not in self._checked:
                 decode = self._pixels < _PIXELS_DECODED
-                checked = prompt_image(file, f"{where}: image {image.path[:200]!r}", decode)
+                checked = prompt_image(file, f"{where}: image {image.path[:200]!r}", decode, self._folder)
                 width, height = image_size(checked)
                 self._pixels += width * height
                 self._checked[file] = checked
@@ -162,11 +174,11 @@ class _Images:
 def decode(line: str, where: str) -> Any:
     """Decode JSON that a user wrote. ConfigError, one line that begins with `where`, if it is none."""
     try:
-        return msgspec.json.decode(line)
-    except RecursionError:
-        raise ConfigError(f"{where}: not valid JSON: nested more than {_DEEPEST} levels deep") from None
+        return decode_json(line.encode("utf-8", "surrogatepass"))
     except msgspec.DecodeError as error:
         why = str(error)
+        if "nested" in why:
+            why = f"nested more than {_DEEPEST} levels deep"
         if "truncated" in why and "\\ud" in line.lower():  # the decoder waits for the other half
             why = "half a surrogate pair (like \\ud800) is no character"
         raise ConfigError(f"{where}: not valid JSON: {why}") from None

@@ -67,7 +67,7 @@ def _picture(
     if not any(files for _, _, files in cells):
         return None
     items = [
-        (tile(read_media(files)) if files else np.zeros(_ABSENT, np.uint8), said(model, request))
+        (tile(read_media(files, gallery.folder)) if files else np.zeros(_ABSENT, np.uint8), said(model, request))
         for model, request, files in cells
     ]
     return image_grid(items, columns=columns)

@@ -74,7 +74,7 @@ async def score_all(
                 failed.append(Failed(model.label, request.prompt.index, request.sample, "it was not drawn"))
                 continue
             name = f"{model.label}/{next(iter(files.values())).stem}"
-            waiting.append((model.label, request, Scored(Sample(name, files, request.prompt))))
+            waiting.append((model.label, request, Scored(Sample(name, files, request.prompt, gallery.folder))))
     done = len(models) * len(requests) - len(waiting)
     progress(done)
     if not waiting:
@@ -109,5 +109,6 @@ def _witnesses(models: Sequence[Model], requests: Sequence[SampleRequest], galle
         for request in requests:
             if (request.prompt.index, request.sample) in there[model.label]:
                 files = gallery.files(model.label, request)
-                return [Scored(Sample(model.label, files, request.prompt)) for _ in range(2)] if files else []
+                witness = Sample(model.label, files, request.prompt, gallery.folder)
+                return [Scored(witness) for _ in range(2)] if files else []
     return []

@@ -10,6 +10,7 @@ from pathlib import Path
 import omni_async
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.reading import read_file
+from omni_async.config.redact import one_line
 from omni_async.config.schedule import num_devices
 from omni_async.tracking.console import columns
 
@@ -28,8 +29,8 @@ def recipe_lines(folder: Path | None = None) -> Iterator[str]:
     for path in sorted(folder.rglob("*.yaml")):
         try:
             rows.append(_row(path, load(path)))
-        except ConfigError as error:
-            refused.append(f"{path}: cannot be used: {str(error).removeprefix(f'{path}: ')}")
+        except (ConfigError, OSError, ValueError) as error:
+            refused.append(one_line(f"{path}: cannot be used: {str(error).removeprefix(f'{path}: ')}"))
     yield from columns(rows)
     yield from refused
 

@@ -35,7 +35,7 @@ The model is not loaded, and need not exist; judge servers that the reward names
   omni-async score my_recipe.yaml images/ table.jsonl --repeat 5 --out scores.csv --json scores.json
 
 A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .csv, .parquet) with
-columns prompt, image, video or audio (paths relative to the table), perhaps target; other columns are metadata. The
+columns prompt, image, video or audio (files in its folder or below), perhaps target; other columns are metadata. The
 prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or prompts.jsonl,
 a line per file in the order of their names.
 
@@ -74,7 +74,10 @@ def score(options: argparse.Namespace) -> int:
     from omni_async.scoring.samples import files_read, find_samples
     from omni_async.scoring.scoring import Scored, build_reward, prompt_checks
 
-    rows = [Scored(sample) for sample in find_samples(options.paths, config.data.max_prompt_chars)]
+    prompts = (config.data.prompts, config.validation.prompts if config.validation is not None else None)
+    images_in = [Path(file).parent for file in prompts if file is not None]
+    found = find_samples(options.paths, config.data.max_prompt_chars, images_in)
+    rows = [Scored(sample) for sample in found]
     inputs = [*inputs_of(options.recipe, config), *files_read(options.paths, [row.sample for row in rows])]
     for name in _OUTPUTS:
         if (path := getattr(options, name)) is not None:

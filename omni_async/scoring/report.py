@@ -239,7 +239,7 @@ def write_grid(path: Path, rows: Sequence[Scored]) -> None:
     for title, row in [*worst, *best]:
         shown = msgspec.structs.replace(row.scores[-1], value=numbers_of(row)["reward"])
         try:
-            image = tile(read_media(row.sample.files))
+            image = tile(read_media(row.sample.files, row.sample.within))
         except ConfigError as error:  # it was there a moment ago
             raise OSError(f"{error}") from None
         items.append((image, f"{title}: {caption(row.sample.prompt, shown)}"))

@@ -167,7 +167,7 @@ async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Score 
     """Score a sample; one of a scorer that is down waits until it answers, or is given up."""
     try:
         async with reading:  # in their order
-            media = await in_daemon_thread(read_media, row.sample.files)
+            media = await in_daemon_thread(read_media, row.sample.files, row.sample.within)
     except ConfigError as error:
         return Failure(one_line(str(error)), "reject")
     while True:

@@ -72,7 +72,7 @@ def _fit(array: np.ndarray) -> Image.Image:
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
         raise ValueError(f"expected a uint8 image (height, width, 3), got {array.dtype} {array.shape}")
     image = Image.fromarray(array)
-    if image.width < _CELL_MIN:
+    if image.width < _CELL_MIN and image.height <= _CELL_MAX:  # a column of pixels would become a billion
         factor = math.ceil(_CELL_MIN / image.width)
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     if max(image.size) > _CELL_MAX:

@@ -191,7 +191,7 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
         (remove("vae/config.json"), "vae has no config.json, but "),
         (remove("tokenizer_2/tokenizer_config.json"), "tokenizer_2 has no *config.json, but "),
         (remove("scheduler/scheduler_config.json"), "scheduler has no scheduler_config.json, but "),
-        (write("vae/config.json", b'{"block_out'), "vae/config.json is cut off or no JSON (Unterminated string"),
+        (write("vae/config.json", b'{"block_out'), "vae/config.json is cut off or no JSON (Input data was truncated"),
         (write("text_encoder_3/config.json", b""), "text_encoder_3/config.json is cut off or no JSON ("),
         (write("vae/config.json", b"\xff\xfe"), "vae/config.json is cut off or no JSON ("),
         (write("vae/config.json", b"[]"), "vae/config.json: expected a JSON object, got a list"),

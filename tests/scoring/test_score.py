@@ -214,7 +214,9 @@ def test_the_table_that_a_run_writes_beside_its_media_gives_back_its_prompts(tmp
         for i, (one, prompt) in enumerate(zip(media, [prompts[0], with_image], strict=True))
     ]
     (samples / "train-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = find_samples([run], 100)
+    with pytest.raises(ConfigError, match=r"train-000001.jsonl:2: image: '\S+007.png' leads out of its folder; copy"):
+        find_samples([run], 100)
+    found = find_samples([run], 100, [carried.parent])
     assert [replace(one.prompt, images=()) for one in found] == prompts and len(found[1].prompt.images) == 1
     again = [read_media(one.files) for one in found]
     assert np.array_equal(again[0].image, media[0].image) and np.array_equal(again[1].audio, film.audio)

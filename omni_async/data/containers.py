@@ -1,0 +1,117 @@
+"""Looks at the boxes of a video or sound file before a library does.
+
+They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion frames of no bytes,
+each of which takes memory as soon as it is opened. A file that was cut off has boxes that end behind its end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import BinaryIO
+
+from omni_async.config import ConfigError
+
+_MOST_BOXES = 2**14  # at the top: a fragment has two
+_MOST_TABLES = 2**26  # bytes of all boxes of an MP4 but its media data
+_MOST_ENTRIES = 10_000_000  # of an MP4's tables of samples, all together
+_CUT = "cut off: it has {have} bytes, its header declares {wants}; copy it again"
+# Tables whose entries may have no bytes, and where the number of entries is, behind the name.
+_SIZES, _TIMES, _FRAGMENT = re.compile(rb"stsz|stz2"), re.compile(rb"stts|ctts"), re.compile(rb"trun")
+_EBML, _SEGMENT = 0x1A45DFA3, 0x18538067
+
+
+def require_whole(file: BinaryIO) -> None:
+    """Raise ConfigError if the file was cut off, or lists more than it can hold. Other formats are not looked at."""
+    size = os.fstat(file.fileno()).st_size
+    begin = file.read(12)
+    if begin[:4] == b"RIFF":
+        _riff(file, size, begin[8:] == b"WAVE")
+    elif begin[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"styp", b"pnot"):
+        _mp4(file, size)
+    elif int.from_bytes(begin[:4]) == _EBML:
+        _matroska(file, size)
+    file.seek(0)
+
+
+def _riff(file: BinaryIO, size: int, wave: bool) -> None:
+    """Look at the chunks of a WAV up to its data, or at those at the top of an AVI."""
+    place = 12 if wave else 0
+    for _ in range(_MOST_BOXES):
+        file.seek(place)
+        header = file.read(8)
+        if len(header) < 8:
+            return
+        end = place + 8 + int.from_bytes(header[4:], "little")
+        if end > size and (not wave or header[:4] == b"data"):
+            raise ConfigError(_CUT.format(have=size, wants=end))
+        if wave and header[:4] == b"data":
+            return
+        place = end + end % 2
+    raise ConfigError(f"more than {_MOST_BOXES} chunks")
+
+
+def _mp4(file: BinaryIO, size: int) -> None:
+    place = entries = looked = 0
+    for _ in range(_MOST_BOXES):
+        file.seek(place)
+        header = file.read(16)
+        if len(header) < 8:
+            return
+        length, kind = int.from_bytes(header[:4]), header[4:8]
+        length = int.from_bytes(header[8:16]) if length == 1 else length or size - place
+        if length < 8:
+            raise ConfigError("a box of the file is damaged")
+        if place + length > size:
+            raise ConfigError(_CUT.format(have=size, wants=place + length))
+        if kind != b"mdat":
+            looked += length
+            if looked > _MOST_TABLES:
+                raise ConfigError(f"more than {_MOST_TABLES} bytes that are not media")
+            file.seek(place)
+            entries += _entries(file.read(length))
+            if entries > _MOST_ENTRIES:
+                raise ConfigError(f"its index lists {entries} entries, at most {_MOST_ENTRIES} are read")
+        place += length
+    raise ConfigError(f"more than {_MOST_BOXES} boxes; write it without fragments")
+
+
+def _entries(boxes: bytes) -> int:
+    """Return how many entries the tables in some boxes list, wherever they are in them."""
+    if b"cmov" in boxes:
+        raise ConfigError("its index is compressed; write it again")
+    found = sum(int.from_bytes(boxes[at.end() + 8 : at.end() + 12]) for at in _SIZES.finditer(boxes))
+    found += sum(int.from_bytes(boxes[at.end() + 4 : at.end() + 8]) for at in _FRAGMENT.finditer(boxes))
+    for at in _TIMES.finditer(boxes):
+        count = int.from_bytes(boxes[at.end() + 4 : at.end() + 8])
+        table = boxes[at.end() + 8 : at.end() + 8 + 8 * count]
+        found += sum(int.from_bytes(table[i : i + 4]) for i in range(0, len(table), 8))
+    return found
+
+
+def _matroska(file: BinaryIO, size: int) -> None:
+    place = 0
+    for _ in range(_MOST_BOXES):
+        file.seek(place)
+        header = file.read(12)
+        if not header:
+            return
+        kind, at = _number(header, 0, keep=True)
+        length, at = _number(header, at, keep=False)
+        if length < 0 or (kind not in (_EBML, _SEGMENT) and place == 0):
+            return  # of a stream, whose length nobody knew
+        place += at + length
+        if place > size:
+            raise ConfigError(_CUT.format(have=size, wants=place))
+    raise ConfigError(f"more than {_MOST_BOXES} elements")
+
+
+def _number(header: bytes, at: int, keep: bool) -> tuple[int, int]:
+    """Return an EBML number and its end, `keep` with the bit that marks its length; -1 for an unknown one."""
+    first = header[at] if at < len(header) else 0
+    length = 9 - first.bit_length()
+    if length > 8:
+        raise ConfigError("an element of the file is damaged")
+    number = int.from_bytes(header[at : at + length])
+    value = number if keep else number & ((1 << 7 * length) - 1)
+    return (-1 if not keep and value == (1 << 7 * length) - 1 else value), at + length

@@ -1,0 +1,273 @@
+"""Reads parquet files from elsewhere within bounds: a few hundred bytes can stand for gigabytes.
+
+A page may be compressed a thousandfold, a dictionary repeats a value for some bits a row, and nulls take none. The
+headers of pages are read first (the footer may not be true); then as many rows at a time as are small.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from omni_async.config import ConfigError
+
+_PAGE = 2**26  # bytes; a larger page has at least a twentieth of them in the file
+_MOST_RATIO = 20
+_PAGES = 2**28  # bytes of a page of every column
+_MOST_CHUNKS = 100_000  # columns of all row groups
+_MOST_PAGES = 2**20  # of a column in a row group
+_BATCH = 2**26  # bytes
+_BATCH_ROWS = 1024
+_DEEPEST = 50  # levels of nesting
+_WIDEST = 2**16  # bytes or items that a type gives every value, nulls included
+_HEADER, _LONGEST_HEADER = 2**8, 2**24  # bytes of a page's header: mostly, and at most
+_BUFFER = 2**20
+_BYTE_ARRAY = "BYTE_ARRAY"
+# PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, DELTA_LENGTH_BYTE_ARRAY: those in which values do not grow out of others.
+_APART = (0, 2, 8, 6)
+
+
+class Pages(NamedTuple):
+    """What a column of a row group may take: bytes of its largest page, and values, nulls included."""
+
+    largest: int
+    num_values: int
+
+
+class _Chunk(NamedTuple):
+    """Where a column of a row group begins and ends in the file."""
+
+    begin: int
+    end: int
+
+
+def plain_rows(
+    file: BinaryIO, where: str, most_rows: int, most_columns: int, largest_row: int, most_values: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows as plain values, with their numbers.
+
+    Args:
+        file: open for reading.
+        where: the file's name, with which an error begins.
+        most_rows: how many rows there may be.
+        most_columns: how many columns, with those in structs.
+        largest_row: how many bytes of text a row may have.
+        most_values: how many values all lists together may have.
+
+    Raises:
+        ConfigError: it is no parquet file, or not within these bounds."""
+    import pyarrow as pa
+
+    try:
+        yield from _rows(file, where, most_rows, most_columns, largest_row, most_values)
+    except (pa.ArrowException, OSError, ValueError, LookupError, RecursionError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{where} cannot be read as parquet: {why}") from None
+
+
+def _rows(
+    file: BinaryIO, where: str, most_rows: int, most_columns: int, largest_row: int, most_values: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow.parquet as pq
+
+    footer = pq.read_metadata(file)
+    leaves = [footer.schema.column(i) for i in range(footer.num_columns)]
+    if len(leaves) > most_columns:
+        raise ConfigError(f"{where}: {len(leaves)} columns, at most {most_columns} are read")
+    if any(leaf.path.count(".") > 2 * _DEEPEST for leaf in leaves):
+        raise ConfigError(f"{where}: columns nest more than {_DEEPEST} levels deep")
+    groups = range(footer.num_row_groups)
+    chunks = _chunks(file, len(leaves), where)
+    if (num_rows := sum(footer.row_group(group).num_rows for group in groups)) > most_rows:
+        raise ConfigError(f"{where}: {num_rows} rows, at most {most_rows} are read; split it")
+    # In a list a value may be repeated without end: as a dictionary's entry it is in memory once.
+    lists = [leaf.path for leaf in leaves if leaf.max_repetition_level]
+    texts = [leaf.path for leaf in leaves if leaf.max_repetition_level and leaf.physical_type == _BYTE_ARRAY]
+    parquet = pq.ParquetFile(file, read_dictionary=texts, pre_buffer=False, buffer_size=_BUFFER)
+    for field in parquet.schema_arrow:
+        _require_plain(field.type, f"{where}: column {field.name}")
+    number = values = 0
+    for group in groups:
+        held = 0
+        for column, leaf in enumerate(leaves):
+            found = _check_pages(file, chunks[group][column], leaf, f"{where}: column {leaf.path}")
+            held += found.largest
+            values += found.num_values if leaf.path in lists else 0
+        if held > _PAGES:
+            raise ConfigError(f"{where}: pages of all columns have {held} bytes, at most {_PAGES} are read")
+        if values > most_values:
+            raise ConfigError(f"{where}: lists of {values} values, at most {most_values} are read; split it")
+        size = 1 if lists else max(1, min(_BATCH_ROWS, _BATCH // max(1, held)))
+        for batch in parquet.iter_batches(batch_size=size, row_groups=[group], use_threads=False):
+            for i in range(batch.num_rows):
+                row = batch.slice(i, 1)
+                if size == 1 and (length := sum(map(_num_bytes, row.columns))) > largest_row:
+                    raise ConfigError(f"{where}: row {number} has {length} bytes, at most {largest_row} are read")
+                yield number, row.to_pylist()[0]
+                number += 1
+
+
+def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
+    """Look at the headers of a column's pages in a row group, and return what they may take.
+
+    ConfigError begins with `where`: a page is too large for what is in the file, or there are too many."""
+    place, end = chunk
+    grows = leaf.max_repetition_level and leaf.physical_type == _BYTE_ARRAY
+    largest = num_values = 0
+    for _ in range(_MOST_PAGES):
+        if place >= end:
+            return Pages(largest, num_values)
+        header, length = _header(file, place, where)
+        held, stored = header.get(2, 0), header.get(3, 0)
+        data = header.get(5) or header.get(8) or {}
+        numbers = [held, stored, data.get(1, 0) if isinstance(data, dict) else None]
+        if any(not isinstance(number, int) or number < 0 for number in numbers):
+            raise ConfigError(f"{where}: the header of a page is damaged")
+        if held > _PAGE and held > _MOST_RATIO * stored:
+            raise ConfigError(f"{where}: a page of {stored} bytes stands for {held}; write it with smaller pages")
+        if grows and data and data.get(2 if 5 in header else 4, 0) not in _APART:
+            raise ConfigError(f"{where}: texts in lists are in delta encoding; write it without")
+        largest, num_values = max(largest, held), num_values + data.get(1, 0)
+        place += length + stored
+    raise ConfigError(f"{where}: more than {_MOST_PAGES} pages in a row group")
+
+
+def _chunks(file: BinaryIO, num_columns: int, where: str) -> list[list[_Chunk]]:
+    """Return where the columns of every row group are.
+
+    The footer is read here, because pyarrow ends the process where what it has of a column is damaged."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(os.pread(file.fileno(), 4, size - 8), "little")
+    try:
+        footer, _ = _struct(os.pread(file.fileno(), length, size - 8 - length), 0, 0)
+        groups = [group[1] for group in footer.get(4) or []]
+        if sum(map(len, groups)) > _MOST_CHUNKS:
+            raise ConfigError(f"{where}: more than {_MOST_CHUNKS} columns in row groups; write larger ones")
+        found = [[_chunk(column) for column in group] for group in groups]
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: its footer is damaged") from None
+    if any(len(group) != num_columns for group in found) or any(one.end > size for group in found for one in group):
+        raise ConfigError(f"{where}: its footer is damaged, or the file was cut off")
+    return found
+
+
+def _chunk(column: dict[int, Any]) -> _Chunk:
+    if 1 in column:
+        raise ValueError("in another file")
+    about = column[3]
+    begin = min(start for start in (about[9], about.get(11, 0)) if start > 0)
+    return _Chunk(begin, begin + max(0, about[7]))
+
+
+def _require_plain(kind: Any, where: str) -> None:
+    """Raise ConfigError where a value of the type is no plain one, or is large even if it is null."""
+    from pyarrow import types
+
+    if types.is_map(kind) or types.is_run_end_encoded(kind) or types.is_union(kind):
+        raise ConfigError(f"{where}: expected plain values, got {kind}")
+    if types.is_fixed_size_binary(kind) and kind.byte_width > _WIDEST:
+        raise ConfigError(f"{where}: values of {kind.byte_width} bytes, at most {_WIDEST} are read")
+    if types.is_fixed_size_list(kind):  # in others, even a null one would have as many
+        raise ConfigError(f"{where}: expected a list of any length, got {kind}")
+    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+        _require_plain(kind.value_type, where)
+    elif types.is_struct(kind):
+        for field in kind:
+            _require_plain(field.type, where)
+
+
+def _num_bytes(array: Any) -> int:
+    """Return the bytes of an array's values; an entry of a dictionary counts as often as it is there."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = array.type
+    if pa.types.is_struct(kind):
+        return sum(map(_num_bytes, array.flatten()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _num_bytes(array.flatten()) + len(array)
+    if pa.types.is_dictionary(kind):
+        used = pc.cast(pc.binary_length(array.dictionary), pa.int64()).take(array.indices)
+        return pc.sum(used).as_py() or 0
+    return int(array.nbytes)
+
+
+# ---- Thrift's compact protocol, in which footers and headers of pages are written -----------------------------------
+
+
+def _header(file: BinaryIO, place: int, where: str) -> tuple[dict[int, Any], int]:
+    """Return the fields of the struct at a place of a file, by number, and its length."""
+    for length in (_HEADER, _LONGEST_HEADER):
+        try:
+            return _struct(os.pread(file.fileno(), length, place), 0, 0)
+        except IndexError:  # it is longer
+            continue
+        except (ValueError, OSError):
+            break
+    raise ConfigError(f"{where}: the header of a page is damaged or cut off")
+
+
+def _struct(content: bytes, place: int, depth: int) -> tuple[dict[int, Any], int]:
+    found: dict[int, Any] = {}
+    number = 0
+    while kind := content[place]:
+        place += 1
+        if kind >> 4:
+            number += kind >> 4
+        else:
+            number, place = _integer(content, place)
+        found[number], place = _value(content, place, kind & 15, depth)
+    return found, place + 1
+
+
+def _value(content: bytes, place: int, kind: int, depth: int) -> tuple[Any, int]:
+    if depth > 20:
+        raise ValueError("nested too deeply")
+    match kind:
+        case 1 | 2:  # booleans have no bytes
+            return kind == 1, place
+        case 3:
+            return content[place], place + 1
+        case 4 | 5 | 6:
+            return _integer(content, place)
+        case 7:
+            return None, place + 8
+        case 8:
+            length, place = _varint(content, place)
+            if place + length > len(content):
+                raise IndexError
+            return None, place + length
+        case 9 | 10:
+            size, kind = content[place] >> 4, content[place] & 15
+            place += 1
+            if size == 15:
+                size, place = _varint(content, place)
+            items = []
+            for _ in range(size):
+                item, place = _value(content, place, 3 if kind in (1, 2) else kind, depth + 1)
+                if kind == 12:
+                    items.append(item)
+            return items, place
+        case 12:
+            return _struct(content, place, depth + 1)
+    raise ValueError(f"type {kind}")
+
+
+def _integer(content: bytes, place: int) -> tuple[int, int]:
+    number, place = _varint(content, place)
+    return number >> 1 ^ -(number & 1), place
+
+
+def _varint(content: bytes, place: int) -> tuple[int, int]:
+    number = 0
+    for shift in range(0, 70, 7):
+        number |= (content[place] & 127) << shift
+        place += 1
+        if content[place - 1] < 128:
+            return number, place
+    raise ValueError("a number of more than 64 bits")

@@ -1,0 +1,248 @@
+"""Tests that tables and media folders from elsewhere are read within bounds and within their folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from omni_async.config import ConfigError
+from omni_async.data.media_files import read_media
+from omni_async.scoring.samples import Sample, find_samples
+from omni_async.scoring.tables import rows
+from tests.fuzz.foreign import changed, few
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes a folder with an image, another image outside of it, and works beside both."""
+    (tmp_path / "data" / "below").mkdir(parents=True)
+    image = Image.fromarray(np.zeros((4, 4, 3), np.uint8))
+    for place in ("data/a.png", "data/below/b.png", "outside.png"):
+        image.save(tmp_path / place)
+    (tmp_path / "data" / "link.png").symlink_to("../outside.png")
+    os.mkfifo(tmp_path / "data" / "pipe.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "data"
+
+
+def write(name: str, content: str | bytes | dict[str, Any] | list[dict[str, Any]]) -> Path:
+    table = Path("data", name)
+    if isinstance(content, list):
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    if isinstance(content, dict):
+        pq.write_table(pa.table(content), table)
+    else:
+        table.write_bytes(content.encode() if isinstance(content, str) else content)
+    return table
+
+
+def found(path: Path) -> list[Sample]:
+    return find_samples([path], 100)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        found(path)
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith(str(path))
+    return message
+
+
+# ---- what a table and a folder name ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_table_names_files_of_its_folder_alone(kind, column, folder):
+    def table(name: str) -> Path:
+        row: dict[str, Any] = {"prompt": "x", "image": "a.png"} | ({"image": name} if column == "image" else {})
+        row |= {"images": [name]} if column == "images" else {}
+        if kind == "csv":
+            cells = [json.dumps(cell).replace('"', '""') if isinstance(cell, list) else cell for cell in row.values()]
+            return write("t.csv", ",".join(row) + "\n" + ",".join(f'"{cell}"' for cell in cells) + "\n")
+        return write(f"t.{kind}", [row] if kind == "jsonl" else {key: [cell] for key, cell in row.items()})
+
+    place = {"jsonl": "t.jsonl:1", "csv": "t.csv:2", "parquet": "t.parquet: row 0"}[kind]
+    for name in ("a.png", "./below/b.png", "below/../a.png", str(folder / "a.png")):
+        assert len(found(table(name))) == 1
+    outside = str(folder.parent / "outside.png")
+    for name in ("../outside.png", "link.png", outside, "/dev/zero", "below/../../outside.png"):
+        message = refusal(table(name))
+        assert f"{place}: image: {name!r} leads out of its folder; copy the file into it, or name it" in message
+    for name, why in (("pipe.png", "it is a named pipe"), ("below", "it is a folder"), ("x" * 300, "too long")):
+        assert place in (message := refusal(table(name))) and why in message
+
+
+def test_a_link_that_is_put_in_place_later_is_not_followed():
+    [sample] = found(write("t.jsonl", [{"prompt": "x", "image": "a.png"}]))
+    sample.files["image"].unlink()
+    sample.files["image"].symlink_to("../outside.png")
+    with pytest.raises(ConfigError, match=r"'a\.png' leads out of its folder"):
+        read_media(sample.files, sample.within)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "prompts.txt", "link.png", "train-000001.jsonl"])
+def test_files_of_a_media_folder_are_no_links_to_elsewhere(name, folder):
+    (folder.parent / "secret").write_text('{"prompt": "secret", "image": "a.png"}\n')
+    if name != "link.png":
+        (folder / "link.png").unlink()
+        (folder / name).symlink_to("../secret")
+    with pytest.raises(ConfigError, match=rf"data/{name}.* leads out of its folder|{name} cannot be read: it leads"):
+        found(folder)
+
+
+def test_pipes_folders_and_long_names_in_a_media_folder_do_no_harm(folder):
+    (folder / "link.png").unlink()
+    for name in ("a.txt", "a.json", "prompts.txt"):
+        os.mkfifo(folder / name)
+    (folder / "folder.png").mkdir()
+    long = folder / ("x" * 251 + ".png")
+    (folder / "a.png").rename(long)
+    assert [sample.files["image"] for sample in found(folder)] == [long]
+    assert found(long)[0].prompt.text == ""
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("t.csv", 'prompt,image\nx,a.png\n"x,a.png\n', "t.csv:3: no CSV: unexpected end of data"),
+        ("t.csv", "prompt,image\n" + "x" * 200_000 + ",a.png\n", "t.csv:2: no CSV: field larger than field limit"),
+        ("t.csv", "prompt,image\n" + "x" * 2**20 + ",a.png\n", "t.csv:2: the line has 1048583 characters"),
+        ("t.csv", b"prompt,image\nx,a.png\n\0,a.png\n", "t.csv:3: holds the character U+0000"),
+        ("t.csv", b"prompt,image\nx,a.png\n\xff,a.png\n", "t.csv:3: not UTF-8 text: byte 0xff"),
+        ("t.csv", "image," * 100_000 + "\n" + "a\n" * 9, "t.csv:1: 100001 columns, at most 1000 are read"),
+        ("t.csv", "image,image\na.png,a.png\n", "t.csv:1: two columns have the name 'image'"),
+        ("t.csv", 'image,metadata\na.png,"{""a"": 1, ""a"": 2}"\n', "t.csv:2: metadata: key 'a' given twice"),
+        ("t.csv", 'image,metadata\na.png,"[' + "[" * 5000 + '"\n', "t.csv:2: metadata: not valid JSON: nested"),
+        ("t.csv", "", "t.csv: holds no rows"),
+        ("t.jsonl", b'{"prompt": "x", "image": "a.png"}\n{"image": "\xff"}\n', "t.jsonl:2: not UTF-8 text: byte 0xff"),
+        ("t.jsonl", '{"image": "a.png", "n": NaN}', "t.jsonl:1: not valid JSON"),
+        ("t.jsonl", '{"image": "a.png", "n": 1e999}', "t.jsonl:1: not valid JSON: Number out of range"),
+        ("t.jsonl", '{"image": "a.png", "image": "b.png"}', "t.jsonl:1: key 'image' given twice"),
+        ("t.jsonl", '{"image": "a.png", "n": ' + "[" * 60 + "]" * 60 + "}", "t.jsonl:1: nested more than 50 levels"),
+        ("t.jsonl", '{"image": "a.png", "n": ' + "[" * 5000 + "]" * 5000 + "}", "t.jsonl:1: not valid JSON: nested"),
+        ("t.jsonl", '{"image": "a.png", "n": "' + "x" * 2**20 + '"}', "t.jsonl:1: the line has 1048603 characters"),
+        ("t.jsonl", '{"image": "a.png", "prompt": "\\u0000"}', "t.jsonl:1: holds the character U+0000"),
+        ("t.jsonl", '{"image": "a\\u0000.png"}', "t.jsonl:1: image: expected a path"),
+    ],
+)
+def test_damaged_and_endless_texts_are_one_line_with_the_number(name, content, why):
+    assert why in refusal(write(name, content))
+
+
+def test_tables_of_text_may_have_marks_and_any_ends_of_lines():
+    table = write("t.csv", b'\xef\xbb\xbfprompt,image\r\n"two\nlines",a.png\r\n\r\nlast,a.png')
+    assert [sample.prompt.text for sample in found(table)] == ["two\nlines", "last"]
+    table = write("t.csv", b"prompt,image\rone,a.png\rtwo,a.png\r")
+    assert [sample.prompt.text for sample in found(table)] == ["one", "two"]
+    [sample] = found(write("t.jsonl", '{"prompt": "x", "image": "a.png", "n": ' + "9" * 400 + "}"))
+    assert str(sample.prompt.metadata["n"]) == "9" * 400
+
+
+@pytest.mark.parametrize(("name", "most"), [("_MOST_ROWS", 2), ("_LARGEST", 60), ("_MOST_VALUES", 4)])
+@pytest.mark.parametrize("kind", ["t.jsonl", "t.parquet"])
+def test_all_rows_together_have_bounds(kind, name, most, monkeypatch):
+    monkeypatch.setattr(f"omni_async.scoring.tables.{name}", most)
+    table = [{"prompt": "x", "image": "a.png", "n": 1}] * 3
+    message = refusal(write(kind, table if kind == "t.jsonl" else {key: [cell] * 3 for key, cell in table[0].items()}))
+    assert "; split it" in message
+
+
+# ---- parquet ---------------------------------------------------------------------------------------------------------
+
+
+def repeated(value: str, times: int) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), pa.array([value]))
+
+
+def nested(depth: int) -> pa.Array:
+    array = pa.array([1])
+    for _ in range(depth):
+        array = pa.StructArray.from_arrays([array], ["a"])
+    return array
+
+
+def lists(count: int, value: str) -> pa.Array:
+    return pa.ListArray.from_arrays([0, count], repeated(value, count).cast(pa.string()))
+
+
+DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAIN"}
+
+
+@pytest.mark.parametrize(
+    ("column", "how", "why"),
+    [
+        (repeated("x" * 5_000_000, 1000), {}, "row 0: the row has 5000"),
+        (lists(2000, "y" * 20_000), {}, "row 0 has 40000"),
+        (lists(200, "y" * 2000), {"use_dictionary": False, "column_encoding": DELTA}, "texts in lists are in delta"),
+        (
+            pa.ListArray.from_arrays([0, 2**21], pa.nulls(2**21, pa.int8())),
+            {},
+            "lists of 2097152 values, at most 1000000",
+        ),
+        (pa.nulls(1_000_001, pa.int8()), {}, "1000001 rows, at most 1000000 are read"),
+        (pa.array(["z" * 67_200_000]), {"compression": "zstd", "use_dictionary": False}, "stands for 6720"),
+        (pa.array([None], pa.binary(2**17)), {}, "values of 131072 bytes, at most 65536"),
+        (pa.array([[1] * 9], pa.list_(pa.int8(), 9)), {}, "expected a list of any length"),
+        (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())), {}, "expected plain values, got map"),
+        (nested(51), {}, "nested more than 50 levels deep"),
+        (nested(120), {}, "columns nest more than 50 levels deep"),
+    ],
+)
+def test_a_small_parquet_file_that_stands_for_much_is_refused_before_it_is_in_memory(column, how, why, monkeypatch):
+    monkeypatch.setattr("omni_async.scoring.tables._MOST_VALUES", 1_000_000)
+    column = column if isinstance(column, pa.Array) else pa.array(column)
+    path, names = Path("data/t.parquet"), pa.array(["a.png"] * len(column))
+    pq.write_table(pa.table({"prompt": names, "image": names, "n": column}), path, **how)
+    del column
+    assert path.stat().st_size < 2**21
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert why in refusal(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+def test_columns_have_a_bound_and_empty_cells_and_groups_are_left_out():
+    assert "1001 columns, at most 1000 are read" in refusal(write("t.parquet", {f"c{i}": [1] for i in range(1001)}))
+    table = {
+        "prompt": ["x"] * 3,
+        "image": ["a.png"] * 3,
+        "metadata": [{"n": [1, None], "t": ["x"]}, {"n": [], "t": None}, None],
+    }
+    pq.write_table(pa.table(table), "data/t.parquet", row_group_size=1)
+    assert [sample.prompt.metadata for sample in found(Path("data/t.parquet"))] == [
+        {"n": [1, None], "t": ["x"]},
+        {"n": [], "t": None},
+        {},
+    ]
+
+
+@few(60)
+@given(data=st.data())
+def test_a_damaged_parquet_table_is_read_or_refused(tmp_path, data):
+    table = pa.table({"image": ["a.png"] * 3, "n": [[1], [], [2, 3]], "t": [["x"], None, ["y"]]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    content = data.draw(changed((tmp_path / "t.parquet").read_bytes()))
+    (tmp_path / "t.parquet").write_bytes(content)
+    try:
+        assert all(isinstance(row, dict) for _, row in rows(tmp_path / "t.parquet"))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_compressed_file_is_no_table():
+    assert "t.jsonl:1: not UTF-8 text" in refusal(write("t.jsonl", gzip.compress(b'{"image": "a.png"}')))
