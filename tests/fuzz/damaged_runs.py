@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import faulthandler
 import fcntl
-import inspect
 import io
 import json
 import os
@@ -600,8 +599,7 @@ async def _look_at_page(place_: _Place, rng: random.Random, problems: list[str])
     from omni_async.watch.report_sections import Sections
 
     live = LiveRun(RunDirectory(place_.run), Sections())
-    more = [None] * (len(inspect.signature(WatchApp).parameters) - 2)
-    app = WatchApp(live, Guard("127.0.0.1", None), *more).app()
+    app = WatchApp(live, Guard("127.0.0.1", None)).app()
     async with TestClient(TestServer(app)) as client:
         await live.look()
         if live._reporting:
