@@ -298,7 +298,7 @@ def _outliving_its_reader(stream: Any) -> Any:
     if stream is None:
         return stream
     output = io.BufferedWriter(_Output(stream.fileno()))
-    return io.TextIOWrapper(output, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    return io.TextIOWrapper(output, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _train(config: Config) -> int:

@@ -25,6 +25,7 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.checkpoint.best import is_due
 from omni_async.checkpoint.state import fitting, read_state
 from omni_async.config import Config
+from omni_async.config.reading import real_path
 from omni_async.layout import ParallelLayout
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.training import TrainingError
@@ -244,4 +245,4 @@ def _forget(rows: asyncio.Future[SharedRows]) -> None:
 
 
 def _lies_in(checkpoint: str, folder: str) -> bool:
-    return Path(checkpoint).resolve().parent == Path(folder).resolve()
+    return real_path(checkpoint).parent == real_path(folder)

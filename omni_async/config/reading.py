@@ -46,9 +46,14 @@ def require_within(path: str | Path, folder: Path) -> None:
     _require_below(os.path.realpath(path), folder, path)
 
 
+def real_path(path: str | Path) -> Path:
+    """Return the absolute path that `path` leads to. Raises nothing for links in a circle, as `Path.resolve` does."""
+    return Path(os.path.realpath(path))
+
+
 def is_within(path: str | Path, folder: Path) -> bool:
     """Tell whether `path`, its links followed, is `folder` or lies below it. What is there is not asked."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    return real_path(path).is_relative_to(real_path(folder))
 
 
 def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:

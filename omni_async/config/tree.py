@@ -15,7 +15,7 @@ from typing import Any
 
 from omni_async.config.describe import annotation_at, describe
 from omni_async.config.hub import downloaded
-from omni_async.config.reading import TooLargeError, read_file
+from omni_async.config.reading import TooLargeError, read_file, real_path
 from omni_async.config.redact import REFERENCE, is_secret_key, redact_text, shown
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError, parse_yaml
@@ -128,9 +128,9 @@ def _read(
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: expected the path of a recipe, got {shown(base)}")
-    if len(above) >= _LONGEST_CHAIN or path.resolve() in above:
+    if len(above) >= _LONGEST_CHAIN or real_path(path) in above:
         raise ConfigError(f"{path}: extends: recipes extend each other in a circle, or more than {_LONGEST_CHAIN} deep")
-    return _merge(_read(path.parent / base, within, (*above, path.resolve()), files), tree)
+    return _merge(_read(path.parent / base, within, (*above, real_path(path)), files), tree)
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omni_async.config import ConfigError
-from omni_async.config.reading import require_file
+from omni_async.config.reading import real_path, require_file
 from omni_async.data.bad_places import BadPlaces
 from omni_async.data.image_files import MAX_IMAGE_BYTES, find_image, one_line, read_image
 from omni_async.data.prompts import WholeCheck
@@ -71,7 +70,7 @@ class PreferencePairs:
         if self._num_rows > _MAX_PAIRS:
             raise ConfigError(f"{_KEY}: {path} holds {self._num_rows} pairs, at most {_MAX_PAIRS} are read; split it")
         self._columns = {column: _Column(self._file, path, column) for column in _COLUMNS}
-        self._folder = Path(path).resolve().parent
+        self._folder = real_path(path).parent
 
     def __len__(self) -> int:
         return self._num_rows

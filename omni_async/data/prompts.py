@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.config.decoding import decode_json
-from omni_async.config.reading import TooLargeError, read_file
+from omni_async.config.reading import TooLargeError, read_file, real_path
 from omni_async.data.bad_places import BadPlaces
 from omni_async.types import Prompt, PromptImage
 
@@ -57,7 +57,7 @@ def load_prompts(
         ConfigError: one line with the numbers of the lines that are wrong or that a check refuses, ten at most."""
     text = _read(path, key, within)
     parse = _parser(path, key)
-    images = _Images(Path(path).resolve().parent)
+    images = _Images(real_path(path).parent)
     prompts: dict[int, Prompt] = {}
     bad = BadPlaces("line")
     # Not splitlines(): it also cuts at U+2028 and form feeds, which may stand in a prompt, and in a JSON string.

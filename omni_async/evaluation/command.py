@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_async.command_line import PathsAndOverrides, add_command, live_bar, positive, require_outside
 from omni_async.config import ConfigError
-from omni_async.config.reading import is_within
+from omni_async.config.reading import is_within, real_path
 
 if TYPE_CHECKING:
     from omni_async.evaluation.gallery import Gallery
@@ -156,7 +156,7 @@ def _notes(models: Sequence[Model]) -> None:
 
 
 def _name_of(given: str | Path) -> str:
-    return Path(given).resolve().name or "model"
+    return real_path(given).name or "model"
 
 
 def _gallery(

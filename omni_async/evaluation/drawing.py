@@ -20,6 +20,7 @@ from torch import Tensor
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import ConfigError
+from omni_async.config.reading import real_path
 from omni_async.config.redact import one_line
 from omni_async.config.section import bytes_of
 from omni_async.evaluation.gallery import Gallery
@@ -91,7 +92,7 @@ def _sharing(models: Sequence[Model]) -> Iterator[list[Model]]:
     groups: dict[tuple[Path, Path | None], list[Model]] = {}
     for model in models:
         run = model.adapter or (None if model.trained is None else model.run)
-        groups.setdefault((model.base.resolve(), run), []).append(model)
+        groups.setdefault((real_path(model.base), run), []).append(model)
     for (base, run), group in [*groups.items()]:
         if run is not None:
             yield [*groups.pop((base, None), []), *group]

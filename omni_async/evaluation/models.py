@@ -19,7 +19,7 @@ from omni_async.checkpoint.statement import plain
 from omni_async.config import Config, ConfigError, load, of_tree
 from omni_async.config.hub import downloaded, how_to_get
 from omni_async.config.load import INDEX
-from omni_async.config.reading import read_file
+from omni_async.config.reading import read_file, real_path
 from omni_async.runs.chosen import Chosen, base_recipe, choose
 
 Policy = Literal["drawing", "trained", "old", "ema"]
@@ -146,7 +146,7 @@ def named_apart(models: Sequence[Model]) -> list[Model]:
     """Return the models without those that are named twice; labels that two of them have get their run's name."""
     once: dict[tuple[Path, Path], Model] = {}
     for each in models:
-        once.setdefault((each.base.resolve(), each.weights.resolve()), each)
+        once.setdefault((real_path(each.base), real_path(each.weights)), each)
     found = [*once.values()]
     taken: dict[str, int] = {}
     several = len({each.run for each in found if each.run is not None}) > 1

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from omni_async.checkpoint.folders import sync
 from omni_async.config import ConfigError
-from omni_async.config.reading import open_file
+from omni_async.config.reading import open_file, real_path
 from omni_async.config.section import size_text
 from omni_async.config.writing import open_lock, open_update
 
@@ -137,7 +137,7 @@ def require_nothing_at(out: Path) -> None:
 
 def copy_file(source: Path, target: Path, linked: bool, progress: Progress) -> None:
     """Copy a file's content or, if `linked`, make `target` another name of it where the file system can."""
-    source = source.resolve()  # a hub's cache has links to its files
+    source = real_path(source)  # a hub's cache has links to its files
     if linked:
         with contextlib.suppress(OSError):  # another file system
             os.link(source, target)

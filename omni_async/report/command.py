@@ -10,6 +10,7 @@ from typing import Any
 
 from omni_async.command_line import add_command, require_no_input
 from omni_async.config import ConfigError
+from omni_async.config.reading import real_path
 from omni_async.config.section import size_text
 
 _REPORT = """\
@@ -43,13 +44,13 @@ def report(options: argparse.Namespace) -> int:
     from omni_async.runs.record import read_run
     from omni_async.tracking.rundir import RunDirectory
 
-    folders = [*dict.fromkeys(path.resolve() for path in options.runs)]
+    folders = [*dict.fromkeys(real_path(path) for path in options.runs)]
     out: Path = options.out or folders[0] / DEFAULT
     if out.is_dir():
         raise ConfigError(f"--out: {out} is a folder; name a file in it, {out / DEFAULT} say")
     require_no_input("--out", out, [part for folder in folders for part in RunDirectory(folder).parts])
     runs = [read_run(folder) for folder in folders]
-    content = one_file(page_of(runs, f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")).encode()
+    content = one_file(page_of(runs, f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")).encode(errors="replace")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,17 @@ def one_file(page: dict[str, Any]) -> str:
     return text.replace("<title>omni-async</title>", f"<title>{html.escape(page['title'])} · omni-async</title>")
 
 
+def as_json(data: Any) -> bytes:
+    """Return a page's data as JSON."""
+    try:
+        return msgspec.json.encode(data)
+    except UnicodeEncodeError:  # the name of a folder that is not UTF-8
+        return json.dumps(msgspec.to_builtins(data)).encode()
+
+
 def json_in_html(data: Any) -> str:
     """Return JSON that may stand in a script element, whatever a prompt is: no text of it ends or opens one."""
-    text = msgspec.json.encode(data).decode()
+    text = as_json(data).decode()
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

@@ -19,6 +19,7 @@ from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, newest_firs
 from omni_async.checkpoint.state import CheckpointError, State, read_state
 from omni_async.config import Config, ConfigError, load, of_tree
 from omni_async.config.load import INDEX, read_model_index
+from omni_async.config.reading import real_path
 from omni_async.control.reasons import listed
 from omni_async.control.rounds import NotComparable, Round, compare, ranked
 from omni_async.families import PipelineFamily, find_family
@@ -152,7 +153,7 @@ def _run_of(given: Path, which: str | None) -> RunDirectory:
         raise ConfigError(f"{given}: neither a run folder (no config.yaml) nor a checkpoint (no {MANIFEST_FILE})")
     if which is not None:
         raise ConfigError(f"--which {which}: {given} is one checkpoint; name its run, or leave --which out")
-    run = RunDirectory(given.resolve().parent.parent)
+    run = RunDirectory(real_path(given).parent.parent)
     if not run.config_yaml.is_file():
         raise ConfigError(
             f"{given}: {run.config_yaml} is missing, which says what the checkpoint is of; it belongs into the folder"

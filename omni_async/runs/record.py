@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from omni_async.checkpoint.folders import by_version
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within, read_file, require_file
@@ -259,7 +261,8 @@ def run_config(run: RunDirectory, left_out: dict[str, str]) -> dict[str, Any]:
     try:
         content = read_file(run.config_yaml, _LARGEST_CONFIG, within=run.path)
         found = parse_yaml(content.decode(), run.config_yaml.name)
-    except (OSError, ValueError, RecursionError) as error:
+        msgspec.json.encode(found)  # a page cannot hold half a surrogate pair, or an integer of more than 64 bits
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         left_out[run.config_yaml.name] = f"cannot be read: {reason_of(error)}"
         return {}
     return found if isinstance(found, dict) else {}

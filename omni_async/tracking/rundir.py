@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import math
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +57,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_id = path.name
+        self.run_id = os.fsencode(path.name).decode("utf-8", "replace")  # other bytes are no text of a page or tracker
         self.config_yaml = path / "config.yaml"
         self.ledger = path / "ledger.jsonl"
         self.metrics = path / "metrics.jsonl"
@@ -184,26 +185,34 @@ class RunDirectory:
     def void_metrics(self, version: int, validated: int | None) -> None:
         """Move the lines after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
         valid, void = list[bytes](), list[bytes]()
-        for line in lines_of(self.metrics, self.path):
-            (valid if _record(line, version, validated) is not None else void).append(line)
+        with refusing(f"{self.metrics} cannot be read"):
+            for line in lines_of(self.metrics, self.path):
+                (valid if _record(line, version, validated) is not None else void).append(line)
         if void:
             append(self.metrics.with_name(f"{self.metrics.name}.void"), b"".join(void))
             write_atomic(self.metrics, b"".join(valid))
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> Iterator[dict[str, Any]]:
-        """Yield all lines, or those that `void_metrics` would leave for a run that goes on from `version`."""
-        records = (_record(line, version, validated) for line in lines_of(self.metrics, self.path))
-        return (record for record in records if record is not None)
+        """Yield all lines, or those that `void_metrics` would leave for a run that goes on from `version`.
+
+        Raises RunDirectoryError if the file cannot be read."""
+        with refusing(f"{self.metrics} cannot be read"):
+            for line in lines_of(self.metrics, self.path):
+                if (record := _record(line, version, validated)) is not None:
+                    yield record
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
         """Report which of these updates and rounds do not have exactly one line in `metrics.jsonl`; None if all do."""
         if not updates and not rounds:
             return None
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-        for line in lines_of(self.metrics, self.path):
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # it counts as missing
-                record = decode_line(line, _METRICS)
-                found["finished" in record][record["update"]] += 1
+        try:
+            for line in lines_of(self.metrics, self.path):
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # it counts as missing
+                    record = decode_line(line, _METRICS)
+                    found["finished" in record][record["update"]] += 1
+        except OSError as error:
+            return f"cannot be read: {error.strerror or error}"
         gaps = []
         for kind, wanted, counts in (("update", updates, found[True]), ("validation of version", rounds, found[False])):
             missing, repeated = [one for one in wanted if not counts[one]], [one for one in wanted if counts[one] > 1]
@@ -214,15 +223,17 @@ class RunDirectory:
     def wall_s(self, version: int) -> float:
         """Return the seconds that the run's attempts have taken up to `version`; 0 if nothing says so.
 
-        The metrics of that update say so, or an attempt that ended there."""
+        The metrics of that update say so, or an attempt that ended there. Raises RunDirectoryError if a file cannot be
+        read."""
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.
-        attempts = [
-            one
-            for one in read_records(self.attempts, Attempt, self.path)
-            if one.to_update == version and one.ended >= made
-        ]
+        with refusing(f"{self.attempts} cannot be read"):
+            attempts = [
+                one
+                for one in read_records(self.attempts, Attempt, self.path)
+                if one.to_update == version and one.ended >= made
+            ]
         return max([*_numbers(line.get("wall_s") for line in lines), *(one.wall_s for one in attempts)], default=0.0)
 
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:

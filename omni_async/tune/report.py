@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config, ConfigError, load
+from omni_async.config.reading import real_path
 from omni_async.config.redact import redact
 from omni_async.config.yaml_text import to_yaml
 from omni_async.performance.law import max_speedup
@@ -202,7 +203,7 @@ def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str
     Raises:
         OSError: It cannot be written.
     """
-    base = os.path.relpath(recipe.resolve(), out.parent.resolve())
+    base = os.path.relpath(real_path(recipe), real_path(out.parent))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(_tuned_yaml(base, config, overrides, tuned), encoding="utf-8")
     written = load(out)

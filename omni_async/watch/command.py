@@ -11,6 +11,7 @@ from typing import Any
 
 from omni_async.command_line import add_command
 from omni_async.config import ConfigError
+from omni_async.config.reading import real_path
 
 _WATCH = """\
 Show a run's page live in a browser: how far it is, its buffers and workers, the newest samples, what every worker
@@ -50,7 +51,7 @@ def watch(options: argparse.Namespace) -> int:
         raise ConfigError(f"--port: {options.port}: expected 0 to 65535")
     token = read_token(options.token, "--token")
     require_token(options.host, token, "--host", "--token")
-    return asyncio.run(_serve(folder.resolve(), options.host, options.port, token))
+    return asyncio.run(_serve(real_path(folder), options.host, options.port, token))
 
 
 def newest(runs: Path) -> Path:

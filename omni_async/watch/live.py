@@ -21,6 +21,7 @@ from omni_async import __version__
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
 from omni_async.driver.control_socket import ControlError, Request, ask
+from omni_async.report.file import as_json
 from omni_async.report.lanes import HINT
 from omni_async.runs.alerts import alerts
 from omni_async.runs.follow import Follower
@@ -28,7 +29,7 @@ from omni_async.runs.record import RunStatus, run_status
 from omni_async.runs.seen import seen_of
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.watch.actions import Actions
-from omni_async.watch.now import now_section
+from omni_async.watch.now import now_section, require_answer
 from omni_async.watch.report_sections import FRUGAL, Sections
 
 PAUSE_S = 1.0
@@ -65,6 +66,7 @@ class LiveRun:
         self._dirty = asyncio.Event()
         self._message = b""
         self._ask_after = 0.0
+        self._answer_problem: str | None = None
         self._report_after = 0.0
         self._reported = -1  # the follower's changes as of the whole report
         self._reporting: asyncio.Task[None] | None = None
@@ -132,9 +134,13 @@ class LiveRun:
         elif time.monotonic() >= self._ask_after:
             began = time.monotonic()
             try:
-                self.answer = await in_daemon_thread(lambda: ask(run.control, Request(), _ANSWER_S))
+                self.answer = await in_daemon_thread(lambda: _answer_of(run))
+                self._answer_problem = None
             except (ControlError, OSError):
                 self.answer = None
+            except msgspec.ValidationError as error:
+                self.answer = None
+                self._answer_problem = f"the run's answer cannot be shown: {error}"
             self._ask_after = time.monotonic() + max(_ASK_S, FRUGAL * (time.monotonic() - began))
 
     async def _make_report(self) -> None:
@@ -166,7 +172,7 @@ class LiveRun:
         seen = seen_of(self.follower, self.status, told and told["text"], time.time())
         actions = self.actions
         now = now_section(self.follower, self.status, self.answer, alerts(seen), actions.recent, actions.doing)
-        for problem in filter(None, (self.report_problem, self.problem)):
+        for problem in filter(None, (self.report_problem, self._answer_problem, self.problem)):
             now["blocks"].insert(0, {"kind": "text", "text": problem, "tone": "warning"})
         run = {"label": self.run.run_id, "id": self.run.run_id, "status": self.status, "colour": 0}
         page = {
@@ -176,7 +182,7 @@ class LiveRun:
             "runs": [run],
             "sections": [now, self._lanes()],
         }
-        return msgspec.json.encode({"page": page, "report": self.report_number})
+        return as_json({"page": page, "report": self.report_number})
 
     def _lanes(self) -> dict[str, Any]:
         spans = self.follower.spans
@@ -222,3 +228,10 @@ class LiveRun:
             self.num_viewers -= 1
             if not self.num_viewers:
                 self._someone.clear()
+
+
+def _answer_of(run: RunDirectory) -> dict[str, Any]:
+    """Ask the run. Raises ControlError or OSError, and msgspec.ValidationError for an answer of another shape."""
+    answer = ask(run.control, Request(), _ANSWER_S)
+    require_answer(answer)
+    return answer

@@ -9,11 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import msgspec
+from msgspec import Meta
 
 from omni_async.config.section import size_text
+from omni_async.ranges import Count, Seconds, Text, Value
 from omni_async.report.alerts import alert_blocks
 from omni_async.role_table import scalable_roles
 from omni_async.runs.alerts import Alert
@@ -24,6 +26,36 @@ from omni_async.watch.actions import Action
 from omni_async.worker import BUILT_IN_ROLES, Worker
 
 Block = dict[str, Any]
+
+
+class _Told(TypedDict):
+    text: Text
+
+
+class _Progress(TypedDict, total=False):
+    update: Count
+    updates: Count
+    eta_s: Seconds | None
+    reward: Value | None
+    told: _Told | None
+
+
+class _Answer(TypedDict, total=False):
+    """The parts of a run's answer that the page shows."""
+
+    doing: Text
+    progress: _Progress
+    parts: Annotated[dict[Text, dict[Text, Any]], Meta(max_length=20_000)]
+    engines: Annotated[dict[Text, Count], Meta(max_length=20_000)]
+    buffers: Annotated[dict[Text, dict[Text, Count | None]], Meta(max_length=100)]
+    conservation: Annotated[dict[Text, Count], Meta(max_length=100)]
+
+
+def require_answer(answer: Mapping[str, Any]) -> None:
+    """Raise msgspec.ValidationError unless the page can show what a run answered."""
+    msgspec.convert(answer, _Answer)
+
+
 _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 _SHOWN_PARTS = 200
 _NEWEST_GRIDS = 2

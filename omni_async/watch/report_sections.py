@@ -15,6 +15,7 @@ import msgspec
 
 from omni_async.report.blocks import Lanes, Section, Tab, Text
 from omni_async.report.data import SECTIONS, is_last
+from omni_async.report.file import as_json
 from omni_async.report.pictures import samples
 from omni_async.report.shown import Shown, show
 from omni_async.report.what_it_buys import TITLE
@@ -60,7 +61,7 @@ class Sections:
         began = time.thread_time()
         sections = _sections()
         made = {name: apart[name] if name in apart else sections[name](shown) for name in sorted(sections, key=is_last)}
-        content = msgspec.json.encode([_without_lanes(one) for name in sections if (one := made[name]) is not None])
+        content = as_json([_without_lanes(one) for name in sections if (one := made[name]) is not None])
         return Made(content, took + time.thread_time() - began, is_whole)
 
     def _of_spans(self, shown: Sequence[Shown], folder: RunDirectory) -> Section | None:
