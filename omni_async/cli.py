@@ -350,7 +350,7 @@ def _docs(out: Path) -> int:
 
     require_writable("--out", out)
     try:
-        write_atomic(out, reference().encode())
+        write_atomic(out, reference().encode(), streams=True)
     except OSError as error:
         return _refuse(f"--out: cannot write {out}: {error.strerror or error}")
     return _say(f"wrote {out}")

@@ -140,7 +140,7 @@ def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[lis
     written = []
     for path, write in writers.items():
         try:
-            with replacing(path) as unfinished:
+            with replacing(path, streams=True) as unfinished:
                 write(unfinished)
         except OSError as error:
             sys.stderr.write(f"omni-async: {path} could not be written: {error.strerror or error}\n")
@@ -150,7 +150,9 @@ def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[lis
 
 
 def as_markdown(text: object) -> str:
-    """Return a text as a line that Markdown shows as it is: no link, image, HTML, code or further cell."""
+    """Return a text as a line that Markdown shows as it is: no image, HTML, code or further cell.
+
+    Some renderers make links of plain addresses."""
     return one_line(" ".join(str(text).split())).translate(_MARKUP)
 
 

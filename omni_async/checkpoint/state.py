@@ -28,7 +28,7 @@ from omni_async.control.seeds import NOISE
 FILE = "state.json"
 FORMAT = 5
 _LARGEST = 2**27
-_MOST_VALUES = 5_000_000
+_MOST_VALUES = 3_000_000
 _LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
 _LARGEST_MEASURE = 1e100  # as `rewards/base.py` bounds a score's parts; statistics square them

@@ -21,7 +21,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor's entry. `data_offsets`: its begin and end, counted from the header's end."""
 
     dtype: str
-    shape: tuple[_Size, ...]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
     data_offsets: tuple[_Size, _Size]
 
 

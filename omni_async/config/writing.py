@@ -11,7 +11,9 @@ import errno
 import fcntl
 import io
 import os
+import re
 import secrets
+import stat
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -19,33 +21,47 @@ from typing import BinaryIO
 
 from omni_async.config.reading import require_plain
 
+_PARTIAL = re.compile(r"\..*\.\d+-[0-9a-f]{16}\.partial(\..*)?", re.DOTALL)
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, streams: bool = False) -> Iterator[Path]:
     """Give the path of an empty file to fill. It takes the place of `path` once the context is left without an error.
 
-    A link at `path` is replaced and not followed. A device or a pipe, such as /dev/stdout, is given as it is.
+    A link, a pipe or a device at `path` is replaced and not followed. The mode of a file there is kept.
+
+    Args:
+        path: the file.
+        streams: give a device or a pipe, such as /dev/stdout, as it is: for a path that a user names as an output.
 
     Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised."""
-    if _is_stream(path):
+    if streams and _is_stream(path):
         yield path
         return
     _require_no_folder(path)
-    partial = new_beside(path)
+    partial, finished = new_beside(path), False
     try:
         yield partial
         with partial.open("rb") as file:
+            if (mode := _mode(path)) is not None:
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
+        finished = True
         partial.replace(path)
+    except OSError as error:
+        if not finished:
+            raise
+        # A mount point, or a file of somebody else in a shared folder.
+        raise OSError(error.errno, f"{error.strerror}; the result is at {partial}", str(path)) from None
     finally:
-        partial.unlink(missing_ok=True)
+        if not finished:
+            partial.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes, streams: bool = False) -> None:
     """Write `content` to `path`, as `replacing` does."""
-    with replacing(path) as partial:
+    with replacing(path, streams) as partial:
         partial.write_bytes(content)
 
 
@@ -57,7 +73,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def require_replaceable(path: Path) -> None:
-    """Raise OSError if `replacing` could not begin; nothing is changed."""
+    """Raise OSError if `replacing` could not begin, with `streams`; nothing is changed."""
     if _is_stream(path):
         return
     _require_no_folder(path)
@@ -101,6 +117,11 @@ def open_update(path: Path) -> BinaryIO:
     return io.BufferedRandom(_open_kept(path, os.O_RDWR))
 
 
+def is_partial(path: Path) -> bool:
+    """Tell whether a file's name is one of `new_beside`: a writer that was killed left it."""
+    return _PARTIAL.fullmatch(path.name) is not None
+
+
 def open_lock(path: Path) -> FileIO:
     """Open a file, made if there is none, and lock it until it is closed or the process ends.
 
@@ -128,6 +149,14 @@ def _open_kept(path: Path, flags: int) -> FileIO:
     except BaseException:
         os.close(handle)
         raise
+
+
+def _mode(path: Path) -> int | None:
+    """Return the permissions of a plain file at `path`; None if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        return stat.S_IMODE(found.st_mode) if stat.S_ISREG(found.st_mode) else None
+    return None
 
 
 def _require_no_folder(path: Path) -> None:

@@ -21,11 +21,12 @@ from omni_async.config import ConfigError
 from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file, require_file
 from omni_async.config.redact import shown
-from omni_async.config.writing import open_lock, write_atomic
+from omni_async.config.writing import is_partial, open_lock, write_atomic
 from omni_async.driver.sample_files import sample_row
 from omni_async.evaluation.models import Model
 from omni_async.families import PARTS
 from omni_async.media import Media
+from omni_async.rewards.base import LONGEST_NAME, MOST_PARTS
 from omni_async.tracking.files import keep_from_children, read_records
 from omni_async.tracking.images import write_media
 from omni_async.tracking.rundir import append_jsonl
@@ -95,7 +96,7 @@ class Gallery:
         file = self.folder / _SETTINGS
         asked = msgspec.json.decode(msgspec.json.encode({**settings, "models": models}))
         if not os.path.lexists(file):
-            if found := [path.name for path in self.folder.iterdir() if path.name != _LOCK]:
+            if found := [path.name for path in self.folder.iterdir() if path.name != _LOCK and not is_partial(path)]:
                 raise ConfigError(f"--out: {self.folder} holds {found[0]!r} and no {_SETTINGS}; name another folder")
             held: dict[str, Any] = {}
         else:
@@ -187,8 +188,10 @@ class Gallery:
 
 def _require_possible(file: Path, kept: Kept) -> None:
     """Raise ConfigError for a score that no scorer gave. Statistics square them."""
-    numbers = (kept.score.value, *kept.score.parts.values())
-    if not all(abs(number) <= _LARGEST_SCORE for number in numbers) or not 0 <= kept.prompt < 2**31:
+    numbers, names = (kept.score.value, *kept.score.parts.values()), kept.score.parts
+    has_parts = len(names) <= MOST_PARTS and all(len(name) <= LONGEST_NAME for name in names)
+    in_range = all(abs(number) <= _LARGEST_SCORE for number in numbers) and 0 <= kept.prompt < 2**31
+    if not (has_parts and in_range):
         raise ConfigError(
             f"--out: {file} is damaged: the score of {kept.model[:80]!r}, prompt {str(kept.prompt)[:20]}, is out of"
             " range; remove its line, or name another folder"

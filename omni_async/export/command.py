@@ -75,7 +75,7 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(f"--lora: {chosen.run.path} trained all weights and has no adapters; leave it out")
     if options.merged and chosen.config.model.lora is None:
         raise ConfigError(f"--merged: {chosen.run.path} trained all weights, so there are no adapters; leave it out")
-    require_outside("--out", options.out, (chosen.folder, chosen.base))
+    require_outside("--out", options.out, (chosen.folder, chosen.base, *chosen.run.parts))
     for note in chosen.notes:
         sys.stderr.write(f"omni-async: {note}\n")
     return _write(chosen, options)

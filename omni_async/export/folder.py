@@ -39,9 +39,10 @@ def whole_folder(out: Path, room: int) -> Iterator[Path]:
     Raises:
         ConfigError: `out` exists, cannot be written, or the disk is full; one line, and nothing is left behind."""
     out = out.absolute()
-    require_nothing_at(out)
-    made = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
+    made: list[Path] = []
     try:
+        require_nothing_at(out)
+        made += [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
         with _claimed(out) as unfinished:
             if (free := shutil.disk_usage(unfinished).free) < room:

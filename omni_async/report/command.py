@@ -11,6 +11,7 @@ from typing import Any
 from omni_async.command_line import add_command, require_no_input
 from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
+from omni_async.config.redact import one_line
 from omni_async.config.section import size_text
 
 _REPORT = """\
@@ -50,16 +51,19 @@ def report(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out: {out} is a folder; name a file in it, {out / DEFAULT} say")
     require_no_input("--out", out, [part for folder in folders for part in RunDirectory(folder).parts])
     runs = [read_run(folder) for folder in folders]
+    named = (run.setting(key) for run in runs for key in ("data.prompts", "data.preferences", "validation.prompts"))
+    require_no_input("--out", out, [Path(one) for one in named if isinstance(one, str) and "\0" not in one])
     content = one_file(page_of(runs, f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")).encode(errors="replace")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, content)
+        write_atomic(out, content, streams=options.out is not None)
     except OSError as error:
-        sys.stderr.write(f"omni-async: --out: cannot write {out}: {error.strerror or error}\n")
+        sys.stderr.write(f"omni-async: --out: cannot write {one_line(str(out))}: {error.strerror or error}\n")
         return 1
     what = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    where = one_line(str(out))
     sys.stdout.write(
-        f"{out}: {what}, {size_text(len(content))}\n"
-        f"open it in a browser (xdg-open {out}), or send it as it is: it needs no network and no other file\n"
+        f"{where}: {what}, {size_text(len(content))}\n"
+        f"open it in a browser (xdg-open {where}), or send it as it is: it needs no network and no other file\n"
     )
     return 0

@@ -19,8 +19,8 @@ from omni_async.types import Prompt, Score
 
 # A scorer's output goes into checkpoints, metrics and captions.
 _LONGEST_TEXT = 2000
-_LONGEST_NAME = 100
-_MOST_PARTS = 256
+LONGEST_NAME = 100
+MOST_PARTS = 256
 # Metrics are means, and spreads are made of squares: a sum of them has to be a number, too.
 LARGEST = 1e100
 # Halves of surrogate pairs, which no file can hold, and control characters, which no image can show.
@@ -198,14 +198,14 @@ def require_score(where: str, score: Any) -> Score:
 def _require_parts(where: str, parts: Any) -> dict[str, float]:
     if not isinstance(parts, dict):
         raise ScoreError(f"{where}: parts is a {_kind(parts)}, expected a dict of named numbers")
-    if len(parts) > _MOST_PARTS:
-        raise ScoreError(f"{where}: {len(parts)} parts, expected {_MOST_PARTS} at most")
+    if len(parts) > MOST_PARTS:
+        raise ScoreError(f"{where}: {len(parts)} parts, expected {MOST_PARTS} at most")
     for name in parts:
         if not isinstance(name, str):
             raise ScoreError(f"{where}: a part's name is a {_kind(name)}, expected a str")
-        if not 0 < len(name) <= _LONGEST_NAME or _UNFIT.search(name):
-            expected = f"expected 1 to {_LONGEST_NAME} characters without control characters"
-            raise ScoreError(f"{where}: a part is called {name[:_LONGEST_NAME]!r}, {expected}")
+        if not 0 < len(name) <= LONGEST_NAME or _UNFIT.search(name):
+            expected = f"expected 1 to {LONGEST_NAME} characters without control characters"
+            raise ScoreError(f"{where}: a part is called {name[:LONGEST_NAME]!r}, {expected}")
     numbers = {str.__str__(name): _finite(where, name, number) for name, number in parts.items()}
     for name, number in numbers.items():
         if abs(number) > LARGEST:

@@ -179,7 +179,7 @@ def _select(
     if not versions:
         why = "it has no checkpoint yet"
         if run.checkpoints.is_symlink() or any(map(Path.is_symlink, run.checkpoints.glob("update-*"))):
-            why = "its checkpoints are links, which may lead anywhere; name a checkpoint's folder, or copy it there"
+            why = "its checkpoints are links, which may lead anywhere; move them into the run folder, which may be one"
         raise ConfigError(f"{run.path}: {why}")
     best = next(iter(best_first(measured, rounds)), None)
     match which:

@@ -43,6 +43,7 @@ def entry(**changes: Any) -> bytes:
         file_of(b'{"a": 1}'),
         file_of(b'{"__metadata__": {"a": {}}}'),
         file_of(entry(shape=[-1])),
+        file_of(entry(shape=[1] * 65)),
         file_of(entry(shape=[10**400])),
         file_of(entry(shape=[1e300])),
         file_of(entry(data_offsets=[-8, 1])),

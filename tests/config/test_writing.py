@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_async.config.writing import append, open_append, open_lock, open_update, replacing, write_atomic
+from omni_async.config.writing import append, is_partial, open_append, open_lock, open_update, replacing, write_atomic
+from tests.patience import PATIENCE
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -29,15 +30,46 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
     reader.start()
-    write_atomic(tmp_path / "pipe", b"content")
+    write_atomic(tmp_path / "pipe", b"content", streams=True)
     reader.join()
     assert read == [b"content"] and (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_that_nobody_named_is_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "summary.json"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/null")
+    write_atomic(path, b"content")
+    assert path.read_bytes() == b"content" and not path.is_symlink() and path.is_file()
+
+
+def test_the_mode_of_a_file_is_kept_and_a_new_one_gets_that_of_the_umask(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch(0o600)
+    (tmp_path / "plain").touch()
+    for name in ("secret", "new"):
+        write_atomic(tmp_path / name, b"content")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_result_that_cannot_be_moved_into_place_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "replace", busy)
+    with pytest.raises(OSError, match="busy; the result is at") as refused:
+        write_atomic(tmp_path / "mounted", b"content")
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_bytes() == b"content" and str(kept) in str(refused.value) and is_partial(kept)
 
 
 def test_a_full_device_is_an_error_and_stays_a_device() -> None:
     before = Path("/dev/full").stat().st_rdev
     with pytest.raises(OSError, match="No space left"):
-        write_atomic(Path("/dev/full"), b"content")
+        write_atomic(Path("/dev/full"), b"content", streams=True)
     assert Path("/dev/full").is_char_device() and Path("/dev/full").stat().st_rdev == before
 
 

@@ -94,6 +94,8 @@ def test_damaged_settings_are_one_line(given: Path, settings: bytes) -> None:
         ('{"value": 1e160}', None),
         ('{"value": -1e300}', None),
         ('{"value": 0.5, "parts": {"a": 1e160}}', None),
+        (json.dumps({"value": 0.5, "parts": {str(part): 0.0 for part in range(257)}}), None),
+        (json.dumps({"value": 0.5, "parts": {"n" * 101: 0.0}}), None),
         ('{"value": 1e400}', False),
         ('{"value": NaN}', False),
         ('{"value": true}', False),
@@ -113,6 +115,14 @@ def test_a_score_is_in_the_range_of_scores(given: Path, score: str, is_left: boo
     with opened() as gallery:
         results = compare(["base"], gallery.scores, [], 1)
         assert bool(results.rows) is is_left
+
+
+def test_what_a_killed_writer_left_is_no_other_content(given: Path) -> None:
+    folder = given.with_name("killed")
+    folder.mkdir()
+    (folder / ".settings.1-0123456789abcdef.partial.json").touch()
+    with Gallery(folder, {}, []) as gallery:
+        assert (gallery.folder / "settings.json").exists()
 
 
 def test_cells_of_results_are_no_formulas(tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ def test_an_export_is_not_written_into_what_it_is_made_of(lora: Trained, capsys:
     for folder in (Path(lora.config.model.path), next((lora.run / "checkpoints").iterdir())):
         assert "which this command reads" in refused(capsys, lora.run, "--out", folder / "out")
         assert not (folder / "out").exists()
+    assert "which this command reads" in refused(capsys, lora.run, "--out", lora.run / "checkpoints" / "update-000099")
 
 
 def changed_tensors(run: Path, change: Any) -> Path:

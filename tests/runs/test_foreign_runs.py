@@ -30,7 +30,7 @@ from omni_async.runs.record import read_run
 from omni_async.runs.spans import Actor, Placed, SpanLine, SpanStore
 from omni_async.simulation.run_folder import read_measured
 from omni_async.tracking import files
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.tracking.summary import read_ending, write_summary
 from omni_async.types import Span
 from tests.configs import make_summary
@@ -126,6 +126,45 @@ def test_a_link_that_stays_in_the_folder_is_read_and_the_folder_may_be_a_link(fo
         run = read_run(path)
         assert run.left_out == {} and len(run.ledger) == 12 and run.updates
         assert len(polled(path).ended) == 12
+
+
+def test_a_report_replaces_no_pipe_s_reader_and_no_file_that_the_recipe_names(folder, tmp_path, capsys):
+    os.mkfifo(folder / "report.html")
+    assert main(["report", str(folder)]) == 0 and (folder / "report.html").is_file()
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\n")
+    (folder / "config.yaml").write_text(f"data: {{prompts: {prompts}}}\n")
+    assert main(["report", str(folder), "--out", str(prompts)]) == 2
+    assert "--out" in capsys.readouterr().err and prompts.read_text() == "a cat\n"
+
+
+def test_a_text_that_no_page_can_hold_is_left_out_with_config_yaml(folder):
+    (folder / "config.yaml").write_text('model: {pipeline: "a \\ud800"}\n')
+    assert "config.yaml" in read_run(folder).left_out
+    page(folder)
+
+
+def test_a_folder_whose_name_is_no_utf_8_has_a_report(folder, capsysbinary):
+    renamed = Path(os.fsdecode(b"made\xff\n-20260101-120000"))
+    folder.rename(folder.with_name(renamed.name))
+    assert main(["report", str(folder.with_name(renamed.name))]) == 0
+    assert (folder.with_name(renamed.name) / "report.html").read_bytes().decode()
+
+
+def test_links_in_a_circle_are_no_run(tmp_path, capsys):
+    (tmp_path / "run").symlink_to("run")
+    for command in ("report", "status", "simulate", "export"):
+        more = ["--out", str(tmp_path / "out")] if command == "export" else []
+        assert main([command, str(tmp_path / "run"), *more]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
+def test_a_file_that_a_resumed_run_cannot_read_is_one_line(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(name)
+    with pytest.raises(RunDirectoryError, match=f"{name} cannot be read"):
+        RunDirectory(folder).wall_s(3)
 
 
 def test_checkpoints_elsewhere_are_none_of_the_run(folder, tmp_path):

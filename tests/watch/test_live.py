@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.run_folders import MadeRun
@@ -24,6 +25,7 @@ from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Counters, summarise, write_summary
 from omni_async.watch import live, report_sections
 from omni_async.watch.command import newest
+from omni_async.watch.now import require_answer
 from tests import patience
 from tests.loops import settle
 from tests.patience import PATIENCE
@@ -342,3 +344,19 @@ def test_a_signal_ends_the_command_while_somebody_looks_and_says_nothing(
             assert events.readline().startswith(b"data: ")
             server.send_signal(number)
             assert server.wait(PATIENCE) == code and server.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"progress": 1.5},
+        {"progress": {"told": "text"}},
+        {"parts": {"rollout-0": 1.5}},
+        {"buffers": {"groups": {"live": [1]}}},
+        {"parts": {str(part): {} for part in range(20_001)}},
+        {"progress": {"update": 10**30}},
+    ],
+)
+def test_an_answer_of_another_shape_is_not_shown(answer: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        require_answer(answer)
