@@ -63,6 +63,12 @@ def newest_version(checkpoints: Path) -> int:
     return max(by_version(checkpoints), default=0)
 
 
+def links_among(checkpoints: Path) -> list[str]:
+    """Return a line for each link among a run's checkpoints. None of them is read: it is another run's."""
+    found = [checkpoints] if checkpoints.is_symlink() else sorted(checkpoints.glob("update-*"), reverse=True)
+    return [f"{path} is a link, and may lead to another run's" for path in found if path.is_symlink()]
+
+
 def by_version(checkpoints: Path) -> dict[int, Path]:
     """Return the path of every version, the newest first, as `newest_first` yields them."""
 

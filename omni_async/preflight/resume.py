@@ -22,11 +22,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from omni_async.checkpoint.folders import MANIFEST_FILE, newest_first, newest_version, require_whole
+from omni_async.checkpoint.folders import MANIFEST_FILE, links_among, newest_first, newest_version, require_whole
 from omni_async.checkpoint.state import CheckpointError, State, fitting, read_state
 from omni_async.checkpoint.statement import Change, changes_since, stated
 from omni_async.config import Config, ConfigError, load
-from omni_async.config.reading import is_within
 from omni_async.control.ledger import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_ending
@@ -198,11 +197,10 @@ class _Search:
 
     def points(self, asked: _Asked, run: Path) -> Iterator[ResumePoint]:
         """Yield the checkpoints that can be used, the newest first."""
+        self.refused += [f"warning: not resumed from it: {link}" for link in links_among(run / "checkpoints")]
         for folder in newest_first(run / "checkpoints"):
             found = None
             try:
-                if not is_within(folder, run):
-                    raise CheckpointError(f"{folder} leads out of its run's folder")
                 found = _usable(asked, folder)
                 _require_ledger(run, found.state)
             except CheckpointError as error:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
+from omni_async.config.reading import require_file
 from omni_async.rewards.clip import Clip, frames_of, missing_clip
 from omni_async.rewards.pretrained import Precision, folder_of, missing_file, per_sample
 from omni_async.types import Prompt, Score
@@ -102,7 +103,8 @@ def read_head(
 
 
 def read_tensors(file: str) -> dict[str, Any]:
-    """Read the tensors of a file of weights (.pth, .pt or .safetensors), by name."""
+    """Read the tensors of a file of weights (.pth, .pt or .safetensors), by name. OSError if it is no plain file."""
+    require_file(file)
     if file.endswith(".safetensors"):
         from safetensors.torch import load_file
 

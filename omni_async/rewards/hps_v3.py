@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
+from omni_async.config.reading import read_file
 from omni_async.rewards.aesthetic import read_head, read_tensors
 from omni_async.rewards.clip import frames_of
 from omni_async.rewards.pretrained import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 PIXELS = 256 * 28 * 28
 _FIELD = "{text_prompt}"
 _TOKEN = "<|Reward|>"
+_LARGEST_QUESTION = 2**20  # bytes
 _EMBEDDING = "language_model.embed_tokens.weight"
 
 
@@ -157,9 +159,9 @@ def read_question(path: str) -> str:
     """Read the file with the question. ValueError if it lacks the place of the prompt, or of the answer."""
     file = Path(path).expanduser()
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"question: {file} cannot be read: {error}") from None
+        text = read_file(file, _LARGEST_QUESTION).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"question: {file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for part in (_FIELD, _TOKEN):
         if text.count(part) != 1:
             raise ValueError(f"question: expected {part} once in {file}, found it {text.count(part)} times")

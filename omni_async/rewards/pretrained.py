@@ -6,15 +6,19 @@ and say so in a log.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
 import xxhash
 
+from omni_async.config.decoding import decode_json
 from omni_async.config.hub import downloaded, how_to_get
+from omni_async.config.load import LARGEST_JSON
+from omni_async.config.reading import read_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16", "float16"]
 
 _CONFIG = "config.json"
+_LARGEST_PREPARED = 2**28  # bytes of a vocabulary, as of a model that is trained
 _PROCESSOR_FILES = (".json", ".txt", ".model", ".jinja")  # of tokenizers, image processors and feature extractors
 
 
@@ -37,10 +42,10 @@ def wrong_checkpoint(path: str, model_type: str) -> str | None:
     if not folder.exists():
         return f"path: {how_to_get(folder)}"
     try:
-        found = json.loads((folder / _CONFIG).read_bytes())["model_type"]
+        found = decode_json(read_file(folder / _CONFIG, LARGEST_JSON))["model_type"]
     except FileNotFoundError:
         return f"path: {folder} is not a checkpoint in transformers layout: it has no {_CONFIG}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, msgspec.DecodeError) as error:
         return f"path: {folder / _CONFIG} names no model_type ({type(error).__name__}: {error})"
     return None if found == model_type else f"path: {folder} is a {found!r} checkpoint, expected {model_type!r}"
 
@@ -92,7 +97,7 @@ def version_of(model: Any, prepared: Path, device: str) -> str:
         found.update(tensor.contiguous().reshape(-1).numpy().data)
     for file in sorted(prepared.iterdir()):
         if file.suffix in _PROCESSOR_FILES:
-            found.update(file.name.encode() + b";" + file.read_bytes())
+            found.update(os.fsencode(file.name) + b";" + read_file(file, _LARGEST_PREPARED))
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}, pillow {PIL.__version__}"
     return f"{found.hexdigest()}, {torch.device(device).type}, {libraries}"
 

@@ -13,7 +13,6 @@ That is step-wise batching. In request batching vLLM-Omni hands over a batch onc
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.errors import OmniClientError
 
 from omni_async.components import compute_velocity, named_parameters
+from omni_async.config.load import read_model_json
 from omni_async.families import SamplingSpec
 from omni_async.policy import Codec, Policy, modalities_of
 from omni_async.rollout.payloads import Staged
@@ -277,7 +277,7 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
     def __init__(self, path: Path, components: Iterable[str], stack: ExitStack) -> None:
         self._where: dict[str, tuple[Any, str]] = {}
         for component in components:
-            config = json.loads((path / component / "config.json").read_text())
+            config = read_model_json(path / component / "config.json")
             with torch.device("meta"):  # without memory, for the names that parameters have in diffusers
                 model = getattr(diffusers, config["_class_name"]).from_config(config)
             parameters = {name for name, _ in model.named_parameters()}

@@ -6,6 +6,7 @@ import os
 import pty
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from tests.patience import PATIENCE
 
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def ended_by_hangups() -> Iterator[None]:
+    """Let jobs begin as in a terminal, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def endless(folder: Path) -> Path:

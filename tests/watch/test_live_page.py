@@ -43,8 +43,7 @@ class Served:
 def serve(folder: Path, token: str | None) -> Iterator[Served]:
     made = MadeRun(groups=200)
     made.write(folder)
-    (folder / "prompts.txt").write_text("".join(f"the digit {n}\n" for n in range(97)))
-    (folder / "config.yaml").write_text(f"run: {{name: made}}\ndata: {{prompts: {folder / 'prompts.txt'}}}\n")
+    (folder / "config.yaml").write_text("run: {name: made}\n")
     served = Served(folder, RunningJob(folder))
     ready, loop, ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
@@ -111,7 +110,7 @@ def test_a_group_is_followed_by_its_number_and_by_a_click(open_page: OpenPage, l
     page.get_by_role("heading", name="Group 42").wait_for()
     ledger = [json.loads(line) for line in (live.folder / "ledger.jsonl").read_text().splitlines()]
     told = way.inner_text()
-    assert "the digit 42" in told and "6 steps by version 3, 4 by 4" in told
+    assert "prompt 42" in told and "6 steps by version 3, 4 by 4" in told
     assert f"Mean reward {ledger[42]['reward']:.4g}" in told and "Trained in update 5" in told and "1 call" in told
     way.get_by_role("button", name="Close").click()
     assert way.is_hidden()
