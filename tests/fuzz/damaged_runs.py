@@ -744,12 +744,12 @@ def watch_over(log: Path, wall_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
-def forbidden(played: Sequence[Played], usual: dict[str, Played]) -> Iterator[str]:
+def forbidden(played: Sequence[Played], usual: dict[str, Played], most_cpu_s: float = MOST_CPU_S) -> Iterator[str]:
     """Yield what is wrong with a case's commands, `usual` being those of the undamaged folder."""
     for one in played:
         yield from (f"{one.command}: {problem}" for problem in one.problems)
         if one.command in usual:
-            if one.cpu_s > usual[one.command].cpu_s + MOST_CPU_S:
+            if one.cpu_s > usual[one.command].cpu_s + most_cpu_s:
                 yield f"{one.command}: {one.cpu_s:.1f} s of the processor"
             if one.grown > max(0, usual[one.command].grown) + MOST_BYTES:
                 yield f"{one.command}: {one.grown / 2**20:.0f} MiB of memory"

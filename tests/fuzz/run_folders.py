@@ -26,7 +26,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from omni_async.cli import main as report
-from tests.fuzz.damaged_runs import Case, Played, be_quick, build, forbidden, play, simulate_known_once, watch_over
+from tests.fuzz.damaged_runs import (
+    MOST_CPU_S,
+    Case,
+    Played,
+    be_quick,
+    build,
+    forbidden,
+    play,
+    simulate_known_once,
+    watch_over,
+)
 
 _BATCH = 50  # cases of a process
 WALL_S = 20.0  # of a case: what waits uses no processor
@@ -42,11 +52,18 @@ class Result:
 
 
 def cases(
-    numbers: Sequence[int], seed: int, workers: int, wall_s: float = WALL_S, quick: bool = False, only: str = ""
+    numbers: Sequence[int],
+    seed: int,
+    workers: int,
+    wall_s: float = WALL_S,
+    most_cpu_s: float = MOST_CPU_S,
+    quick: bool = False,
+    only: str = "",
 ) -> Iterator[Result]:
     """Play cases in forked processes, and yield their results as they end.
 
-    `quick`: see `be_quick`. `only`: with this command alone, and the cases that have it."""
+    `most_cpu_s`: above the undamaged folder. `quick`: see `be_quick`. `only`: with this command alone, and the cases
+    that have it."""
     top = Path(tempfile.mkdtemp(prefix="omni-async-fuzz-"))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     try:
@@ -58,13 +75,13 @@ def cases(
         todo = [Case.of(base, seed, number, quick) for number in numbers]
         if only:
             todo = [replace(case, commands=(only,)) for case in todo if only in case.commands]
-        yield from _all(top, base, todo, usual, workers, wall_s)
+        yield from _all(top, base, todo, usual, workers, wall_s, most_cpu_s)
     finally:
         shutil.rmtree(top, ignore_errors=True)
 
 
 def _all(
-    top: Path, base: Path, todo: list[Case], usual: dict[str, Played], workers: int, wall_s: float
+    top: Path, base: Path, todo: list[Case], usual: dict[str, Played], workers: int, wall_s: float, most_cpu_s: float
 ) -> Iterator[Result]:
     waiting = [todo[at : at + _BATCH] for at in range(0, len(todo), _BATCH)][::-1]
     running: dict[int, tuple[list[Case], Path]] = {}
@@ -80,7 +97,7 @@ def _all(
             batch, slot = running.pop(pid)
             results, log = _read(slot)
             for case, (_, played) in zip(batch, results, strict=False):
-                yield Result(case, played, [*forbidden(played, usual)])
+                yield Result(case, played, [*forbidden(played, usual, most_cpu_s)])
             if left := batch[len(results) :]:
                 how = f"signal {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "was ended"
                 yield Result(left[0], [], [f"{how} (hung, or used too much): {_place_in(log)}"])
@@ -194,6 +211,12 @@ def main() -> int:
     add("--seed", type=int, default=0, help="of which the cases are drawn (default: 0)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     add("--wall", type=float, default=WALL_S, help=f"seconds after which a case hangs (default: {WALL_S:g})")
+    add(
+        "--cpu",
+        type=float,
+        default=MOST_CPU_S,
+        help=f"seconds of the processor above the undamaged folder (default: {MOST_CPU_S:g})",
+    )
     add("--quick", action="store_true", help="one command of a case in place of two; draw with no model, train nothing")
     add("--only", default="", metavar="COMMAND", help="the cases of this command")
     add("--verbose", action="store_true", help="show every case")
@@ -201,10 +224,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and its children with it
     began, done, faults = time.monotonic(), 0, 0
     table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    most: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     numbers = range(given.first, given.first + given.cases)
-    for result in cases(numbers, given.seed, given.workers, given.wall, given.quick, given.only):
+    for result in cases(numbers, given.seed, given.workers, given.wall, given.cpu, given.quick, given.only):
         done += 1
         case = result.case
+        for one in result.played:
+            most[one.command] = max(most[one.command], (one.cpu_s, one.grown))
         outcomes = {one.outcome for one in result.played} - {"FAULT"}
         table[case.kind, case.damage].update(["FAULT"] if result.problems else outcomes)
         if result.problems:
@@ -220,6 +246,8 @@ def main() -> int:
         if done % 500 == 0:
             _say(f"-- {done} of {given.cases}, {faults} faults, {time.monotonic() - began:.0f} s")
     _show(table)
+    for command, (cpu_s, grown) in sorted(most.items()):
+        _say(f"{command}: at most {cpu_s:.1f} s of the processor, which grew by {grown >> 20} MiB")
     _say(f"{done} cases, {faults} faults, {time.monotonic() - began:.0f} s")
     return int(faults > 0)
 

@@ -14,9 +14,23 @@ _ALL, _SOME = 1000, 300
 
 @pytest.mark.slow
 def test_no_command_fails_on_a_damaged_run_folder(slice_of: Callable[[str, int, int], range]) -> None:
-    """Plays some of the cases of `python -m tests.fuzz.run_folders`, in a process that began no thread."""
+    """Plays some of the cases of `python -m tests.fuzz.run_folders`, in a process that began no thread.
+
+    With room for a machine that is slow or busy; the command alone holds cases to two seconds."""
     numbers = slice_of("damaged run folders", _ALL, _SOME)
-    words = ["--quick", "--workers", "1", "--wall", "60", "--first", str(numbers[0]), "--cases", str(len(numbers))]
+    words = [
+        "--quick",
+        "--workers",
+        "1",
+        "--wall",
+        "60",
+        "--cpu",
+        "6",
+        "--first",
+        str(numbers[0]),
+        "--cases",
+        str(len(numbers)),
+    ]
     command = [sys.executable, "-m", "tests.fuzz.run_folders", *words]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     faults = [f"FAULT{rest}" for rest in ended.stdout.split("\nFAULT")[1:]]
