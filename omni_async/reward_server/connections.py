@@ -1,8 +1,9 @@
 """Bounds how many connections an HTTP server has, and deals them out to addresses.
 
 Where all are taken, a new connection ends one that sent no request yet, or else the longest idle one of the address
-with the most. A request under way is never ended: the new connection is refused. An idle connection, and one whose headers do not end, is closed after `IDLE_S`: by aiohttp, which is
-given that as its `keepalive_timeout`, and before the first request here, because aiohttp 3.13 waits for that for ever.
+with the most. A request under way is never ended: the new connection is refused. An idle connection, and one whose
+headers do not end, is closed after `IDLE_S`: by aiohttp, which is given that as its `keepalive_timeout`, and before the
+first request here, because aiohttp 3.13 waits for that for ever.
 """
 
 from __future__ import annotations
