@@ -25,6 +25,7 @@ from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.rewards import model_servers, wire
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
+from tests.loops import settle
 from tests.patience import PATIENCE, wait_for
 from tests.reward_server.serving_world import HELD, MEDIA, Held, Recorder, asking, served, write_scorers
 from tests.reward_server.serving_world import held as held_scorer
@@ -328,17 +329,22 @@ class Site:
         self.port, self.free, self.arrived = port, free, arrived
 
     async def open(self, address: str = "127.0.0.1", path: str = "/") -> Visitor:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
-        visitor = Visitor(reader, writer)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        visitor = await self.connect(address)
+        visitor.writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         if path == "/":
             await visitor.answer()
+        return visitor
+
+    async def connect(self, address: str = "127.0.0.1") -> Visitor:
+        """Returns a connection that has sent nothing; the server has seen it."""
+        visitor = Visitor(*await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0)))
+        await settle()
         return visitor
 
 
 class Visitor:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader, self.writer = reader, writer
 
     async def answer(self) -> bytes:
         """Returns the body of an answer; empty if the connection has ended."""
@@ -350,7 +356,7 @@ class Visitor:
             return b""
 
     async def ask(self) -> bytes:
-        self._writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         return await self.answer()
 
 
@@ -408,18 +414,17 @@ async def test_an_address_leaves_an_eighth_of_the_connections_to_others_and_no_r
 async def test_silent_connections_of_many_addresses_end_neither_requests_nor_idle_ones_and_keep_nobody_out() -> None:
     async with site(16) as page:
         idle, busy = [await page.open() for _ in range(3)], [await held(page) for _ in range(4)]
-        for i in range(30):
-            await asyncio.open_connection("127.0.0.1", page.port, local_addr=(f"127.0.1.{i}", 0))
+        silent = [await page.connect(f"127.0.1.{i}") for i in range(30)]
         busy.append(await held(page, "127.0.0.2"))
         page.free.set()
         assert [await one.ask() for one in idle] == [b"ok"] * 3 and [await one.answer() for one in busy] == [b"ok"] * 5
+        assert await silent[0].answer() == b""
 
 
 async def test_new_connections_of_one_address_that_never_ask_do_not_keep_it_out() -> None:
     async with site(8) as page:
-        for _ in range(20):
-            await asyncio.open_connection("127.0.0.1", page.port)
-        assert await (await page.open()).ask() == b"ok"
+        silent = [await page.connect() for _ in range(20)]
+        assert await (await page.open()).ask() == b"ok" and await silent[0].answer() == b""
 
 
 async def test_a_new_connection_makes_no_room_before_it_has_asked() -> None:
