@@ -25,6 +25,8 @@ _HEADS = (
     | {0xDC + i: (2 + 2 * i, 0, 1, 0) for i in range(2)}  # arrays
     | {0xDE + i: (2 + 2 * i, 0, 2, 0) for i in range(2)}  # maps
 )
+_TEXTS = (0xD9, 0xDB)  # but those of up to 31 bytes
+_CONTINUED = bytes(range(0x80, 0xC0))  # the bytes of a character of UTF-8 after its first
 
 
 def decode_json(content: bytes | bytearray, kind: type[T] | Any = Any, most: int = MOST_VALUES) -> Any:
@@ -47,17 +49,20 @@ def decode_json(content: bytes | bytearray, kind: type[T] | Any = Any, most: int
         raise msgspec.DecodeError(f"not UTF-8: {error}") from None
 
 
-def decode_msgpack(content: bytes | bytearray, kind: type[T] | Any = Any, most: int = MOST_VALUES) -> Any:
+def decode_msgpack(
+    content: bytes | bytearray, kind: type[T] | Any = Any, most: int = MOST_VALUES, longest: int | None = None
+) -> Any:
     """Decode MessagePack as `kind`.
 
     Args:
         content: one value.
         kind: what msgspec decodes to.
         most: how many values there may be, keys included.
+        longest: how many characters a text may have; None: any number.
 
-    Raises msgspec.DecodeError: it is not MessagePack, not of `kind`, nested too deeply, or has too many values."""
-    if _exceeds(content, most):
-        raise msgspec.DecodeError(f"more than {most} values")
+    Raises msgspec.DecodeError: it is not MessagePack, not of `kind`, nested too deeply, or has too many values or too
+    long a text."""
+    widening(content, most, longest)
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except RecursionError:
@@ -66,13 +71,18 @@ def decode_msgpack(content: bytes | bytearray, kind: type[T] | Any = Any, most: 
         raise msgspec.DecodeError(f"not UTF-8: {error}") from None
 
 
-def _exceeds(content: bytes | bytearray, most: int) -> bool:
-    """Return whether MessagePack has, or claims to have, more than `most` values. Steps over what is not counted."""
-    at, seen, left, size = 0, 0, 1, len(content)
+def widening(content: bytes | bytearray, most: int, longest: int | None = None) -> int:
+    """Return how many bytes the texts of MessagePack may take in memory beyond those that they have here.
+
+    Python gives each character of a text as many bytes as the widest of them needs. Steps over other values.
+
+    Raises msgspec.DecodeError: MessagePack has, or claims to have, more than `most` values, or a text of more than
+    `longest` characters."""
+    at, seen, left, size, wide = 0, 0, 1, len(content), 0
     while left and at < size:
         seen += 1
         if seen + left > most + 1:
-            return True
+            raise msgspec.DecodeError(f"more than {most} values")
         first = content[at]
         at += 1
         left -= 1
@@ -85,6 +95,18 @@ def _exceeds(content: bytes | bytearray, most: int) -> bool:
         else:
             width, fixed, values, each = _HEADS[first]
             length = int.from_bytes(content[at : at + width], "big")
-            at += width + fixed + length * each
+            at += width
+            if _TEXTS[0] <= first <= _TEXTS[1]:
+                if longest is not None and length > longest:
+                    _require_short(content, at, length, longest)
+                if not content[at : at + length].isascii():
+                    wide += 3 * length
+            at += fixed + length * each
             left += length * values
-    return False
+    return wide
+
+
+def _require_short(content: bytes | bytearray, at: int, length: int, longest: int) -> None:
+    """Raise msgspec.DecodeError if a text of UTF-8 has more than `longest` characters."""
+    if length > 4 * longest or len(content[at : at + length].translate(None, _CONTINUED)) > longest:
+        raise msgspec.DecodeError(f"a text of more than {longest} characters")

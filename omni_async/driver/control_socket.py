@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,8 @@ _LONGEST_REQUEST = 2**16
 _LONGEST_ANSWER = 2**24
 _MOST_CLIENTS = 64
 _PATIENCE_S = 10.0  # for a client's line, and for it to take its answer
+_BEAT_S = 10.0  # a run that changes its workers sends a line as often
+_ANSWER_S = 60.0
 
 
 class ControlError(RuntimeError):
@@ -52,7 +55,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of the answer, with exactly one of the fields.
 
-    `doing`: the answer takes a while, and this is what the run waits for; another line follows."""
+    `doing`: the answer takes a while, and this is what the run waits for, empty if that is no news; another line
+    follows."""
 
     status: dict[str, Any] | None = None
     error: str | None = None
@@ -103,10 +107,16 @@ class ControlSocket:
         self._num_clients += 1
         try:
             if self._num_clients > _MOST_CLIENTS:
+                busy = f"it is busy: {_MOST_CLIENTS} clients ask already; try again in {_PATIENCE_S:g} s"
+                writer.write(msgspec.json.encode(Answer(error=busy)) + b"\n")
                 return
             async with asyncio.timeout(_PATIENCE_S):
                 line = await reader.readline()
-            answer = await self._answer(line, tell)
+            beating = asyncio.create_task(_beat(tell), name="say that the answer takes a while")
+            try:
+                answer = await self._answer(line, tell)
+            finally:
+                beating.cancel()
             writer.write(msgspec.json.encode(answer, enc_hook=str) + b"\n")
             async with asyncio.timeout(_PATIENCE_S):
                 await writer.drain()
@@ -132,13 +142,19 @@ class ControlSocket:
             return Answer(error=text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")
 
 
-def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell = lambda text: None) -> dict[str, Any]:
+async def _beat(tell: Tell) -> None:
+    while True:
+        await asyncio.sleep(_BEAT_S)
+        tell("")
+
+
+def ask(path: Path, request: Request, timeout_s: float = _ANSWER_S, tell: Tell = lambda text: None) -> dict[str, Any]:
     """Send a request and return the run's answer.
 
     Args:
         path: the socket in the run's folder.
         request: what is asked for.
-        timeout_s: seconds to wait for each line of the answer; None: for ever.
+        timeout_s: seconds to wait for the answer; for each line of it where workers are to be changed.
         tell: gets what the run waits for meanwhile.
 
     Raises:
@@ -146,14 +162,20 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
         ControlError: it does not answer in time, or anything else went wrong, or cannot be done."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
+        end, received = time.monotonic() + timeout_s, bytearray()
         try:
             require_within(path, path.parent)
             with _short(path) as short:
                 connection.connect(short)
-            connection.sendall(msgspec.json.encode(request) + b"\n")
-            with connection.makefile("rb") as file:
-                while (answer := _read(path, file.readline(_LONGEST_ANSWER))).doing is not None:
+            with contextlib.suppress(ConnectionError):  # a busy run answers and closes before it reads
+                connection.sendall(msgspec.json.encode(request) + b"\n")
+            while (answer := _read(path, _line(connection, received, end))).doing is not None:
+                if answer.doing:
                     tell(answer.doing)
+                if request.scale:
+                    end = time.monotonic() + timeout_s
+        except BlockingIOError:
+            raise ControlError(f"{path.parent}: {path.name} is busy: too many clients wait; try again") from None
         except TimeoutError:
             raise ControlError(f"{path.parent}: {path.name} does not answer within {timeout_s:g} s") from None
         except OSError as error:
@@ -161,6 +183,24 @@ def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell
     if answer.status is None:
         raise ControlError(f"{path.parent}: {answer.error}")
     return answer.status
+
+
+def _line(connection: socket.socket, received: bytearray, end: float) -> bytes:
+    """Return the next line, or less if the connection ends or the line is too long.
+
+    received: what came after the line before. Raises TimeoutError if the line is not there at `end`."""
+    seen = 0
+    while (at := received.find(b"\n", seen)) < 0 and len(received) < _LONGEST_ANSWER:
+        seen = len(received)
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        if not (content := connection.recv(2**16)):
+            break
+        received += content
+    line = bytes(received[: at + 1])
+    del received[: at + 1]
+    return line
 
 
 def _read(path: Path, line: bytes) -> Answer:

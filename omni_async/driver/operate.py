@@ -79,9 +79,7 @@ def operate(options: argparse.Namespace) -> int:
         scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop"
     )
     try:
-        # A run waits as long as it takes for new workers, and tells so.
-        patience = None if request.scale else _ANSWER_S
-        status = ask(options.run / "control.sock", request, patience, lambda text: _tell([one_line(text)]))
+        status = ask(options.run / "control.sock", request, _ANSWER_S, lambda text: _tell([one_line(text)]))
     except NotRunning as error:
         found = left_behind(options.run)
         if options.command != "status":

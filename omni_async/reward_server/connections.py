@@ -1,8 +1,9 @@
 """Bounds how many connections an HTTP server has, and deals them out to addresses.
 
-Where all are taken, the address that has the most gives one up for a new connection of another: the longest idle one,
-or else its oldest. An idle connection, and one whose headers do not end, is closed after `IDLE_S`: by aiohttp, which is
-given that as its `keepalive_timeout`, and before the first request here, because aiohttp 3.13 waits for that for ever.
+Where all are taken, a new connection ends one that sent no request yet, or else the longest idle one of the address
+with the most. A request under way is never ended: the new connection is refused. An idle connection, and one whose
+headers do not end, is closed after `IDLE_S`: by aiohttp, which is given that as its `keepalive_timeout`, and before the
+first request here, because aiohttp 3.13 waits for that for ever.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from omni_async.reward_server.limits import client_of
 
@@ -24,7 +26,9 @@ class Connections:
     """The connections of a server, which is given to `loop.create_server` in place of aiohttp's own.
 
     most: how many there may be; fewer where the process may not open so many files. An address may have half of them
-    idle. idle_s: how long the first request may take to arrive."""
+    idle, and seven of eight in all. idle_s: how long the first request may take to arrive.
+
+    `Expect: 100-continue` is answered by `send_continue`: aiohttp does so before a request is looked at."""
 
     def __init__(self, server: web.Server, most: int, idle_s: float = IDLE_S) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -33,8 +37,17 @@ class Connections:
         self._server = server
         self._open: dict[Any, str] = {}  # handlers with their addresses, the one that has been idle for longest first
         self._busy: set[Any] = set()
-        self._silent: dict[Any, asyncio.TimerHandle] = {}  # those that have sent no request yet
-        handle = server.request_handler
+        self._silent: dict[Any, asyncio.TimerHandle] = {}  # have sent no request yet, the oldest first
+        handle, make = server.request_handler, server.request_factory
+
+        def received(message: Any, *rest: Any) -> web.BaseRequest:
+            if "Expect" in message.headers:
+                headers = message.headers.copy()
+                headers.popall("Expect")
+                message = message._replace(headers=headers)
+            return make(message, *rest)
+
+        server.request_factory = received
 
         async def counted(request: web.BaseRequest) -> web.StreamResponse:
             handler = request.protocol
@@ -68,34 +81,64 @@ class Connections:
 
     def _give_up(self, handler: Any) -> None:
         """End a connection that has sent no request in time."""
-        del self._silent[handler]
+        self._silent.pop(handler, None)
         if handler.transport is not None:
             handler.transport.abort()
-
-    def _is_idle(self, handler: Any) -> bool:
-        timer = self._silent.get(handler)
-        is_fresh = timer is not None and timer.when() - asyncio.get_running_loop().time() > self._idle_s - _FRESH_S
-        return handler not in self._busy and not is_fresh
 
     def _make_room(self, address: str) -> bool:
         """Return whether there is room for a connection of an address, after another has been ended if need be."""
         if len(self._open) < self._most // 2:
             return True
         self._open = {one: its for one, its in self._open.items() if one.transport is not None}
-        counts = Counter(self._open.values())
-        is_full = len(self._open) >= self._most
-        if not is_full and counts[address] < self._most // 2:
+        own = [one for one, its in self._open.items() if its == address]
+        if len(own) >= self._most - self._most // 8:
+            victim = self._least_used(own)
+        elif len(own) >= self._most // 2 and (victim := self._unused(own)) is not None:
+            pass
+        elif len(self._open) < self._most:
             return True
-        giver = max(counts, key=lambda one: counts[one]) if is_full else address
-        own = [one for one, its in self._open.items() if its == giver]
-        victim = next((one for one in own if self._is_idle(one)), None)
-        if victim is None and is_full and counts[giver] > counts[address] + 1:
-            victim = own[0]
+        else:
+            victim = self._least_used(self._open)
         if victim is None:
-            return not is_full
-        del self._open[victim]
-        victim.transport.abort()
+            return False
+        self._end(victim)
         return True
+
+    def _least_used(self, some: Iterable[Any]) -> Any | None:
+        """Return which of these to end for a new connection; None if all are busy."""
+        free = [one for one in some if one not in self._busy]
+        silent = [one for one in free if one in self._silent]
+        if (stale := self._unused(silent)) is not None:
+            return stale
+        if len(silent) <= self._most // 4 and len(silent) < len(free):  # so many new ones are no clients
+            free = [one for one in free if one not in self._silent]
+        else:
+            free = silent
+        counts = Counter(self._open[one] for one in free)
+        return max(free, key=lambda one: counts[self._open[one]], default=None)
+
+    def _unused(self, some: Iterable[Any]) -> Any | None:
+        """Return the first of these that is neither busy nor new."""
+        now, newest = asyncio.get_running_loop().time(), self._idle_s - _FRESH_S
+        for one in some:
+            timer = self._silent.get(one)
+            if one not in self._busy and (timer is None or timer.when() - now <= newest):
+                return one
+        return None
+
+    def _end(self, handler: Any) -> None:
+        del self._open[handler]
+        if (timer := self._silent.pop(handler, None)) is not None:
+            timer.cancel()
+        handler.transport.abort()
+
+
+async def send_continue(request: web.BaseRequest) -> None:
+    """Send "100 Continue" to a client that waits for it, before its body is read."""
+    expected = [value.lower() for name, value in request.raw_headers if name.lower() == b"expect"]
+    if expected == [b"100-continue"] and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
 
 
 class _Arrival(asyncio.Protocol):

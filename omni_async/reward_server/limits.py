@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 # Addresses that are remembered: those that have not asked for longest are forgotten, and have a full burst again.
 _MOST_ADDRESSES = 4096
@@ -35,7 +36,8 @@ class RateLimit:
         Args:
             address: the client's.
             now: seconds of a clock that never goes back."""
-        left = self._left(address, now)
+        left, at = self._buckets.get(address, (float(self._burst), now))
+        left = min(float(self._burst), left + (now - at) * self._per_s)
         waits = left < 1
         self._buckets[address] = (left if waits else left - 1, now)
         self._buckets.move_to_end(address)
@@ -43,24 +45,18 @@ class RateLimit:
             self._buckets.popitem(last=False)
         return (1 - left) / self._per_s if waits else 0.0
 
-    def is_spent(self, address: str, now: float) -> bool:
-        """Return whether there is no token; takes none."""
-        return self._left(address, now) < 1
-
-    def _left(self, address: str, now: float) -> float:
-        left, at = self._buckets.get(address, (float(self._burst), now))
-        return min(float(self._burst), left + (now - at) * self._per_s)
-
 
 class Room:
     """Bytes that clients hold at once: `most` of them, and one body more.
 
-    A client that holds some gets no more than half. Of those that wait, the one that holds least is first."""
+    A client that holds some gets no more than half. The client that holds least is first, with its smallest body.
+    `began_to_wait` is called when a body has to wait."""
 
     def __init__(self, most: int) -> None:
+        self.began_to_wait: Callable[[], None] = lambda: None
         self._most = most
         self._held = Counter[str]()
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+        self._waiting: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
 
     @property
     def held(self) -> int:
@@ -70,12 +66,22 @@ class Room:
         """Return how many bodies of a client wait."""
         return len(self._waiting.get(client, ()))
 
+    def blocks(self, client: str) -> bool:
+        """Return whether a body waits because of what this client holds."""
+        return client in self._waiting or (bool(self._waiting) and self.held >= self._most)
+
+    def fits_more(self, client: str, nbytes: int) -> bool:
+        """Return whether a client may hold so many bytes more at once: all there is, if nobody else holds any."""
+        return self.held + nbytes <= self._most or self._held.keys() <= {client}
+
     async def take(self, client: str, nbytes: int) -> None:
         """Wait until the client may hold so many bytes more; from then on it does, until `give_back`."""
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         mine = (nbytes, admitted)
-        self._waiting.setdefault(client, deque()).append(mine)
+        self._waiting.setdefault(client, []).append(mine)
         self._admit()
+        if not admitted.done():
+            self.began_to_wait()
         try:
             await admitted
         except asyncio.CancelledError:
@@ -103,7 +109,7 @@ class Room:
             if not fitting:
                 return
             client = min(fitting, key=lambda one: self._held[one])
-            nbytes, admitted = first = self._waiting[client][0]
+            nbytes, admitted = first = self._smallest(client)
             self._leave(client, first)
             if not admitted.done():
                 self._held[client] += nbytes
@@ -111,7 +117,10 @@ class Room:
 
     def _fits(self, client: str) -> bool:
         held = self._held[client]
-        return held == 0 or held + self._waiting[client][0][0] <= self._most // 2
+        return held == 0 or held + self._smallest(client)[0] <= self._most // 2
+
+    def _smallest(self, client: str) -> tuple[int, asyncio.Future[None]]:
+        return min(self._waiting[client], key=lambda one: one[0])
 
     def _leave(self, client: str, one: tuple[int, asyncio.Future[None]]) -> None:
         self._waiting[client].remove(one)

@@ -18,6 +18,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line
 from omni_async.config.section import bytes_of
 from omni_async.media import Media
+from omni_async.reward_server.connections import send_continue
 from omni_async.reward_server.limits import RateLimit, Room, client_of
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import NotNow, Scoring
@@ -30,6 +31,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COME_BACK_S = 1
 _UNCHARGED = 2**16  # bytes of a body that are read before there is room for all of it
+_NARROW = 2**20  # bytes that texts may take beyond those of their body, whatever is held
+# Of `server.read_s`: how far a body may lag behind, and how far while others wait for its place.
+_LAG, _SHORT_LAG = 1 / 6, 1 / 30
 _DECODED_HERE = 2**16  # bytes of a body that is decoded on the event loop; a larger one in a thread
 _DECODED_AT_ONCE = 4
 _VALUE_BYTES = 64  # of memory that a value of metadata takes besides its own
@@ -63,6 +67,8 @@ class RewardApp:
         self._strangers = RateLimit(server.requests_per_s, server.burst)  # who uses up nothing of those with the token
         self._largest = bytes_of(server.max_request)
         self._room = Room(bytes_of(server.max_held))
+        self._room.began_to_wait = self._hurry
+        self._reading: dict[asyncio.Timeout, Callable[[], float]] = {}  # until when each body must have more
         self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
         self.ending = False
         metrics.held.set_function(lambda: self._room.held)
@@ -100,11 +106,13 @@ class RewardApp:
         return response
 
     def _require_allowed(self, request: web.Request, now: float) -> None:
+        if request.path == "/health":  # also for who probes it from the address of those who ask too much
+            return
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         is_known = self._token is None or hmac.compare_digest(given, self._token)
         if wait_s := (self._rate if is_known else self._strangers).wait_s(client_of(request.remote), now):
             raise Refused(429, "too many requests", wait_s)
-        if not is_known and request.path != "/health":
+        if not is_known:
             raise Refused(401, "a token is needed: Authorization: Bearer ...")
 
     async def _score(self, request: web.Request) -> web.Response:
@@ -122,37 +130,70 @@ class RewardApp:
         if reason := self._scoring.down:
             raise Refused(503, reason, _COME_BACK_S)
         client, body = client_of(request.remote), bytearray()
+        await send_continue(request)
         await self._read(request, body, length, min(length, _UNCHARGED))
-        # A connection that has gone is not counted any more, and its request may wait.
-        if self._room.waiting(client) >= max(1, self._server.max_connections // 2):
-            raise Refused(503, "too many requests of this client wait", _COME_BACK_S)
-        await self._room.take(client, length)
+        if length <= _UNCHARGED:  # it is here: nothing is gained if it waits
+            self._room.charge(client, length)
+        else:
+            # A connection that has gone is not counted any more, and its request may wait.
+            if self._room.waiting(client) >= max(1, self._server.max_connections // 2):
+                raise Refused(503, "too many requests of this client wait", _COME_BACK_S)
+            await self._room.take(client, length)
         try:
-            await self._read(request, body, length, length)
+            await self._read(request, body, length, length, holder=client)
             return await self._answer(client, body, request.content_type)
         finally:
             self._room.give_back(client, length)
 
-    async def _read(self, request: web.Request, body: bytearray, length: int, end: int) -> None:
-        """Read a body of `length` bytes up to `end`. Raises Refused if it is too slow, see `server.read_s`."""
+    async def _read(
+        self, request: web.Request, body: bytearray, length: int, end: int, holder: str | None = None
+    ) -> None:
+        """Read a body of `length` bytes up to `end`. Raises Refused if it is too slow, see `server.read_s`.
+
+        holder: the client that has room for it."""
         longest, now = self._server.read_s, asyncio.get_running_loop().time
         began = now()
+
+        def due() -> float:
+            lag = _SHORT_LAG if holder is not None and self._room.blocks(holder) else _LAG
+            return began + longest * min(1.0, lag + len(body) / max(length, 1))
+
+        limit = asyncio.timeout_at(due())
         try:
-            async with asyncio.timeout(longest / 6) as limit:
+            async with limit:
+                self._reading[limit] = due
                 # `request.read` would keep a second copy
                 while len(body) < end and (chunk := await request.content.readany()):
                     body += chunk
-                    limit.reschedule(began + longest * min(1.0, 1 / 6 + len(body) / length))
+                    limit.reschedule(due())
         except TimeoutError:
             found = f"{len(body)} of {length} bytes came in {now() - began:.3g} s"
             raise Refused(408, f"the body did not arrive within {longest:g} s at its pace: {found}") from None
+        finally:
+            self._reading.pop(limit, None)
+
+    def _hurry(self) -> None:
+        """Let bodies that stopped lose their places to another that waits."""
+        for limit, due in self._reading.items():
+            if not limit.expired():
+                limit.reschedule(due())
 
     async def _answer(self, client: str, body: bytearray, form: str) -> web.Response:
         if len(body) <= _DECODED_HERE:
+            wider = 0
             samples, values = self._samples(body, form)
         else:
             async with self._decoding:
-                samples, values = await in_daemon_thread(self._samples, body, form)
+                wider = await in_daemon_thread(self._widening, body, form)
+                if wider > _NARROW and not self._room.fits_more(client, wider):
+                    raise Refused(503, "there is no room for the texts of this request", _COME_BACK_S)
+                self._room.charge(client, wider)
+                try:
+                    samples, values = await in_daemon_thread(self._samples, body, form)
+                except BaseException:
+                    self._room.give_back(client, wider)
+                    raise
+        more = wider + values * _VALUE_BYTES
         body.clear()
         self._room.charge(client, values * _VALUE_BYTES)
         try:
@@ -160,8 +201,15 @@ class RewardApp:
         except NotNow as error:
             raise Refused(503, str(error), _COME_BACK_S) from None
         finally:
-            self._room.give_back(client, values * _VALUE_BYTES)
+            self._room.give_back(client, more)
         return web.Response(body=wire.encode(wire.Answer(1, tuple(outcomes)), form), content_type=form)
+
+    def _widening(self, body: bytearray, form: str) -> int:
+        """Return how many bytes the texts of a body may take beyond the body's own. Raises Refused."""
+        try:
+            return wire.widening(body, form)
+        except wire.WireError as error:
+            raise Refused(400, str(error)) from None
 
     def _samples(self, body: bytearray, form: str) -> tuple[Samples, int]:
         """Return the samples of a body, and how many values their metadata have. Raises Refused."""

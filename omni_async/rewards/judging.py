@@ -11,6 +11,7 @@ pairwise   the first token, `A` or `B`: which image is better    P(the sample), 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -215,10 +216,11 @@ def rating(reply: Reply, lowest: float, highest: float) -> float:
 def _of_json(text: str) -> float | None:
     """Return the number of an object that has one `score`, or one `rating`; None for any other text."""
     try:
-        body = decode_json(text.encode())
-    except (msgspec.MsgspecError, ValueError):  # also half a surrogate pair, which is no UTF-8
+        decode_json(text.encode())
+        pairs = json.loads(text, object_pairs_hook=list)  # which keeps a key that is there twice
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # also half a surrogate pair, which is no UTF-8
         return None
-    found = [body[key] for key in ("score", "rating") if key in body]
+    found = [value for key, value in pairs if key in ("score", "rating")]
     if len(found) != 1 or isinstance(found[0], bool) or not isinstance(found[0], int | float):
         return None
     try:

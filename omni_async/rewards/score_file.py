@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from omni_async.config.reading import require_file
+from omni_async.config.reading import require_file, require_plain
 
 _APPLICATION = 0x6F614331  # marks our files, so that no other program's database is written to
+_TABLE = "CREATE TABLE scores (id INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB)"
 _LOCK_S = 5.0
 _MOST_ASKED = 500  # keys in one query
 _LARGEST = 2**18  # bytes of an entry: a text, and 256 parts with their names
@@ -69,6 +70,10 @@ class ScoreFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(self._path):  # SQLite opens pipes and devices, too
                 require_file(self._path)
+            real = os.path.realpath(self._path)
+            for beside in (f"{real}-journal", f"{real}-wal", f"{real}-shm"):  # it also writes through links of these
+                if os.path.lexists(beside):
+                    require_plain(os.lstat(beside), beside)
             database = sqlite3.connect(self._path, timeout=_LOCK_S, check_same_thread=False)
             try:
                 self._prepare(database)
@@ -82,9 +87,9 @@ class ScoreFile:
     def _prepare(database: sqlite3.Connection) -> None:
         database.text_factory = bytes  # a damaged entry may be a text, and not one of UTF-8
         # Tables first: a worker that makes the file at this moment marks it before it has one.
-        # A view or a virtual table is computed when it is asked, and a trigger when it is written to.
-        foreign = "type IN ('view', 'trigger') OR sql LIKE 'create virtual%'"
-        [odd] = database.execute(f"SELECT count(*) FROM sqlite_master WHERE {foreign}").fetchone()
+        # Views, virtual tables, columns and indexes can be computed when they are read, triggers when it is written.
+        own = f"name = 'scores' AND sql = '{_TABLE}' OR name = 'sqlite_autoindex_scores_1' AND sql IS NULL"
+        [odd] = database.execute(f"SELECT count(*) FROM sqlite_master WHERE ({own}) IS NOT TRUE").fetchone()
         [tables] = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         [application] = database.execute("PRAGMA application_id").fetchone()
         if odd or (application != _APPLICATION and (application or tables)):
@@ -93,7 +98,7 @@ class ScoreFile:
             database.execute("PRAGMA journal_mode = WAL").close()
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute(f"PRAGMA application_id = {_APPLICATION}")
-        database.execute("CREATE TABLE IF NOT EXISTS scores (id INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB)")
+        database.execute(_TABLE.replace("TABLE", "TABLE IF NOT EXISTS", 1))
         database.commit()
 
     def _make_room(self, database: sqlite3.Connection, count: int) -> None:

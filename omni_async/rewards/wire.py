@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from omni_async.config import decoding
 from omni_async.config.decoding import decode_json, decode_msgpack
 from omni_async.config.redact import one_line
 from omni_async.data.image_files import carried_image, encoded_bytes
@@ -35,7 +36,8 @@ _MOST_ASKED, _MOST_ANSWERED, _MOST_REFUSED = 250_000, 600_000, 1000
 _MOST_IMAGES = 16
 _MOST_SAMPLES = 1024
 Extent = Annotated[int, Meta(ge=1, le=2**31)]
-Text = Annotated[str, Meta(max_length=2**20)]  # as long as a line of a prompt file
+_LONGEST_TEXT = 2**20  # characters: as long as a line of a prompt file
+Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
 
 
 class WireError(ValueError):
@@ -121,6 +123,18 @@ def encode(message: Any, form: str) -> bytes:
     return _ENCODERS[form].encode(message)
 
 
+def widening(body: bytes | bytearray, form: str) -> int:
+    """Return how many bytes the texts of a request may take in memory beyond those of its body, at most.
+
+    Raises WireError for MessagePack that is no request."""
+    if form == JSON:
+        return 0 if body.isascii() and b"\\u" not in body else 3 * len(body)
+    try:
+        return decoding.widening(body, _MOST_ASKED, _LONGEST_TEXT)
+    except msgspec.DecodeError as error:
+        raise WireError(str(error)) from None
+
+
 def decode_request(body: bytes | bytearray, form: str) -> Request:
     """Return a client's request; WireError if it is none."""
     return _decoded(body, form, Request, _MOST_ASKED)
@@ -143,7 +157,9 @@ def decode_refusal(body: bytes, form: str) -> str:
 def _decoded(body: bytes | bytearray, form: str, kind: type[Any], most: int) -> Any:
     """Return a message with at most so many values, which are counted before any is decoded."""
     try:
-        return (decode_msgpack if form == MSGPACK else decode_json)(body, kind, most)
+        if form == MSGPACK:
+            return decode_msgpack(body, kind, most, _LONGEST_TEXT)
+        return decode_json(body, kind, most)
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         raise WireError(one_line(str(error), 300)) from None
 
@@ -218,6 +234,7 @@ def _require_plain(value: Any, values: Iterator[int], depth: int = 0) -> None:
         for name, item in value.items():
             if not isinstance(name, str):
                 raise WireError(f"metadata: keys are texts, got a {type(name).__name__}")
+            _require_short(name)
             _require_plain(item, values, depth + 1)
     elif isinstance(value, list):
         for item in value:
@@ -226,5 +243,12 @@ def _require_plain(value: Any, values: Iterator[int], depth: int = 0) -> None:
         raise WireError("metadata: expected finite numbers")
     elif isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise WireError("metadata: expected integers of 64 bits")
-    elif value is not None and not isinstance(value, str | int | float):
+    elif isinstance(value, str):
+        _require_short(value)
+    elif value is not None and not isinstance(value, int | float):
         raise WireError(f"metadata: expected what JSON holds, got a {type(value).__name__}")
+
+
+def _require_short(text: str) -> None:
+    if len(text) > _LONGEST_TEXT:
+        raise WireError(f"metadata: expected texts of {_LONGEST_TEXT} characters at most, got {len(text)}")

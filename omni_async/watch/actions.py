@@ -83,7 +83,7 @@ class Actions:
             loop.call_soon_threadsafe(self._told, text)
 
         try:
-            await in_daemon_thread(lambda: ask(self._run.control, request, None, tell))
+            await in_daemon_thread(lambda: ask(self._run.control, request, tell=tell))
         except ControlError as error:
             return str(error)
         return "done"

@@ -21,6 +21,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.reading import read_file, require_within
 from omni_async.config.redact import one_line, redact_text
 from omni_async.report.file import PAGE
+from omni_async.reward_server.connections import send_continue
 from omni_async.tracking.files import read_foreign
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.types import SHOWN_OF_PROMPT
@@ -274,6 +275,7 @@ def _sample_of(run: RunDirectory, name: str) -> bytes:
 async def _body(request: web.Request, kind: type[T]) -> T:
     try:
         async with asyncio.timeout(10.0):
+            await send_continue(request)
             content = await request.read()
     except TimeoutError:
         raise Refused(408, "the body did not arrive") from None

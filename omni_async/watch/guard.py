@@ -109,31 +109,32 @@ class Guard:
     def knows(self, request: web.Request, now: float) -> bool:
         """Return whether the request has the token, or a session that was begun with it.
 
-        Raises Refused where a token is given after too many wrong ones: then the right one passes no more than they."""
+        Raises Refused for a wrong token after too many of them; the right one always passes."""
         if self._token is None:
             return True
         given = request.headers.get("Authorization", "")
         if given:
-            address = client_of(request.remote)
-            if self._logins.is_spent(address, now):
-                raise Refused(429, "too many tries", 1 / _LOGINS_PER_S)
             if _same(given, f"Bearer {self._token}"):
                 return True
-            self._logins.wait_s(address, now)
+            self._count_wrong(request, now)
             return False
         return request.cookies.get(self.cookie(request), "") in self._sessions
 
     def begin_session(self, request: web.Request, token: str, now: float) -> str:
-        """Return a new session's secret. Raises Refused for a wrong token, and for too many tries."""
-        if wait_s := self._logins.wait_s(client_of(request.remote), now):
-            raise Refused(429, "too many tries", wait_s)
+        """Return a new session's secret. Raises Refused for a wrong token, and for too many of them."""
         if self._token is None or not _same(token, self._token):
+            self._count_wrong(request, now)
             raise Refused(401, "that is not the token")
         session = secrets.token_urlsafe(32)
         self._sessions[session] = None
         if len(self._sessions) > _MOST_SESSIONS:
             self._sessions.popitem(last=False)
         return session
+
+    def _count_wrong(self, request: web.Request, now: float) -> None:
+        """Raise Refused if the address gave too many wrong tokens."""
+        if wait_s := self._logins.wait_s(client_of(request.remote), now):
+            raise Refused(429, "too many wrong tokens", wait_s)
 
     # ---- what changes something -------------------------------------------------------------------------------------
 

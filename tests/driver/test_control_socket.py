@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+import types
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 from omni_async.driver import control_socket
 from omni_async.driver.control_socket import ControlError, ControlSocket, Request, ask
 from omni_async.tracking.rundir import RunDirectory
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 Reply = Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]]
 
@@ -128,10 +130,73 @@ def test_clients_that_ask_for_nothing_are_cut_off_and_keep_nobody_out(
         idle = [send(path, b"{") for _ in range(4)]
         for one in reversed(idle):
             with suppress(ConnectionError):
-                assert one.recv(1) == b""
+                while one.recv(1000):
+                    pass
         return ask(path, Request({"rollout": 2}))
 
     assert serve(path, echo, talk) == {"scale": {"rollout": 2}}
+
+
+def test_a_run_that_too_many_ask_is_busy_and_not_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "_MOST_CLIENTS", 2)
+
+    def talk() -> None:
+        idle = [send(path, b"") for _ in range(2)]
+        with pytest.raises(ControlError, match="it is busy: 2 clients ask already; try again in 10 s") as raised:
+            ask(path, Request())
+        assert type(raised.value) is ControlError
+        for one in idle:
+            one.close()
+
+    serve(path, echo, talk)
+    crowded = path.with_name("crowded.sock")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(crowded))
+        listening.listen(0)
+        with send(crowded, b""), pytest.raises(ControlError, match=r"crowded\.sock is busy: too many clients wait"):
+            ask(crowded, Request())
+
+
+@pytest.mark.parametrize("line", [b'{"doing":"x"}\n', b"x"])
+@pytest.mark.parametrize("stop", [False, True])
+def test_an_answer_that_never_ends_is_given_up(path: Path, line: bytes, stop: bool) -> None:
+    heard, ended = [], threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            while not ended.wait(0.01):
+                connection.sendall(line)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        dripping = threading.Thread(target=drip, args=(listening,))
+        dripping.start()
+        try:
+            with pytest.raises(ControlError, match=r"does not answer within 0\.1 s"):
+                ask(path, Request(stop=stop), 0.1, heard.append)
+        finally:
+            ended.set()
+            dripping.join()
+    assert set(heard) <= {"x"}
+
+
+def test_a_change_of_workers_takes_longer_than_a_line_may(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "_BEAT_S", 0.02)
+    clock, heard, lines, read = time.monotonic(), list[str](), list[bytes](), control_socket._line
+
+    async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        nonlocal clock
+        for number in range(3):
+            clock += PATIENCE / 2
+            await until(lambda number=number: len(lines) > number, "a sign of life")
+        return {"done": True}
+
+    monkeypatch.setattr(control_socket, "_line", lambda *how: lines.append(read(*how)) or lines[-1])
+    monkeypatch.setattr(control_socket, "time", types.SimpleNamespace(monotonic=lambda: clock))
+    assert serve(path, slow, lambda: ask(path, Request({"rollout": 2}), PATIENCE, heard.append)) == {"done": True}
+    assert heard == []
 
 
 async def test_a_run_that_ends_before_it_answers_says_so(path: Path) -> None:

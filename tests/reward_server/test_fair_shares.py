@@ -25,6 +25,7 @@ from omni_async.reward_server.scoring import NotNow, Scoring
 from omni_async.rewards import model_servers, wire
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
+from tests.loops import settle
 from tests.patience import PATIENCE, wait_for
 from tests.reward_server.serving_world import HELD, MEDIA, Held, Recorder, asking, served, write_scorers
 from tests.reward_server.serving_world import held as held_scorer
@@ -33,14 +34,16 @@ from tests.reward_server.test_serve_reward import TOKEN, ask, request_of, sample
 LARGE = 2**28  # server.max_request
 
 
-def begun(url: str, length: int, body: bytes = b"", address: str = "127.0.0.1", **headers: str) -> socket.socket:
+def begun(
+    url: str, length: int, body: bytes = b"", address: str = "127.0.0.1", path: str = wire.PATH, **headers: str
+) -> socket.socket:
     """Returns a connection that has sent the head of a request and `body`, but not all of it."""
     where = urlsplit(url)
     assert where.hostname is not None and where.port is not None
     connection = socket.create_connection((where.hostname, where.port), PATIENCE, (address, 0))
     lines = {"Host": "x", "Content-Type": wire.MSGPACK, "Content-Length": str(length)} | headers
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    connection.sendall(f"POST {wire.PATH} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
     return connection
 
 
@@ -68,6 +71,67 @@ def test_a_body_that_stops_loses_its_place_and_others_of_its_size_are_read(tmp_p
         for one in stuck:
             answer = one.recv(2**16)
             assert answer.startswith(b"HTTP/1.1 408 ") and b"100000 of 1048576 bytes came in" in answer
+
+
+def test_a_small_body_needs_no_place_and_one_that_stops_loses_its_own_when_another_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_SHORT_LAG", 0.0)
+    path = write_scorers(tmp_path, max_held="1KiB", read_s=10 * PATIENCE)
+    with served(path) as url, beginning(url, 1, LARGE, body=b"x" * 70_000) as stuck:
+        held_bytes = b"omni_async_reward_held_bytes 2.68435456e+08"
+        wait_for(lambda: held_bytes in ask(url, method="GET", path="/metrics")[2], "the body to be held")
+        assert ask(url, request_of(sample()))[0] == 200
+        assert not select.select(stuck, [], [], 0)[0], "nobody waits: it may still arrive"
+        assert ask(url, bytes(2**20))[0] == 400, "it was read, and is no request"
+        assert stuck[0].recv(2**16).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_the_smallest_body_of_a_client_is_first_and_who_keeps_it_out_is_known() -> None:
+    room, waits = Room(100), list[int]()
+    room.began_to_wait = lambda: waits.append(1)
+    await room.take("a", 50)
+    large, small = [asyncio.create_task(room.take("a", nbytes)) for nbytes in (50, 10)]
+    await asyncio.sleep(0)
+    assert len(waits) == 2 and room.blocks("a") and not room.blocks("b"), "b's bodies do not keep a's out"
+    await room.take("b", 60)
+    assert room.blocks("b"), "now they do"
+    assert room.fits_more("c", -10) and not room.fits_more("b", 1)
+    room.give_back("a", 50)
+    room.give_back("b", 60)
+    await small
+    assert not large.done()
+    room.give_back("a", 10)
+    await large
+    assert room.fits_more("a", 1000), "there is nobody else"
+
+
+def test_texts_are_held_as_what_they_take(tmp_path: Path) -> None:
+    texts = {"x": "\U0001f600" + "x" * 100_000, "y": "y" * 100_000}
+    body = request_of(wire.sent_sample(MEDIA[0], Prompt(0, "x", metadata=texts), None))
+    path = write_scorers(tmp_path, HELD)
+    with served(path) as url, ThreadPoolExecutor(1) as pool:
+        with held_scorer():
+            asked = pool.submit(ask, url, body)
+            assert Held.begun.wait(PATIENCE)
+            line = f"omni_async_reward_held_bytes {len(body) + 3 * 100_004 + 3 * 64}.0\n"
+            assert line.encode() in ask(url, method="GET", path="/metrics")[2]
+        assert asked.result()[0] == 200
+
+
+def test_texts_that_take_more_than_there_is_room_for_come_back_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_NARROW", 0)
+    wide = wire.sent_sample(MEDIA[0], Prompt(0, "x", metadata={"x": "é" * 50_000}), None)
+    body = request_of(wide)
+    with served(write_scorers(tmp_path, max_held="300KiB")) as url:
+        assert ask(url, body)[0] == 200, "nobody else holds anything"
+        with beginning(url, 1, 2**17, body=b"x" * 70_000, address="127.0.0.2"):
+            held_bytes = b"omni_async_reward_held_bytes 131072.0"
+            wait_for(lambda: held_bytes in ask(url, method="GET", path="/metrics")[2], "another body to be held")
+            status, headers, answer = ask(url, body)
+            assert (status, headers["Retry-After"]) == (503, "1") and b"no room for the texts" in answer
 
 
 def test_requests_of_one_client_that_wait_for_room_are_bounded(tmp_path: Path) -> None:
@@ -187,7 +251,7 @@ def test_requests_without_the_token_use_up_nothing_of_those_with_it(
     with served(path) as url:
         statuses = [ask(url, b"x", Authorization=f"Bearer {TOKEN}{i}")[0] for i in range(5)]
         assert statuses == [401] * 3 + [429] * 2
-        assert ask(url, method="GET", path="/health")[0] == 429
+        assert [ask(url, method="GET", path="/health")[0] for _ in range(5)] == [200] * 5
         known = {"Authorization": f"Bearer {TOKEN}"}
         assert [ask(url, request_of(sample()), **known)[0] for _ in range(4)] == [200] * 3 + [429]
 
@@ -199,6 +263,37 @@ def test_the_token_is_looked_at_before_the_body_arrives(tmp_path: Path, monkeypa
         contextlib.closing(begun(url, LARGE, Authorization="Bearer wrong")) as stranger,
     ):
         assert stranger.recv(2**16).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "expect", "first"),
+    [
+        (wire.PATH, "wrong", "100-continue", b"401"),
+        (wire.PATH, "wrong", "foo", b"401"),
+        ("/none", "wrong", "100-continue", b"401"),
+        ("/none", TOKEN, "100-continue", b"404"),
+        ("/health", TOKEN, "100-Continue", b"405"),
+        (wire.PATH, TOKEN, "foo", b"200"),
+        (wire.PATH, TOKEN, "100-Continue", b"100"),
+    ],
+)
+def test_a_client_that_waits_for_leave_to_send_its_body_gets_it_after_everything_else_was_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, token: str, expect: str, first: bytes
+) -> None:
+    monkeypatch.setenv("SERVE_TOKEN", TOKEN)
+    body = request_of(sample())
+    headers = {"Authorization": f"Bearer {token}", "Expect": expect, "Connection": "close"}
+    with (
+        served(write_scorers(tmp_path, token="env:SERVE_TOKEN")) as url,
+        contextlib.closing(begun(url, len(body), path=path, **headers)) as client,
+    ):
+        if first == b"200":
+            client.sendall(body)
+        answer = client.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 " + first)
+        if first == b"100":
+            client.sendall(body)
+            assert client.recv(2**16).startswith(b"HTTP/1.1 200 ")
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -234,17 +329,22 @@ class Site:
         self.port, self.free, self.arrived = port, free, arrived
 
     async def open(self, address: str = "127.0.0.1", path: str = "/") -> Visitor:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
-        visitor = Visitor(reader, writer)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        visitor = await self.connect(address)
+        visitor.writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         if path == "/":
             await visitor.answer()
+        return visitor
+
+    async def connect(self, address: str = "127.0.0.1") -> Visitor:
+        """Returns a connection that has sent nothing; the server has seen it."""
+        visitor = Visitor(*await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0)))
+        await settle()
         return visitor
 
 
 class Visitor:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader, self.writer = reader, writer
 
     async def answer(self) -> bytes:
         """Returns the body of an answer; empty if the connection has ended."""
@@ -256,7 +356,7 @@ class Visitor:
             return b""
 
     async def ask(self) -> bytes:
-        self._writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         return await self.answer()
 
 
@@ -300,14 +400,31 @@ async def test_the_longest_idle_connection_makes_room_for_a_new_one() -> None:
         assert [await one.answer() for one in busy] == [b"ok"] * 2
 
 
-async def test_an_address_that_has_all_connections_gives_one_to_another_and_none_to_itself() -> None:
-    async with site(2) as page:
-        busy = [await held(page) for _ in range(2)]
-        refused = await page.open(path="/x")
-        assert await refused.answer() == b""
-        other = await page.open("127.0.0.2")
+async def test_an_address_leaves_an_eighth_of_the_connections_to_others_and_no_request_is_ended_for_a_new_one() -> None:
+    async with site(8) as page:
+        busy = [await held(page) for _ in range(7)]
+        refused = [await page.open(path="/x")]
+        busy.append(await held(page, "127.0.0.2"))
+        refused.append(await page.open("127.0.0.3", "/x"))
+        assert [await one.answer() for one in refused] == [b"", b""]
         page.free.set()
-        assert [await one.answer() for one in busy] == [b"", b"ok"] and await other.ask() == b"ok"
+        assert [await one.answer() for one in busy] == [b"ok"] * 8
+
+
+async def test_silent_connections_of_many_addresses_end_neither_requests_nor_idle_ones_and_keep_nobody_out() -> None:
+    async with site(16) as page:
+        idle, busy = [await page.open() for _ in range(3)], [await held(page) for _ in range(4)]
+        silent = [await page.connect(f"127.0.1.{i}") for i in range(30)]
+        busy.append(await held(page, "127.0.0.2"))
+        page.free.set()
+        assert [await one.ask() for one in idle] == [b"ok"] * 3 and [await one.answer() for one in busy] == [b"ok"] * 5
+        assert await silent[0].answer() == b""
+
+
+async def test_new_connections_of_one_address_that_never_ask_do_not_keep_it_out() -> None:
+    async with site(8) as page:
+        silent = [await page.connect() for _ in range(20)]
+        assert await (await page.open()).ask() == b"ok" and await silent[0].answer() == b""
 
 
 async def test_a_new_connection_makes_no_room_before_it_has_asked() -> None:
@@ -338,6 +455,6 @@ async def test_a_connection_that_asks_for_nothing_is_closed(head: bytes) -> None
 
 def test_a_process_that_may_open_few_files_has_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (64, 64))
-    handled: Any = type("Server", (), {"request_handler": None})()
+    handled: Any = type("Server", (), {"request_handler": None, "request_factory": None})()
     assert connections.Connections(handled, 1000)._most == 48
     assert connections.Connections(handled, 10)._most == 10

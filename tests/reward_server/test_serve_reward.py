@@ -255,10 +255,13 @@ SOUND = {"dtype": "float32", "shape": [1, 2], "rate": 8000.0, "data": np.float32
     [
         ({"metadata": {"x": [0] * 20_000}}, "metadata: more than 20000 values, or nested more than 50 deep"),
         ({"metadata": {"x": [0] * 300_000}}, "more than 250000 values"),
+        ({"metadata": {"x": "x" * (2**20 + 1)}}, "a text of more than 1048576 characters"),
+        ({"metadata": {"x": ["é" * (2**20 + 1)]}}, "a text of more than 1048576 characters"),
+        ({"metadata": {"x": {"x" * (2**20 + 1): 1}}}, "a text of more than 1048576 characters"),
         ({"metadata": {1: 2}}, "Expected `str`"),
         ({"metadata": {"x": {1: 2}}}, "metadata: keys are texts, got a int"),
         ({"metadata": {"x": float("inf")}}, "metadata: expected finite numbers"),
-        ({"text": "x" * (2**20 + 1)}, "length <= 1048576"),
+        ({"text": "x" * (2**20 + 1)}, "a text of more than 1048576 characters"),
         ({"media": {"audio": SOUND}}, "audio: expected finite numbers"),
         ({"media": {"audio": SOUND | {"rate": float("nan")}}}, "Expected `float` > 0.0"),
     ],
@@ -275,6 +278,17 @@ def test_metadata_are_50_levels_deep_and_have_integers_of_64_bits():
     body = request_of(sample(), form=wire.JSON).replace(b'"red"', b"9" * 400)
     with pytest.raises(wire.WireError, match="expected integers of 64 bits"):
         wire.sample_of(wire.decode_request(body, wire.JSON).samples[0])
+
+
+def test_texts_of_metadata_have_as_many_characters_as_other_texts():
+    for text in ("\U0001f600" * 2**20, "x" * 2**20):
+        for form in (wire.MSGPACK, wire.JSON):
+            one = wire.sent_sample(MEDIA[0], Prompt(0, "x", metadata={"x": text, text: 1}), None)
+            wire.sample_of(wire.decode_request(request_of(one, form=form), form).samples[0])
+    for metadata in ({"x": ["é" * (2**20 + 1)]}, {"x" * (2**20 + 1): 1}):
+        body = request_of(wire.sent_sample(MEDIA[0], Prompt(0, "x", metadata=metadata), None), form=wire.JSON)
+        with pytest.raises(wire.WireError, match="metadata: expected texts of 1048576 characters at most, got 1048577"):
+            wire.sample_of(wire.decode_request(body, wire.JSON).samples[0])
 
 
 @pytest.mark.parametrize(

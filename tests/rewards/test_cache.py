@@ -126,6 +126,9 @@ def test_an_entry_that_no_scorer_may_give_is_none(tmp_path, score):
         "ALTER TABLE scores RENAME TO old; CREATE VIEW scores AS SELECT * FROM old",
         "CREATE TRIGGER t AFTER INSERT ON scores BEGIN DELETE FROM scores; END",
         "CREATE VIRTUAL TABLE v USING fts5(x)",
+        "CREATE INDEX i ON scores (hex(value))",
+        "DROP TABLE scores; CREATE TABLE scores (id INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB AS (zeroblob(9)))",
+        "DROP TABLE scores; CREATE TABLE scores (id INTEGER PRIMARY KEY, key BLOB UNIQUE, value BLOB CHECK (hex(key)))",
     ],
 )
 def test_a_database_that_computes_something_is_not_used(tmp_path, change):
@@ -136,6 +139,22 @@ def test_a_database_that_computes_something_is_not_used(tmp_path, change):
         file.executescript(change)
     kept = cache(tmp_path / "scores", memory=0)
     assert kept.get([key(0)]) == {} and "another program" in str(kept.problem)
+
+
+@pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
+def test_a_cache_whose_journal_is_a_pipe_or_a_link_is_not_used(tmp_path, suffix):
+    first = cache(tmp_path / "scores", memory=0)
+    first.put({key(0): SCORE})
+    first.close()
+    beside, victim = tmp_path / f"scores{suffix}", tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    for make in (lambda: os.mkfifo(beside), lambda: beside.symlink_to(victim)):
+        make()
+        kept = cache(tmp_path / "scores", memory=0)
+        kept.put({key(1): SCORE})
+        assert kept.get([key(0)]) == {} and "not a file" in str(kept.problem)
+        beside.unlink()
+    assert victim.read_bytes() == b"precious"
 
 
 def test_a_file_that_stays_locked_is_given_up_and_one_that_is_busy_is_not(tmp_path, monkeypatch):

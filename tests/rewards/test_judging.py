@@ -75,6 +75,7 @@ def test_an_answer_that_is_too_long_is_named_with_its_length_before_it_is_read()
     "text",
     ["1e160", "9" * 400, "9" * 5000, "nan", "inf", "-inf", "\u0667", "7\u0660", "0x7", "1_0", "+-7", "-1", "10.0001"]
     + [f'{{"score": {number}}}' for number in ("1e160", "9" * 400, "9" * 5000, "1e400", "NaN", "Infinity", "-1", '"7"')]
+    + ['{"score":1,"score":9}', '{"score":7,"score":7}', '{"rating":1,"rating":9}']
     + ['{"score": [7]}', '{"score": {"score": 7}}', '{"score": 7, "why": "\ud800"}', '{"a":' * 5000],
 )
 def test_a_number_that_the_scale_does_not_have_is_a_failure_of_one_line(text: str) -> None:

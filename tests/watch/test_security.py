@@ -241,11 +241,11 @@ def slow_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_tries")
-async def test_tokens_cannot_be_tried_out_fast(tmp_path: Path) -> None:
+async def test_tokens_cannot_be_tried_out_fast_and_the_right_one_still_passes(tmp_path: Path) -> None:
     async with watched(tmp_path, TOKEN) as page:
         statuses = [(await page.post("/login", {"token": f"wrong {n}"}))[0] for n in range(15)]
         assert statuses[:10] == [401] * 10 and 429 in statuses
-        assert (await page.post("/login", {"token": TOKEN}))[0] == 429
+        assert (await page.post("/login", {"token": TOKEN}))[0] == 200
 
 
 @pytest.mark.usefixtures("slow_tries")
@@ -255,7 +255,7 @@ async def test_tokens_of_programs_cannot_be_tried_out_fast_and_the_right_one_is_
             assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}"))[0] == 200
         statuses = [(await page.get("/api/report", Authorization=f"Bearer wrong {n}"))[0] for n in range(15)]
         assert statuses[:10] == [401] * 10 and 429 in statuses
-        assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}"))[0] == 429
+        assert (await page.get("/api/report", Authorization=f"Bearer {TOKEN}"))[0] == 200
 
 
 async def test_requests_without_the_token_use_up_nothing_of_those_with_it(
