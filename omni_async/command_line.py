@@ -92,7 +92,7 @@ def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] |
 def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
     """Raise ConfigError, one line, before minutes of work if the file that `option` names cannot be written.
 
-    Its folder is made. A file that is there stays as it is, and none is left where none was.
+    Creates its folder. An existing file stays as it is; a missing file stays missing.
 
     `inputs`: as of `require_no_input`."""
     if path is None:
@@ -108,7 +108,7 @@ def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()
 def require_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
     """Raise ConfigError, one line, if the file that `option` names is one of the `inputs`, under whatever name.
 
-    `inputs`: files that the command reads, and folders, in which no file may be written."""
+    `inputs`: files that the command reads, and folders that no file may be written into."""
     for given in inputs:
         try:
             is_input = path.exists() and path.samefile(given) if given.is_file() else is_within(path, given)
@@ -127,16 +127,16 @@ def require_apart(options: Iterable[tuple[str, Path | None]]) -> None:
 
 
 def require_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Raise ConfigError, one line, if the folder that `option` names is one that the command reads, or in one."""
+    """Raise ConfigError, one line, if the folder that `option` names is an input, or inside one."""
     for given in inputs:
         if is_within(folder, given):
             raise ConfigError(f"{option}: {folder} is in {given}, which this command reads; name another folder")
 
 
 def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[list[Path], int]:
-    """Write results, each by itself. Return those that are written, and the exit code: 1 if one is not, and a line.
+    """Write results independently; report each failure in one line. Return the written paths and the exit code, 0 or 1.
 
-    `writers`: by the result's path, a function that fills the file whose path it gets, which then takes that place."""
+    `writers`: maps a result's path to a function that fills a temporary file, which then replaces the result."""
     written = []
     for path, write in writers.items():
         try:

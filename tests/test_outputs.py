@@ -1,4 +1,4 @@
-"""Tests that no command's result takes the place of its input, and that one which cannot be written leaves the former.
+"""Tests that no command's result replaces its input, and that a failed write leaves the former result.
 
 tests/export, tests/evaluation and tests/bench have the commands that write folders."""
 

@@ -1,6 +1,6 @@
 """Decodes JSON and MessagePack from elsewhere within bounds.
 
-A few bytes can stand for many times their size in memory."""
+A few bytes can expand to many times their size in memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def decode_msgpack(
 
 
 def widening(content: bytes | bytearray, most: int, longest: int | None = None) -> int:
-    """Return how many bytes the texts of MessagePack may take in memory beyond those that they have here.
+    """Return how many bytes the texts of MessagePack may take in memory beyond their encoded size.
 
     Python gives each character of a text as many bytes as the widest of them needs. Steps over other values.
 

@@ -1,8 +1,8 @@
-"""Opens files for reading: those that a user names, and those that a folder from elsewhere names.
+"""Opens files for reading: files that a user names, and files that a folder from elsewhere names.
 
-A user's path may lead anywhere, through links: a recipe, a model folder, a hub's cache. A path that stands in a foreign
-folder, or in a foreign file, must not leave that folder: pass it as `within`. Opening never blocks, and reading never
-goes past a bound, whatever kind of file is there.
+A user's path may lead anywhere, through links: a recipe, a model folder, a hub's cache. A path that a foreign
+folder or a foreign file contains must not leave that folder: pass it as `within`. Opening never blocks, and reading
+never goes past a bound, whatever kind of file is there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def require_file(path: str | Path, within: Path | None = None) -> None:
 
 
 def require_within(path: str | Path, folder: Path) -> None:
-    """Raise OutsideError if `path`, its links followed, is not below `folder`. What is there is not asked."""
+    """Raise OutsideError if `path`, its links followed, is not below `folder`. Accepts missing files."""
     _require_below(os.path.realpath(path), folder, path)
 
 
@@ -53,7 +53,7 @@ def real_path(path: str | Path) -> Path:
 
 
 def is_within(path: str | Path, folder: Path) -> bool:
-    """Tell whether `path`, its links followed, is `folder` or lies below it. What is there is not asked."""
+    """Return whether `path`, its links followed, is `folder` or is below it. Accepts missing files."""
     return real_path(path).is_relative_to(real_path(folder))
 
 

@@ -44,9 +44,9 @@ _LONGEST_NAME = 255  # bytes of a file's name
 
 
 def read_tree(path: Path, overrides: Sequence[str], within: Path | None = None) -> dict[str, Any]:
-    """Read the recipe at `path` and set what the overrides `a.b.c=value` say. Raises ConfigError.
+    """Read the recipe at `path` and apply the overrides `a.b.c=value`. Raises ConfigError.
 
-    `within`: a folder that neither the recipe nor those that it extends may lead out of."""
+    `within`: a folder that neither the recipe nor the recipes it extends may lead out of."""
     return overridden(_read(path, within), overrides, path)
 
 
@@ -65,7 +65,7 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> di
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the file of a recipe that can be read, and those that it extends."""
+    """Return the file of a readable recipe, and the files of the recipes it extends."""
     found: list[Path] = []
     _read(path, None, files=found)
     return found

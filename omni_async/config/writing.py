@@ -66,7 +66,7 @@ def write_atomic(path: Path, content: bytes, streams: bool = False) -> None:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file into a folder that nobody reads yet. What is there goes; a link is not followed."""
+    """Write a file into a folder that nobody reads yet. Replaces an existing file or link; follows no link."""
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
         file.write(content)
@@ -93,7 +93,7 @@ def new_beside(path: Path) -> Path:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to a plain file, made if there is none. After an OSError no part of `content` is in it."""
+    """Append to a plain file; create it if it is missing. After an OSError no part of `content` is in it."""
     with open_append(path) as file:
         end = file.tell()
         try:
@@ -106,7 +106,7 @@ def append(path: Path, content: bytes) -> None:
 
 
 def open_append(path: Path) -> FileIO:
-    """Open a plain file to write at its end; made if there is none. A write may take less than it was given.
+    """Open a plain file to write at its end; create it if it is missing. A write may take less than it was given.
 
     Raises OSError if the path is a link, a pipe or anything else that is no plain file."""
     return _open_kept(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -123,7 +123,7 @@ def is_partial(path: Path) -> bool:
 
 
 def open_lock(path: Path) -> FileIO:
-    """Open a file, made if there is none, and lock it until it is closed or the process ends.
+    """Open a file, created if it is missing, and lock it until it is closed or the process ends.
 
     Raises BlockingIOError if another holder has the lock; OSError as `open_append`."""
     file = _open_kept(path, os.O_RDWR | os.O_CREAT)
@@ -152,7 +152,7 @@ def _open_kept(path: Path, flags: int) -> FileIO:
 
 
 def _mode(path: Path) -> int | None:
-    """Return the permissions of a plain file at `path`; None if there is none."""
+    """Return the permissions of a plain file at `path`; None if no plain file is there."""
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         return stat.S_IMODE(found.st_mode) if stat.S_ISREG(found.st_mode) else None

@@ -12,7 +12,7 @@ from omni_async.config.redact import one_line
 _LONGEST_MESSAGE = 2000
 _LONGEST_NUMBER = 1000  # characters
 _LONGEST_TEXT = 2**18  # characters of a file
-_MOST_VALUES = 40_000  # keys included, aliases counted wherever they stand: a few lines could stand for billions
+_MOST_VALUES = 40_000  # keys included; each use of an alias counts in full: a few lines could expand to billions
 
 
 class ConfigError(ValueError):
@@ -119,9 +119,9 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _num_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Count the nodes below and with `node`, each alias as what it stands for.
+    """Count the nodes below and with `node`, each alias as its target in full.
 
-    `known`: the counts by the identity of nodes; None for those that the count is inside of."""
+    `known`: the counts by the identity of nodes; None for nodes that are still being counted."""
     if id(node) in known:
         counted = known[id(node)]
         if counted is None:

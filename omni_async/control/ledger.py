@@ -207,7 +207,7 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
         raise LedgerDamaged(f"the checkpoint counts {counted.lines} lines of the ledger and does not say which")
     lines, size, digest = 0, 0, ""
     with contextlib.suppress(FileNotFoundError), open_file(path, within=path.parent) as file:
-        # A line that is cut off, or longer than what was counted, is none of them.
+        # A line that is cut off, or longer than the counted bytes, does not count.
         while lines < counted.lines and (line := file.readline(counted.size - size + 1)).endswith(b"\n"):
             lines, size, digest = lines + 1, size + len(line), extend(digest, line)
     if lines < counted.lines:

@@ -1,7 +1,7 @@
 """Looks at the boxes of a video or sound file before a library does.
 
-They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion frames of no bytes,
-each of which takes memory as soon as it is opened. A file that was cut off has boxes that end behind its end.
+They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion frames of no bytes.
+Each frame takes memory as soon as the file is opened. A file that was cut off has boxes that end behind its end.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
 def read_image(source: Path | bytes | memoryview, where: str, within: Path | None = None) -> Media:
     """Decode an image: uint8 (3, height, width) RGB in its own size, upright as its EXIF data say.
 
-    Of an animation it is the first frame. Refuses what cannot be decoded or has more than 64 million pixels.
+    Decodes the first frame of an animation. Refuses undecodable images and images of more than 64 million pixels.
 
     Args:
         source: a file, or the bytes of one.

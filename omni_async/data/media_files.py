@@ -1,7 +1,7 @@
 """Reads the media files that a user, a table or a folder names: images, videos with their sound, and sound.
 
 A file is opened once, decoded by our own handle alone (no library opens a path, another file or an address), and only
-within bounds: bytes, pixels and seconds, streams, frames and packets. What was cut off is refused.
+within bounds: bytes, pixels and seconds, streams, frames and packets. A cut-off file is refused.
 
 Errors are a ConfigError of one line that begins with the file. Pillow, PyAV and soundfile are imported when a file of
 their kind is opened.
@@ -38,7 +38,7 @@ _SLOWEST_SOUND, _FASTEST_SOUND, _MOST_CHANNELS = 1000, 768_000, 32
 _LOUDEST = 1000.0  # times full scale
 _BLOCK = 2**18  # samples that are decoded at a time
 _SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG")
-# No demuxer that opens other files, no protocol for one that would, no list of streams without end.
+# No demuxer that opens other files, no protocol to open them with, no list of streams without end.
 _CONTAINER = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi",
     "protocol_whitelist": "none",

@@ -1,4 +1,4 @@
-"""Reads parquet files from elsewhere within bounds: a few hundred bytes can stand for gigabytes.
+"""Reads parquet files from elsewhere within bounds: a few hundred bytes can expand to gigabytes.
 
 A page may be compressed a thousandfold, a dictionary repeats a value for some bits a row, and nulls take none. The
 headers of pages are read first (the footer may not be true); then as many rows at a time as are small.
@@ -24,7 +24,7 @@ _WIDEST = 2**16  # bytes or items that a type gives every value, nulls included
 _HEADER, _LONGEST_HEADER = 2**8, 2**24  # bytes of a page's header: mostly, and at most
 _BUFFER = 2**20
 _BYTE_ARRAY = "BYTE_ARRAY"
-# PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, DELTA_LENGTH_BYTE_ARRAY: those in which values do not grow out of others.
+# PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, DELTA_LENGTH_BYTE_ARRAY: encodings whose values do not build on others.
 _APART = (0, 2, 8, 6)
 
 
@@ -197,7 +197,7 @@ def _num_bytes(array: Any) -> int:
     return int(array.nbytes)
 
 
-# ---- Thrift's compact protocol, in which footers and headers of pages are written -----------------------------------
+# ---- Thrift's compact protocol, the encoding of footers and page headers ---------------------------------------------
 
 
 def _header(file: BinaryIO, place: int, where: str) -> tuple[dict[int, Any], int]:

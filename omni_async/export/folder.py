@@ -70,7 +70,7 @@ def leftovers(out: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[Path]:
-    """Give a new folder beside `out`, and remove it after an error. ConfigError if another export has one."""
+    """Yield a new folder next to `out`; remove it after an error. Raises ConfigError if another export has one."""
     others = _unfinished(out)
     unfinished = out.with_name(f"{_begin(out)}{os.getpid()}-{secrets.token_hex(8)}.partial")
     unfinished.mkdir()

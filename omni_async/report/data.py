@@ -43,7 +43,7 @@ SECTIONS: dict[str, Callable[[Sequence[Shown]], Section]] = {
 
 
 def is_last(section: str) -> bool:
-    """Return whether a section is made when the others have read all that they need."""
+    """Return whether a section is made after the others have read all their data."""
     return section == "verdict"
 
 

@@ -127,7 +127,7 @@ def _frame(version: int, tile: Tile, address: Address) -> Frame:
 
 
 def _side(path: Path, samples: Path) -> int:
-    """Return the longer side of an image; 0 if it is none."""
+    """Return the longer side of an image; 0 for a file that is no image."""
     try:
         with _opened(path, samples) as image:
             return max(image.size)
@@ -136,7 +136,7 @@ def _side(path: Path, samples: Path) -> int:
 
 
 def _opened(path: Path, samples: Path) -> Image.Image:
-    """Open an image of a run. Raises one of `_UNREADABLE` if it is none, or too large to be decoded."""
+    """Open an image of a run. Raises one of `_UNREADABLE` if the file is no image, or too large to decode."""
     image = Image.open(io.BytesIO(read_file(path, _LARGEST, within=samples)), formats=("PNG",))
     if image.width * image.height > _MOST_PIXELS:
         image.close()

@@ -1,9 +1,9 @@
 """Bounds how many connections an HTTP server has, and deals them out to addresses.
 
-Where all are taken, a new connection ends one that sent no request yet, or else the longest idle one of the address
-with the most. A request under way is never ended: the new connection is refused. An idle connection, and one whose
-headers do not end, is closed after `IDLE_S`: by aiohttp, which is given that as its `keepalive_timeout`, and before the
-first request here, because aiohttp 3.13 waits for that for ever.
+When all are in use, a new connection closes a connection that sent no request yet. If every connection has sent one, it
+closes the longest idle connection of the address with the most. A request under way is never ended: the new connection
+is refused. An idle connection, or a connection whose headers do not end, is closed after `IDLE_S`. aiohttp closes it
+through its `keepalive_timeout`. Before the first request this module does, because aiohttp 3.13 waits for ever.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Connections:
         self._most = most if files == resource.RLIM_INFINITY else max(1, min(most, files * 3 // 4))
         self._idle_s = idle_s
         self._server = server
-        self._open: dict[Any, str] = {}  # handlers with their addresses, the one that has been idle for longest first
+        self._open: dict[Any, str] = {}  # handlers with their addresses, the longest idle first
         self._busy: set[Any] = set()
         self._silent: dict[Any, asyncio.TimerHandle] = {}  # have sent no request yet, the oldest first
         handle, make = server.request_handler, server.request_factory

@@ -12,7 +12,7 @@ _MOST_ADDRESSES = 4096
 
 
 def client_of(address: str | None) -> str:
-    """Return whom an address belongs to: of IPv6, all that share its first 64 bits, which one machine may have."""
+    """Return the client of an address: of IPv6, its first 64 bits, since one machine may have all addresses below."""
     try:
         found = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:

@@ -32,19 +32,19 @@ class Server(Section, kw_only=True, frozen=True):
     """Bytes of requests that are held at once; the next one is read when there is room. A client's address holds half
     of them, or one body."""
     max_connections: Annotated[int, most(100_000, ge=1)] = 1000
-    """Connections at once, seven of eight of one address at most. Beyond, a new one ends one that has sent no request,
-    or else an idle one, and none with a request under way."""
+    """Connections at once, seven of eight of one address at most. Beyond, a new connection closes a silent or an idle
+    connection, never a request under way."""
     max_waiting: InMemory = 4096
-    """Samples that may wait for a scorer; a request beyond is told to come back (503). A client's address may have
+    """Samples that may wait for a scorer; further requests are answered with 503. A client's address may have
     half of them, or one request; addresses take turns."""
     requests_per_s: Annotated[float, most(1e6, gt=0)] = 200.0
-    """Requests a second of one client's address, on average; beyond it is told to wait (429). Requests without the
-    token count by themselves."""
+    """Requests a second of one client's address, on average; further requests are answered with 429. Requests
+    without the token are counted separately."""
     burst: Annotated[int, most(1_000_000, ge=1)] = 1000
     """Requests of one address that are taken at once after a pause."""
     read_s: Seconds = 30.0
-    """Longest that the body of a request may take to arrive. Of a sixth of it, and of as much as the part of the body
-    that has arrived, more must arrive, or it is refused (408): of a thirtieth while others wait for its room."""
+    """Longest that the body of a request may take to arrive. A body that falls more than a sixth of this time behind a
+    steady pace is refused (408). While others wait for its room, the limit is a thirtieth."""
     grace_s: Seconds = 30.0
     """How long requests under way are waited for at the end."""
     remembered: Annotated[int, most(1_000_000, ge=0)] = 10_000

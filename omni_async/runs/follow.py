@@ -321,7 +321,7 @@ class Follower:
             now: Any = (found.st_ino, found.st_size, found.st_mtime_ns)
         except FileNotFoundError:
             now = None
-        except OSError as error:  # a circle of links, say
+        except OSError as error:  # such as a circle of links
             now = error.errno
         changed = self._stats.get(path) != now
         if changed:

@@ -39,7 +39,7 @@ RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 GridKind = Literal["train", "validation"]
 _MEDIA = (".png", ".mp4", ".wav")
 _GRID = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
-# What a run may have, and a page shows, at most. Beyond it files are none that a run wrote.
+# Most that a run may have and a page shows. No run writes files beyond these bounds.
 _MOST_UPDATES = 100_000  # lines of metrics
 _MOST_METRICS = 5000  # names
 _MOST_TILES = 2000  # of a grid

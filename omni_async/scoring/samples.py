@@ -6,10 +6,10 @@ the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of t
 `.parquet`, has a row per sample with `prompt`, its media as `image`, `video` and `audio` (paths relative to the table),
 perhaps `target`, `images` (those that the prompt carries) and `metadata`; other columns are metadata, too.
 
-A path on the command line may lead anywhere. A folder or a table is input: its files lie in it or below, links
-included; images that prompts carry may also lie in the folders of the recipe's prompt files.
+A path on the command line may lead anywhere. A folder or a table is input: its files must be in it or below, links
+included. Images that prompts carry may also be in the folders of the recipe's prompt files.
 
-Opens no media. What cannot be a sample is a ConfigError of one line, before anything is scored.
+Opens no media. Raises a ConfigError of one line for an invalid sample, before anything is scored.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def find_samples(paths: list[Path], max_chars: int, images_in: Sequence[Path] = 
     Args:
         paths: as the user named them.
         max_chars: how many characters a prompt of a prompt file may have.
-        images_in: folders in which images of prompts may lie, besides the folder of the file that names them.
+        images_in: folders that may contain images of prompts, in addition to the folder of the file that names them.
 
     Raises:
         ConfigError: what cannot be a sample, in one line."""
@@ -184,7 +184,7 @@ def _named(folder: Path, name: Any, where: str, images_in: Sequence[Path] = ()) 
         file = folder / name
         if not any(is_within(file, one) for one in (folder, *images_in)):
             raise ConfigError(f"{where}: {name[:200]!r} {LEADS_OUT}")
-        # A file that is gone, or no media, is an error of its sample. A pipe or a device is none of media.
+        # A file that is gone, or no media, is an error of its sample. A pipe or a device is never media.
         if file.exists():
             require_file(file)
     except (OSError, ValueError) as error:

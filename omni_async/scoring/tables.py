@@ -1,7 +1,7 @@
 """Reads the rows of tables for `omni-async score`: `.jsonl`, `.csv` and `.parquet`.
 
-A row at a time, each bounded before it is decoded: in characters, values, levels of nesting and columns; and all rows
-of a table together. What is wrong is a ConfigError of one line with the number of the row's first line.
+Rows are read one at a time. Each is bounded before it is decoded: in characters, values, levels of nesting and columns.
+All rows of a table together are bounded, too. Raises a ConfigError of one line with the number of the row's first line.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _MOST_VALUES = 500_000
 # What is held of a foreign file: lines, and about so many bytes of memory.
 MOST_LINES = 300_000
 _MOST_MEMORY = 250_000_000
-# Values of a record that are part of its own bytes below: a field takes less than a value of an unknown mapping.
+# Values of a record that its bytes below account for: a field takes less than a value of an unknown mapping.
 _FIELDS = 16
 
 
@@ -71,10 +71,10 @@ def read_foreign(
     """Decode the JSON lines of a foreign file as far as they fit into memory; return why some are missing, too.
 
     Args:
-        path: the file. The last line may be one that is being written, and is no damage.
+        path: the file. A last line that is still being written is no damage.
         kind: what a line is.
         within: the folder that the file must not lead out of.
-        keep: tells records from damaged ones that decode.
+        keep: returns False for damaged records that decode.
         most: how many lines are read."""
     records: list[T] = []
     number = held = damaged = first = 0
@@ -111,7 +111,7 @@ def _values(line: bytes) -> int:
 def _memory(line: bytes, is_open: bool) -> int:
     """Estimate the bytes that a line takes in memory.
 
-    `is_open`: the record has any values, each of which takes up to 100 bytes; a struct has its fields alone. A text
+    `is_open`: the record has any values, at up to 100 bytes each; a struct has its fields alone. A text
     has four bytes a character if any of them needs these."""
     wide = 1 if line.isascii() and b"\\u" not in line else 4
     return 300 + wide * len(line) + (80 * _values(line) if is_open else 60 * max(0, line.count(b",") - _FIELDS))

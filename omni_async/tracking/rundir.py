@@ -76,7 +76,7 @@ class RunDirectory:
 
     @property
     def parts(self) -> list[Path]:
-        """Return the paths of what a run has, which need not be there; a report is none of it."""
+        """Return the paths of a run's parts, which need not exist; a report is not a part."""
         return [part for part in vars(self).values() if isinstance(part, Path) and part != self.path]
 
     @classmethod
@@ -113,7 +113,7 @@ class RunDirectory:
         return run
 
     def problem(self) -> str | None:
-        """Report a folder inside that a run cannot write into; None if there is none. A link may lead anywhere."""
+        """Report a folder inside that a run cannot write into; None if all are fine. A link may lead anywhere."""
         for folder in (self.samples, self.checkpoints, self.weights):
             if folder.is_symlink():
                 return f"{folder} is a link; the whole run folder may be one instead"
@@ -193,7 +193,7 @@ class RunDirectory:
             write_atomic(self.metrics, b"".join(valid))
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> Iterator[dict[str, Any]]:
-        """Yield all lines, or those that `void_metrics` would leave for a run that goes on from `version`.
+        """Yield all lines, or the lines that `void_metrics` would leave for a run that continues from `version`.
 
         Raises RunDirectoryError if the file cannot be read."""
         with refusing(f"{self.metrics} cannot be read"):
@@ -221,10 +221,10 @@ class RunDirectory:
         return f"has {' and '.join(gaps)}" if gaps else None
 
     def wall_s(self, version: int) -> float:
-        """Return the seconds that the run's attempts have taken up to `version`; 0 if nothing says so.
+        """Return the seconds that the run's attempts have taken up to `version`; 0 if they are not recorded.
 
-        The metrics of that update say so, or an attempt that ended there. Raises RunDirectoryError if a file cannot be
-        read."""
+        The metrics of that update record them, or an attempt that ended there. Raises RunDirectoryError if a file
+        cannot be read."""
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.

@@ -175,7 +175,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    """Read the summary in a run folder. Raises OSError; ValueError if it is none, or its numbers cannot be."""
+    """Read the summary in a run folder. Raises OSError; ValueError if it is invalid, or its numbers are impossible."""
     summary: Summary = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), Summary)
     return summary
 

@@ -1,4 +1,4 @@
-"""Tests that MessagePack is bounded before it is decoded: the values that it has, and those that it claims to have."""
+"""Tests that MessagePack is bounded before it is decoded: the values that it has, and the values that it claims."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_a_file_outside_the_folder_that_names_it_is_refused_links_included(tmp_p
     (folder / "out").symlink_to(tmp_path / "secret")
     (folder / "up").symlink_to(tmp_path, target_is_directory=True)
     (folder / "in").symlink_to("below/own")
-    (tmp_path / "folder.secret").write_bytes(b"12345")  # shares the folder's name, and is not below it
+    (tmp_path / "folder.secret").write_bytes(b"12345")  # shares the folder's name but is not below it
     (tmp_path / "named").symlink_to(folder, target_is_directory=True)
     for root in (folder, tmp_path / "named"):
         for inside in ("below/own", "in", "below/../in"):

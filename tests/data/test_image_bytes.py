@@ -45,7 +45,7 @@ def segment(marker: int, content: bytes) -> bytes:
 
 
 def bomb(entries: int, size: int) -> bytes:
-    """Returns EXIF data whose entries all stand for the same bytes, as many as there are."""
+    """Returns EXIF data whose entries all refer to the same `size` bytes."""
     head = b"MM\0\x2a\0\0\0\x08" + struct.pack(">H", entries)
     body = b"".join(struct.pack(">HHII", 0x9000 + i, 7, size, 0) for i in range(entries))
     return (head + body).ljust(2 * size, b"\0")

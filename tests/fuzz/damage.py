@@ -148,7 +148,7 @@ def remove(path: Path) -> None:
 
 
 def outside_of(path: Path) -> Path:
-    """Return the folder next to all that is damaged, which nothing may write and nothing may be read from."""
+    """Return the folder next to everything damaged. Nothing may write to it or be read from it."""
     return next(folder / "outside" for folder in path.parents if (folder / "outside").is_dir())
 
 
@@ -201,7 +201,7 @@ def yaml_tag(path: Path, rng: random.Random) -> None:
 
 
 def _edit(path: Path, rng: random.Random, change: Callable[[Any, random.Random], Any]) -> None:
-    """Change the tree of a file, or of one of its lines; one that is none stays as it is."""
+    """Change the tree of a file, or of one of its lines; leave the file as it is if that does not decode."""
     text = path.read_text(errors="replace")
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     at = rng.randrange(len(lines)) if lines else 0

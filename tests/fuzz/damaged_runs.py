@@ -127,7 +127,7 @@ def _complete(run: Path) -> None:
 def simulate_known_once() -> None:
     """Let a report simulate the recipe and profile of an undamaged run once in this process and its children.
 
-    That takes a second. A damaged recipe or profile is simulated each time."""
+    The simulation takes a second. A damaged recipe or profile is simulated each time."""
     from omni_async.report import what_it_buys
 
     real, known = what_it_buys.what_if, dict[str, Any]()
@@ -360,7 +360,7 @@ class _Place:
                 (self.run / name).unlink()
 
     def snapshot(self) -> dict[str, tuple[Any, ...]]:
-        """Return all that no command may change: everything but the results and, apart, the run folder."""
+        """Return the state of everything that no command may change: all but the results and, apart, the run folder."""
         shared = [self.base / name for name in ("recipe.yaml", "prompts.txt", "validation.txt", "model", "runs")]
         found = [*self.top.rglob("*"), *shared]
         return {str(path): _state(path) for path in found if self.out not in (path, *path.parents)}

@@ -35,7 +35,7 @@ Damaged = Callable[[Path, random.Random], None]
 
 
 def damaged(path: Path, rng: random.Random) -> None:
-    """Damages a file in one of the ways that fit its kind, but for those that take seconds to write."""
+    """Damages a file in one of the ways that fit its kind, except for the damages that take seconds to write."""
     possible = [one for one in damages_of(path) if one.__name__ not in ("long_line", "many_lines", "crowded", "huge")]
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
         rng.choice(possible)(path, rng)

@@ -410,7 +410,7 @@ def test_a_run_that_does_not_answer_or_answers_another_version_s_way_is_reported
     assert "its answer is none that this version knows" in capsys.readouterr().err
 
 
-# ---- going on in it --------------------------------------------------------------------------------------------------
+# ---- continuing in it ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["samples", "checkpoints", "weights"])

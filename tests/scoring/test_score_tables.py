@@ -26,7 +26,7 @@ from tests.fuzz.foreign import changed, few
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes a folder with an image, another image outside of it, and works beside both."""
+    """Makes a folder with an image, and another image outside of it; changes into the folder that contains both."""
     (tmp_path / "data" / "below").mkdir(parents=True)
     image = Image.fromarray(np.zeros((4, 4, 3), np.uint8))
     for place in ("data/a.png", "data/below/b.png", "outside.png"):
