@@ -25,7 +25,7 @@ from omni_async.config.stages import Reward, Scorer
 from omni_async.types import Prompt, Score
 
 # An emulated run has scorers only in its profile.
-# Of a value that does not count, but whose mean and spread are metrics.
+# Bound of a value that does not count, but whose mean and spread are metrics.
 _LARGEST = 1e100
 _EMULATED = (Scorer(name="replay"),)
 

@@ -147,6 +147,6 @@ def test_a_text_that_a_spreadsheet_would_run_is_a_text(capsys: Capture) -> None:
 def test_a_result_of_no_sample_is_named_as_it_was_asked_for(workplace: Path, capsys: Capture) -> None:
     Path("grid.png").write_bytes(b"former")
     assert cli.main(["score", "recipe.yaml", "images", "reward.max_abs=1e-9", "--grid", "grid.png"]) == 1
-    told = capsys.readouterr().err
-    assert "omni-async: grid.png: not written, because no sample has a score\n" in told and ".partial" not in told
-    assert Path("grid.png").read_bytes() == b"former" and "could not be written" not in told
+    err = capsys.readouterr().err
+    assert "omni-async: grid.png: not written, because no sample has a score\n" in err and ".partial" not in err
+    assert Path("grid.png").read_bytes() == b"former" and "could not be written" not in err

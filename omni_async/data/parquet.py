@@ -29,7 +29,7 @@ _APART = (0, 2, 8, 6)
 
 
 class Pages(NamedTuple):
-    """What a column of a row group may take: bytes of its largest page, and values, nulls included."""
+    """Largest sizes of a column of a row group: bytes of its largest page, and values, nulls included."""
 
     largest: int
     num_values: int

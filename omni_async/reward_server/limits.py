@@ -12,7 +12,7 @@ _MOST_ADDRESSES = 4096
 
 
 def client_of(address: str | None) -> str:
-    """Return the client of an address: of IPv6, its first 64 bits, since one machine may have all addresses below."""
+    """Return the client of an address: for IPv6 the network of its first 64 bits, as one machine may have all of it."""
     try:
         found = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:

@@ -39,7 +39,7 @@ PROMPTS: dict[str, str] = {
 }
 # Each blank can be matched in one way only, so that an answer costs no more than its length.
 _RATING = re.compile(r"(?:score|rating)?\s*+(?:[:=]\s*+)?([-+]?[0-9]++(?:\.[0-9]++)?)\s*+\.?", re.IGNORECASE)
-# Of characters: a judge writes 8192 tokens at most.
+# Characters: a judge writes 8192 tokens at most.
 _LONGEST_ANSWER = 2**17
 _LONGEST_SHOWN = 200
 _MOST_REFUSED = 1000  # values of a refusal

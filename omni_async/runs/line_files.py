@@ -104,7 +104,7 @@ class GrowingFile:
         while True:
             file.seek(start)
             content = file.read(size if end is None else min(size, end - start))
-            # What follows a long line waits: a block has a bounded number of lines.
+            # Data after a long line wait: a block has a bounded number of lines.
             whole = (content.rfind(b"\n") if size == _BLOCK else content.find(b"\n")) + 1
             if whole:
                 return Block(start, [line + b"\n" for line in content[: whole - 1].split(b"\n")])

@@ -1,7 +1,7 @@
 """Reads a run's folder, whatever became of the run: it may be under way, killed, interrupted, resumed or failed.
 
-`read_run` refuses what is no run folder and nothing else: damaged lines, and files that cannot be read, that lead out
-of the folder or that another version wrote, are left out and counted (`Run.left_out`). What is held of a file is
+`read_run` refuses a folder only if it is no run folder. It leaves out and counts (`Run.left_out`) damaged lines, and
+files that cannot be read, that lead out of the folder or that another version wrote. The memory for a file is
 bounded. Imports neither torch nor Ray.
 """
 

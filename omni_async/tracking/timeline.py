@@ -24,7 +24,7 @@ from omni_async.worker import Worker
 Interval = tuple[float, float]
 
 WAITS = ("backpressured", "starved")
-# Of a timeline that is read whole: some 250,000 spans.
+# A timeline is read whole: some 250,000 spans.
 _LARGEST_FILE = 2**26  # bytes
 _MOST_VALUES = 3_000_000
 _NOT_BUSY = (*WAITS, "outage")

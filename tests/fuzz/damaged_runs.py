@@ -360,7 +360,7 @@ class _Place:
                 (self.run / name).unlink()
 
     def snapshot(self) -> dict[str, tuple[Any, ...]]:
-        """Return the state of everything that no command may change: all but the results and, apart, the run folder."""
+        """Return the state of everything but the results. Commands must not change it; some may change the run folder."""
         shared = [self.base / name for name in ("recipe.yaml", "prompts.txt", "validation.txt", "model", "runs")]
         found = [*self.top.rglob("*"), *shared]
         return {str(path): _state(path) for path in found if self.out not in (path, *path.parents)}
@@ -436,18 +436,18 @@ def _tail(text: str) -> str:
     return " | ".join(lines[-7:])[-1200:]
 
 
-def _wrong_output(code: int | None, said: str, told: str) -> Iterator[str]:
+def _wrong_output(code: int | None, out: str, err: str) -> Iterator[str]:
     if code is not None and code not in (0, 1, 2):
         yield f"exit code {code}"
-    if "Traceback" in told or "Traceback" in said:
-        yield "traceback on stderr: " + _tail(told if "Traceback" in told else said)
+    if "Traceback" in err or "Traceback" in out:
+        yield "traceback on stderr: " + _tail(err if "Traceback" in err else out)
         return
-    lines = told.split("\n")
+    lines = err.split("\n")
     if long := [line for line in lines if len(line) > 2100]:
         yield f"a line of {len(long[0])} characters on stderr: {long[0][:200]!r}"
     if code == 2 and (len(lines) < 2 or not lines[-2].startswith("omni-async: ")):
-        yield f"exit code 2 without a line: {told[-300:]!r}"
-    for line in (*lines, *said.split("\n")):
+        yield f"exit code 2 without a line: {err[-300:]!r}"
+    for line in (*lines, *out.split("\n")):
         if bad := [c for c in line if not c.isprintable() and c not in "\t\r"]:
             yield f"control characters {bad[0]!r} in {line[:200]!r}"
             return

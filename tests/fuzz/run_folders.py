@@ -44,7 +44,7 @@ WALL_S = 20.0  # of a case: what waits uses no processor
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case."""
+    """Outcome of a case."""
 
     case: Case
     played: list[Played]

@@ -109,9 +109,9 @@ def test_a_group_is_followed_by_its_number_and_by_a_click(open_page: OpenPage, l
     way = page.locator(".way")
     page.get_by_role("heading", name="Group 42").wait_for()
     ledger = [json.loads(line) for line in (live.folder / "ledger.jsonl").read_text().splitlines()]
-    told = way.inner_text()
-    assert "prompt 42" in told and "6 steps by version 3, 4 by 4" in told
-    assert f"Mean reward {ledger[42]['reward']:.4g}" in told and "Trained in update 5" in told and "1 call" in told
+    text = way.inner_text()
+    assert "prompt 42" in text and "6 steps by version 3, 4 by 4" in text
+    assert f"Mean reward {ledger[42]['reward']:.4g}" in text and "Trained in update 5" in text and "1 call" in text
     way.get_by_role("button", name="Close").click()
     assert way.is_hidden()
     box = page.locator("canvas.lanes").bounding_box()
