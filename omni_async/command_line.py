@@ -94,7 +94,7 @@ def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()
 
     Creates its folder. An existing file stays as it is; a missing file stays missing.
 
-    `inputs`: as of `require_no_input`."""
+    `inputs`: as for `require_no_input`."""
     if path is None:
         return
     require_no_input(option, path, inputs)
@@ -112,7 +112,7 @@ def require_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
     for given in inputs:
         try:
             is_input = path.exists() and path.samefile(given) if given.is_file() else is_within(path, given)
-        except OSError:  # what cannot be reached is not read, either
+        except OSError:  # an unreachable file is not read, either
             continue
         if is_input:
             raise ConfigError(f"{option}: {path} is read by this command; name another file")
@@ -157,7 +157,7 @@ def as_markdown(text: object) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Encode rows of the same columns as CSV; nothing of none.
+    """Encode rows of the same columns as CSV; no rows give no bytes.
 
     A text that a spreadsheet would run as a formula gets a `'` in front. Numbers stay as they are."""
     text = io.StringIO(newline="")

@@ -35,8 +35,8 @@ def decode_json(content: bytes | bytearray, kind: type[T] | Any = Any, most: int
     Args:
         content: UTF-8.
         kind: what msgspec decodes to.
-        most: how many values there may be. Commas and brackets are counted, also those in texts, so a little less is
-            allowed than stands here.
+        most: how many values there may be. Commas and brackets are counted, also inside texts, so slightly fewer are
+            allowed.
 
     Raises msgspec.DecodeError: it is not JSON, not of `kind`, nested too deeply, or has too many values."""
     if sum(map(content.count, (b",", b"[", b"{"))) > most:

@@ -26,7 +26,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Header(NamedTuple):
-    """A file's content without the tensors' bytes, which lie from `begin` to `end`."""
+    """A file's content without the tensors' bytes, which are from `begin` to `end`."""
 
     metadata: dict[str, str]
     tensors: dict[str, StoredTensor]

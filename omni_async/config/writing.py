@@ -113,12 +113,12 @@ def open_append(path: Path) -> FileIO:
 
 
 def open_update(path: Path) -> BinaryIO:
-    """Open a plain file that is there, to read and write it in place. Raises OSError as `open_append`."""
+    """Open an existing plain file, to read and write it in place. Raises OSError as `open_append`."""
     return io.BufferedRandom(_open_kept(path, os.O_RDWR))
 
 
 def is_partial(path: Path) -> bool:
-    """Tell whether a file's name is one of `new_beside`: a writer that was killed left it."""
+    """Return whether `new_beside` made a file's name: a killed writer left the file."""
     return _PARTIAL.fullmatch(path.name) is not None
 
 
@@ -165,7 +165,7 @@ def _require_no_folder(path: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Tell whether `path` is a device or a pipe, or a name of an open file, which renaming would take away."""
+    """Return whether `path` is a device or a pipe, or a name of an open file, which renaming would take away."""
     given = path.absolute()
     named = given.is_relative_to("/proc") or given.is_relative_to("/dev/fd") or str(given).startswith("/dev/std")
     return named or (path.exists() and not path.is_file() and not path.is_dir())

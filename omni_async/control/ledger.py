@@ -30,7 +30,7 @@ from omni_async.control.control_state import LedgerState
 from omni_async.types import LedgerEntry
 
 _ENCODER = msgspec.json.Encoder()
-_LONGEST_LINE = 2**24  # bytes; what is longer is no record
+_LONGEST_LINE = 2**24  # bytes; a longer line is no record
 
 
 class ConservationError(AssertionError):

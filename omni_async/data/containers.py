@@ -35,7 +35,7 @@ def require_whole(file: BinaryIO) -> None:
 
 
 def _riff(file: BinaryIO, size: int, wave: bool) -> None:
-    """Look at the chunks of a WAV up to its data, or at those at the top of an AVI."""
+    """Look at the chunks of a WAV up to its data, or at the top-level chunks of an AVI."""
     place = 12 if wave else 0
     for _ in range(_MOST_BOXES):
         file.seek(place)
@@ -99,7 +99,7 @@ def _matroska(file: BinaryIO, size: int) -> None:
         kind, at = _number(header, 0, keep=True)
         length, at = _number(header, at, keep=False)
         if length < 0 or (kind not in (_EBML, _SEGMENT) and place == 0):
-            return  # of a stream, whose length nobody knew
+            return  # a stream of unknown length
         place += at + length
         if place > size:
             raise ConfigError(_CUT.format(have=size, wants=place))

@@ -34,7 +34,7 @@ def _png(content: bytes) -> tuple[bytes, int]:
     for _ in range(_MOST_PARTS):
         kind = content[place + 4 : place + 8]
         end = place + 12 + int.from_bytes(content[place : place + 4])
-        last = kind == b"IEND" or end > len(content)  # what was cut off is the decoder's to report
+        last = kind == b"IEND" or end > len(content)  # the decoder reports cut-off data
         if kind in _OF_PNG or last:
             kept.append(content[place:end])
         elif kind == b"eXIf":

@@ -51,7 +51,7 @@ def plain_rows(
         file: open for reading.
         where: the file's name, with which an error begins.
         most_rows: how many rows there may be.
-        most_columns: how many columns, with those in structs.
+        most_columns: how many columns, with the columns in structs.
         largest_row: how many bytes of text a row may have.
         most_values: how many values all lists together may have.
 
@@ -138,7 +138,7 @@ def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
 def _chunks(file: BinaryIO, num_columns: int, where: str) -> list[list[_Chunk]]:
     """Return where the columns of every row group are.
 
-    The footer is read here, because pyarrow ends the process where what it has of a column is damaged."""
+    The footer is read here, because pyarrow ends the process if its metadata of a column are damaged."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 4, size - 8), "little")
     try:
@@ -182,7 +182,7 @@ def _require_plain(kind: Any, where: str) -> None:
 
 
 def _num_bytes(array: Any) -> int:
-    """Return the bytes of an array's values; an entry of a dictionary counts as often as it is there."""
+    """Return the bytes of an array's values; an entry of a dictionary counts as often as it occurs."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -101,7 +101,7 @@ def _put(unfinished: Path, out: Path) -> None:
 
 
 def _unfinished(out: Path) -> list[Path]:
-    """Return the folders, no links, whose names are those of unfinished exports to `out`."""
+    """Return the folders, no links, with the names of unfinished exports to `out`."""
     name = re.compile(rf"{re.escape(_begin(out))}\d+-[0-9a-f]{{16}}\.partial")
     try:
         with os.scandir(out.parent) as entries:

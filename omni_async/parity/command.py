@@ -87,7 +87,7 @@ def parity(options: argparse.Namespace) -> int:
 
 
 def _inputs(target: str, overrides: list[str]) -> list[Path]:
-    """Return what a recipe names; nothing of a family."""
+    """Return the files that a recipe names; nothing for a family."""
     return inputs_of(Path(target), load(target, overrides)) if _is_recipe(Path(target)) else []
 
 

@@ -1,9 +1,10 @@
 """Bounds how many connections an HTTP server has, and deals them out to addresses.
 
-When all are in use, a new connection closes a connection that sent no request yet, or else the longest idle connection of
-the address with the most. A request under way is never ended: the new connection
-is refused. An idle connection, or a connection whose headers do not end, is closed after `IDLE_S`. aiohttp closes it
-through its `keepalive_timeout`. Before the first request this module does, because aiohttp 3.13 waits for ever.
+When all are in use, a new connection closes a connection that sent no request yet, or else the longest idle connection
+of the address with the most. A request under way is never ended: the new connection is refused.
+
+An idle connection, or a connection whose headers do not end, is closed after `IDLE_S`. aiohttp closes it through its
+`keepalive_timeout`. Before the first request this module closes it, because aiohttp 3.13 would wait for ever.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Scoring:
     async def score(self, samples: Sequence[tuple[str | None, Media, Prompt]], client: str = "") -> list[Outcome]:
         """Return one outcome per sample: (key, media, prompt). Raises NotNow if none of them can be taken.
 
-        A client gets half of the places, or those of one request; clients take turns."""
+        A client gets half of the places, or the places of one request; clients take turns."""
         if reason := self.down:
             raise NotNow(reason)
         if (waiting := self._num_waiting()) + len(samples) > self._most_waiting:

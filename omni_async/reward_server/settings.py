@@ -32,8 +32,8 @@ class Server(Section, kw_only=True, frozen=True):
     """Bytes of requests that are held at once; the next one is read when there is room. A client's address holds half
     of them, or one body."""
     max_connections: Annotated[int, most(100_000, ge=1)] = 1000
-    """Connections at once, seven of eight of one address at most. Beyond, a new connection closes a silent one, or else an
-    idle one. It never ends a request under way."""
+    """Connections at once, seven of eight of one address at most. Beyond, a new connection closes a silent one, or else
+    an idle one. It never ends a request under way."""
     max_waiting: InMemory = 4096
     """Samples that may wait for a scorer; further requests are answered with 503. A client's address may have
     half of them, or one request; addresses take turns."""

@@ -217,7 +217,7 @@ def _of_json(text: str) -> float | None:
     """Return the number of an object that has one `score`, or one `rating`; None for any other text."""
     try:
         decode_json(text.encode())
-        pairs = json.loads(text, object_pairs_hook=list)  # which keeps a key that is there twice
+        pairs = json.loads(text, object_pairs_hook=list)  # a list keeps a key that occurs twice
     except (msgspec.MsgspecError, ValueError, RecursionError):  # also half a surrogate pair, which is no UTF-8
         return None
     found = [value for key, value in pairs if key in ("score", "rating")]

@@ -124,7 +124,7 @@ def encode(message: Any, form: str) -> bytes:
 
 
 def widening(body: bytes | bytearray, form: str) -> int:
-    """Return how many bytes the texts of a request may take in memory beyond those of its body, at most.
+    """Return how many bytes the texts of a request may take in memory beyond the bytes of its body, at most.
 
     Raises WireError for MessagePack that is no request."""
     if form == JSON:

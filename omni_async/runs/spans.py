@@ -38,7 +38,7 @@ _CALL = np.dtype([("start", "f8"), ("end", "f8"), ("offset", "i8"), ("size", "u4
 
 _MOST_KINDS = 255
 _LARGEST = 2**31  # numbers of groups and prompts are below
-# A run has no more; what is beyond is put together.
+# A run has no more; further ones are merged.
 _MOST_ACTORS = 10_000
 _MOST_TRACKS = 200
 _MOST_PROMPTS = 10_000  # of one call

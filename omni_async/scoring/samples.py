@@ -60,7 +60,7 @@ def find_samples(paths: list[Path], max_chars: int, images_in: Sequence[Path] = 
         images_in: folders that may contain images of prompts, in addition to the folder of the file that names them.
 
     Raises:
-        ConfigError: what cannot be a sample, in one line."""
+        ConfigError: an invalid sample, in one line."""
     found = [sample for path in paths for sample in _samples_of(path, max_chars, images_in)]
     return [replace(sample, prompt=replace(sample.prompt, index=i)) for i, sample in enumerate(found)]
 

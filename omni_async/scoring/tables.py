@@ -123,7 +123,7 @@ def _csv(file: BinaryIO, table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cell(key: str, cell: str, where: str) -> Any:
-    """Return a cell of a CSV: those of lists and objects are JSON."""
+    """Return a cell of a CSV; cells of lists and objects are JSON."""
     if key not in ("metadata", "images"):
         return cell
     found = decode(cell, f"{where}: {key}")

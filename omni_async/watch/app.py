@@ -236,7 +236,7 @@ class WatchApp:
         return _json(answer)
 
     def _media(self, version: int | None, prompt: str) -> list[dict[str, str]]:
-        """Return the samples of a prompt that its update showed, if it showed any. `prompt`: what it begins with."""
+        """Return the samples of a prompt that its update showed, if any. `prompt`: the beginning of its text."""
         run = self._live.run
         if version is None or ("train", version) not in self._live.follower.samples:
             return []

@@ -52,7 +52,7 @@ class _Answer(TypedDict, total=False):
 
 
 def require_answer(answer: Mapping[str, Any]) -> None:
-    """Raise msgspec.ValidationError unless the page can show what a run answered."""
+    """Raise msgspec.ValidationError unless the page can show a run's answer."""
     msgspec.convert(answer, _Answer)
 
 

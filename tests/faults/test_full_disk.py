@@ -43,7 +43,7 @@ def no_space(path: Path) -> NoReturn:
 
 
 def full(path: Path) -> None:
-    """Make every append to a file meet a full device."""
+    """Make every append to a file fail with a full device."""
     _ON_A_FULL_DEVICE.add(path)
 
 

@@ -354,7 +354,7 @@ def damages_of(path: Path) -> tuple[Damage, ...]:
 
 
 def sign(folder: Path) -> None:
-    """Write a manifest that fits what a checkpoint holds now, as who damages one on purpose would."""
+    """Write a manifest that fits what a checkpoint holds now, as an attacker would."""
     import xxhash
 
     manifest = folder / MANIFEST_FILE

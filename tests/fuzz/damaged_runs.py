@@ -1,7 +1,7 @@
 """The world of damaged run folders: whole runs to copy, one case of damage, and what every command makes of it.
 
 A case is known by a seed and a number. `Case.of` draws the run, its state, the file, the damage and the commands of it;
-`play` makes the folder, runs the commands in this process, and returns what is wrong with how they ended.
+`play` makes the folder, runs the commands in this process, and returns the problems of how they ended.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ _SHARE = {
 
 @dataclass(frozen=True)
 class Case:
-    """One damage and the commands that read what is damaged. file: below the run folder, or below `tables`."""
+    """One damage and the commands that read the damaged files. file: below the run folder, or below `tables`."""
 
     seed: int
     number: int
@@ -360,7 +360,7 @@ class _Place:
                 (self.run / name).unlink()
 
     def snapshot(self) -> dict[str, tuple[Any, ...]]:
-        """Return the state of everything but the results. Commands must not change it; some may change the run folder."""
+        """Return the state of everything but the results. No command may change it; some may change the run folder."""
         shared = [self.base / name for name in ("recipe.yaml", "prompts.txt", "validation.txt", "model", "runs")]
         found = [*self.top.rglob("*"), *shared]
         return {str(path): _state(path) for path in found if self.out not in (path, *path.parents)}
@@ -422,7 +422,7 @@ def _played(place_: _Place, command: str, rng: random.Random) -> Played:
     changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     may_write = command in ("resume", "train")
     changed = [path for path in changed if not (may_write and path.startswith(own))]
-    if command == "train":  # what is downloaded or compiled is of no case
+    if command == "train":  # downloaded or compiled files belong to no case
         changed = [path for path in changed if not path.startswith(str(place_.top / "tmp"))]
     problems += [f"changed {path[len(str(place_.top)) + 1 :]!r}" for path in changed[:3]]
     if place_.damaged is None or place_.damaged != place_.named:
@@ -745,7 +745,7 @@ def watch_over(log: Path, wall_s: float) -> None:
 
 
 def forbidden(played: Sequence[Played], usual: dict[str, Played], most_cpu_s: float = MOST_CPU_S) -> Iterator[str]:
-    """Yield what is wrong with a case's commands, `usual` being those of the undamaged folder."""
+    """Yield the problems of a case's commands. `usual`: the commands of the undamaged folder."""
     for one in played:
         yield from (f"{one.command}: {problem}" for problem in one.problems)
         if one.command in usual:

@@ -120,7 +120,7 @@ def _place_in(log: str) -> str:
 
 
 def _fork(slot: Path, base: Path, batch: Sequence[Case], wall_s: float) -> int:
-    """Play a batch in a child. A line of `slot`/results is a case; what the child did last is in `slot`/log."""
+    """Play a batch in a child. A line of `slot`/results is a case; the child's last action is in `slot`/log."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
