@@ -138,7 +138,7 @@ def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
 def _chunks(file: BinaryIO, num_columns: int, where: str) -> list[list[_Chunk]]:
     """Return where the columns of every row group are.
 
-    The footer is read here, because pyarrow ends the process if its metadata of a column are damaged."""
+    The footer is read here, because pyarrow ends the process if a column's metadata is damaged."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 4, size - 8), "little")
     try:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 # No run writes a longer line, or more values in one.
 LONGEST_LINE = 2**24  # bytes
 _MOST_VALUES = 500_000
-# Most that a foreign file may hold in memory: lines, and about so many bytes.
+# Most that is kept of a foreign file: lines, and about so many bytes of memory.
 MOST_LINES = 300_000
 _MOST_MEMORY = 250_000_000
 # Values of a record that its bytes below account for: a field takes less than a value of an unknown mapping.
