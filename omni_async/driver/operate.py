@@ -211,7 +211,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
 
     running: another process has it all the same, on another machine perhaps. update: the last one in its metrics, 0 if
     there is none; numbers: that update's. checkpoint: the newest folder. ended: groups by how they ended, and why, by
-    the ledger."""
+    the ledger. unread: why lines of the ledger are not counted; None: all are."""
 
     run: str
     running: bool
@@ -224,6 +224,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     ended: dict[str, int] = {}
     reject_reasons: dict[str, int] = {}
     drop_reasons: dict[str, int] = {}
+    unread: str | None = None
 
 
 def left_behind(folder: Path) -> LeftBehind:
@@ -263,10 +264,11 @@ def _measured(run: RunDirectory) -> tuple[list[Round], dict[str, float]]:
     return read_rounds(rounds), last
 
 
-def _endings(run: RunDirectory) -> dict[str, dict[str, int]]:
-    """Return how groups ended by the ledger, and why; what cannot be read of it is left out."""
-    entries, _ = read_foreign(run.ledger, LedgerEntry, run.path)
-    return dict(zip(("ended", "reject_reasons", "drop_reasons"), ended_groups(entries), strict=True))
+def _endings(run: RunDirectory) -> dict[str, Any]:
+    """Return how groups ended by the ledger, the reasons, and why lines of it are not counted."""
+    entries, unread = read_foreign(run.ledger, LedgerEntry, run.path)
+    counts = dict(zip(("ended", "reject_reasons", "drop_reasons"), ended_groups(entries), strict=True))
+    return {**counts, "unread": unread}
 
 
 def left_behind_lines(found: LeftBehind) -> list[str]:
@@ -285,6 +287,8 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
         lines.append(validated(point))
     if found.ended:
         lines += groups_left_out(found.ended, found.reject_reasons, found.drop_reasons)
+    if found.unread is not None:
+        lines.append(f"groups are counted from part of ledger.jsonl: {found.unread}")
     return lines if found.running else [*lines, *_goes_on(found)]
 
 

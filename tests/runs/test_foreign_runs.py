@@ -224,6 +224,15 @@ def test_what_is_held_of_a_file_is_bounded_in_lines_and_in_memory(folder, monkey
     assert "is read up to line 1" in read_run(folder).left_out["metrics.jsonl"]
 
 
+def test_the_status_of_a_killed_run_reports_lines_of_the_ledger_that_are_not_counted(folder, capsys):
+    (folder / "summary.json").unlink()
+    assert main(["status", str(folder)]) == 0 and "part of ledger.jsonl" not in capsys.readouterr().out
+    with (folder / "ledger.jsonl").open("ab") as ledger:
+        ledger.write(b"damaged\n")
+    assert main(["status", str(folder)]) == 0
+    assert "groups are counted from part of ledger.jsonl: 1 line cannot be read" in capsys.readouterr().out
+
+
 def test_values_are_counted_before_a_line_is_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_MOST_VALUES", 10)
     decoder = msgspec.json.Decoder()
