@@ -60,7 +60,7 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], path: Path) -> di
         if f"{key}.".startswith(("reward.scorers.", "reward.servers.")) or key == "reward":
             _anchor_scorers(tree, Path.cwd())
     with errors_of(path):
-        _require_plain(tree)
+        require_plain_tree(tree)
     return tree
 
 
@@ -119,7 +119,7 @@ def _read(
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}")
     with errors_of(path):
-        _require_plain(tree)
+        require_plain_tree(tree)
     for key in _PATHS:
         _anchor(tree, key, path.parent)
     _anchor_scorers(tree, path.parent)
@@ -241,7 +241,7 @@ def _resolved(path: str, given: str, folder: Path, hub: bool) -> str:
     return str(resolved)
 
 
-def _require_plain(value: Any, path: tuple[str, ...] = ()) -> None:
+def require_plain_tree(value: Any, path: tuple[str, ...] = ()) -> None:
     """Refuse values that no field can mean, also inside a scorer's free-form options.
 
     They are nan, infinity, YAML's rarer types, and deep structures."""
@@ -254,7 +254,7 @@ def _require_plain(value: Any, path: tuple[str, ...] = ()) -> None:
                 raise ConfigError(
                     f"{key_path or 'the file'}: half a surrogate pair is no character, got the key {shown(key)}"
                 )
-            _require_plain(item, (*path, str(key)))
+            require_plain_tree(item, (*path, str(key)))
     elif isinstance(value, str) and not _is_encodable(value):
         raise ConfigError(f"{key_path}: half a surrogate pair is no character, got {shown(value)}")
     elif isinstance(value, float) and not math.isfinite(value):

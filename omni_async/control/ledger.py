@@ -12,6 +12,7 @@ checkpoint, and a resumed run reads them once. Lines end in a line feed and in n
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections import Counter
@@ -167,13 +168,18 @@ class JsonlSink:
         os.fsync(self._write().fileno())
 
 
+_MOST_VOID = 2**28  # bytes; an attempt writes some 500 for each group after its last checkpoint
+
+
 def _keep(path: Path, counted: LedgerState) -> None:
     """Move lines that do not count: they are in the void file before they are gone from this one."""
     require_prefix(path, counted)
     if not path.exists():
         return
     require_file(path, within=path.parent)
-    if path.stat().st_size > counted.size:
+    if (rest := path.stat().st_size - counted.size) > _MOST_VOID:
+        raise OSError(errno.EFBIG, f"{rest} bytes follow the lines that the checkpoint counts; remove them", str(path))
+    if rest > 0:
         with open_update(path) as file, BufferedWriter(open_append(path.with_name(f"{path.name}.void"))) as void:
             file.seek(counted.size)
             shutil.copyfileobj(file, void)

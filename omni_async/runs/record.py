@@ -15,11 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import msgspec
-
 from omni_async.checkpoint.folders import by_version
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within, read_file, require_file
+from omni_async.config.tree import require_plain_tree
 from omni_async.config.yaml_text import parse_yaml
 from omni_async.control.rounds import Round
 from omni_async.ranges import FARTHEST_S, count, finite
@@ -261,7 +260,7 @@ def run_config(run: RunDirectory, left_out: dict[str, str]) -> dict[str, Any]:
     try:
         content = read_file(run.config_yaml, _LARGEST_CONFIG, within=run.path)
         found = parse_yaml(content.decode(), run.config_yaml.name)
-        msgspec.json.encode(found)  # a page cannot hold half a surrogate pair
+        require_plain_tree(found)  # no page can hold other numbers and texts
     except (OSError, ValueError, RecursionError) as error:
         left_out[run.config_yaml.name] = f"cannot be read: {reason_of(error)}"
         return {}

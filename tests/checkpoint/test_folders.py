@@ -25,6 +25,7 @@ from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 from omni_async.version_spans import VersionSpans
+from tests.patience import PATIENCE
 
 
 def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
@@ -166,6 +167,17 @@ def test_no_link_leads_a_writer_out_of_the_folder(tmp_path, kind):
     rotate(checkpoints, 1, make(checkpoints, 20))
     assert names(checkpoints.iterdir()) == ["update-000020"] and not (checkpoints / "update-000020").is_symlink()
     require_whole(before)
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch])
+@pytest.mark.parametrize("name", ["update-000002", ".update-000002.old", ".update-000002.partial"])
+def test_a_pipe_or_a_file_in_the_place_of_a_checkpoint_is_replaced(tmp_path, make, name):
+    make(tmp_path / name)
+    folder = tmp_path / "update-000002"
+    (begin(folder) / "content").touch()
+    put_in_place(folder)
+    assert [*tmp_path.iterdir()] == [folder] and (folder / "content").is_file()
 
 
 def test_checkpoints_that_are_a_link_are_another_runs(tmp_path):

@@ -300,6 +300,15 @@ def test_a_ledger_that_is_gone_or_no_file_is_refused_at_once(tmp_path: Path) -> 
             JsonlSink(path, counted)
 
 
+def test_more_than_a_run_writes_behind_the_counted_lines_is_left_where_it_is(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.touch()
+    os.truncate(ledger, 2**29)
+    with pytest.raises(OSError, match="bytes follow the lines that the checkpoint counts"):
+        JsonlSink(ledger, LedgerState(admitted=0, events={}))
+    assert [*tmp_path.iterdir()] == [ledger]
+
+
 def test_what_does_not_say_which_lines_it_counts_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "ledger.jsonl", b"".join(LINES))
     with pytest.raises(LedgerDamaged, match="counts 4 lines of the ledger and does not say which"):

@@ -303,11 +303,16 @@ def play(base: Path, top: Path, case: Case | None, told: Callable[[str], None] =
         commands = (
             case.commands if case else ("report", "watch", "status", "export", "eval", "score", "resume", "train")
         )
+        if case is not None and case.damage == "a_link" and case.file in ("", "."):
+            commands = tuple(one for one in commands if one not in _CONTINUING)  # the user names the link
         played = []
         for command in commands:
             told(command)
             played.append(_played(place_, command, rng))
         return played
+
+
+_CONTINUING = ("resume", "train")  # write into the run folder
 
 
 def _apply(place_: _Place, case: Case, rng: random.Random) -> None:
@@ -677,7 +682,7 @@ def _job(run: Path, answers: str, rng: random.Random) -> Iterator[None]:
             return
         listening = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
-            here = os.open(run, os.O_RDONLY)
+            here = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
             listening.bind(f"/proc/self/fd/{here}/control.sock")
             os.close(here)
             listening.listen(16)

@@ -138,8 +138,9 @@ def test_a_report_replaces_no_pipe_s_reader_and_no_file_that_the_recipe_names(fo
     assert "--out" in capsys.readouterr().err and prompts.read_text() == "a cat\n"
 
 
-def test_a_text_that_no_page_can_hold_is_left_out_with_config_yaml(folder):
-    (folder / "config.yaml").write_text('model: {pipeline: "a \\ud800"}\n')
+@pytest.mark.parametrize("value", ['"a \\ud800"', str(10**400), ".nan"])
+def test_a_value_that_no_page_can_hold_is_left_out_with_config_yaml(folder, value):
+    (folder / "config.yaml").write_text(f"buffer: {{groups: {value}}}\n")
     assert "config.yaml" in read_run(folder).left_out
     page(folder)
 
