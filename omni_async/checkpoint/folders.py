@@ -138,8 +138,8 @@ def begin(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all below it, or the link, pipe or file in its place. Ignores errors."""
-    if folder.is_symlink() or not folder.is_dir():  # `rmtree` would open a pipe, and wait for a writer
+    """Remove a folder with all below it, or a link, pipe or device in its place. Leaves files. Ignores errors."""
+    if folder.is_symlink() or not (folder.is_dir() or folder.is_file()):  # `rmtree` would wait for a pipe's writer
         with contextlib.suppress(OSError):
             folder.unlink()
     else:
