@@ -41,12 +41,7 @@ def decode_json(content: bytes | bytearray, kind: type[T] | Any = Any, most: int
     Raises msgspec.DecodeError: it is not JSON, not of `kind`, nested too deeply, or has too many values."""
     if sum(map(content.count, (b",", b"[", b"{"))) > most:
         raise msgspec.DecodeError(f"more than {most} values")
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except RecursionError:
-        raise msgspec.DecodeError("nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise msgspec.DecodeError(f"not UTF-8: {error}") from None
+    return _decoded(msgspec.json.decode, content, kind)
 
 
 def decode_msgpack(
@@ -63,8 +58,13 @@ def decode_msgpack(
     Raises msgspec.DecodeError: it is not MessagePack, not of `kind`, nested too deeply, or has too many values or too
     long a text."""
     widening(content, most, longest)
+    return _decoded(msgspec.msgpack.decode, content, kind)
+
+
+def _decoded(decode: Any, content: bytes | bytearray, kind: Any) -> Any:
+    """Decode, with msgspec.DecodeError as the only exception."""
     try:
-        return msgspec.msgpack.decode(content, type=kind)
+        return decode(content, type=kind)
     except RecursionError:
         raise msgspec.DecodeError("nested too deeply") from None
     except UnicodeDecodeError as error:

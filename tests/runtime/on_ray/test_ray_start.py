@@ -40,7 +40,8 @@ def instead(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
     """Runs `script` where Ray would be started. Returns a file with a line for each start."""
     starts = folder / "starts"
     (folder / "fake.py").write_text(
-        f"import json, sys, time\nprint(file=open({str(starts)!r}, 'a'))\n{script}\nsys.stdout.flush()\n"
+        "import json, sys, time\nsys.stdout.reconfigure(line_buffering=True)\n"  # as Ray's own start flushes its lines
+        f"print(file=open({str(starts)!r}, 'a'))\n{script}\n"
     )
     monkeypatch.setattr(ray_local, "head", SimpleNamespace(__file__=str(folder / "fake.py")))
     return starts
