@@ -42,6 +42,7 @@ _WATCH_S = 5.0  # between two looks at one that runs
 _ANSWER_S = 30.0  # a server that computes may take so long to say that it is well; without an answer, it is lost
 _GRACE_S = 5.0
 _LONGEST_TAIL = 600
+_READ_BACK = 1 << 18  # bytes; two processes print their tracebacks after the one that failed first
 # What vLLM's processes say because another one has failed, which has printed why.
 _FOLLOWS = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed")
 # How vLLM, or a process of it, reports a port that another process has.
@@ -50,6 +51,9 @@ _ADDRESS_IN_USE = re.compile(r"\bEADDRINUSE\b|address already in use", re.IGNORE
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ \S+ \S+ \[[^\]\n]*\] )?", re.MULTILINE)
 # The line that ends a traceback, and indented ones after it, where some exceptions have their reason.
 _RAISED = re.compile(r"^[\w.]+(?:Error|Exception)\b(?:: .*)?(?:\n[ \t].+){0,2}", re.MULTILINE)
+
+# How vLLM logs that kernels of it did not load. It then fails at the first kernel that it calls.
+_NOT_LOADED = re.compile(r"Failed to import from vllm\.\w+: \w+\((?:'([^'\n]+)'|\"([^\"\n]+)\")")
 
 
 class ServerNotStarted(RuntimeError):
@@ -188,7 +192,7 @@ class VllmServer(Service):
         """Return the end of the output of the process that was started last."""
         try:
             with open_file(self._log) as log:
-                log.seek(max(self._printed_from, log.seek(0, os.SEEK_END) - 20 * _LONGEST_TAIL))
+                log.seek(max(self._printed_from, log.seek(0, os.SEEK_END) - _READ_BACK))
                 return log.read().decode("utf-8", "replace")
         except OSError:
             return ""
@@ -221,7 +225,11 @@ def _reason(printed: str) -> str:
     text = _PREFIX.sub("", printed.replace("\r", "\n"))
     raised = [found[0] for found in _RAISED.finditer(text)]
     first = [one for one in raised if not _FOLLOWS.search(one)]
-    return (first or raised or text.strip().splitlines() or [""])[-1]
+    reason = (first or raised or text.strip().splitlines() or [""])[-1]
+    if kernels := _NOT_LOADED.search(text):
+        package = " (on Debian: apt install libnuma1)" if "libnuma" in kernels[0] else ""
+        return f"its kernels did not load: {kernels[1] or kernels[2]}{package}; {reason}"
+    return reason
 
 
 def _group_lives(group: int) -> bool:

@@ -13,6 +13,20 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
+def _define_activation() -> None:
+    """Define the operator that vLLM's activation layer looks up, where vLLM's kernels do not load.
+
+    They link libnuma, which a slim Linux lacks. On a CPU the layer never calls the operator: it computes with torch."""
+    CpuPlatform.import_kernels()  # Before we look: a kernel cannot be defined a second time.
+    if not hasattr(torch.ops._C, "silu_and_mul"):
+        _OPERATORS.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
+
+
+# Torch forgets the operators of a library that is collected.
+_OPERATORS = torch.library.Library("_C", "FRAGMENT")
+_define_activation()
+
+
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     _omni_enum = OmniPlatformEnum.OOT
     # vLLM-Omni writes logical device numbers here, so it must not be the variable from which vLLM reads NUMA nodes.

@@ -61,7 +61,8 @@ class LocalServers:
     def __init__(self, wanted: list[Server], tell: Tell) -> None:
         """Plan the replicas, with accelerators of their own where they want some. ConfigError if that cannot be."""
         self._tell = tell
-        self._logs = Path(tempfile.gettempdir()) / "omni-async-servers"
+        # Another user, or another command, may have a folder of any name that we could choose.
+        self._logs = Path(tempfile.mkdtemp(prefix="omni-async-servers-"))
         self._replicas: dict[str, tuple[Server, str | None]] = {}
         self._running: dict[str, VllmServer] = {}
         self._ready: dict[str, dict[str, str]] = {server.name: {} for server in wanted}

@@ -33,6 +33,13 @@ from tests.pipelines.families import FAMILIES, NAMES, QWEN_IMAGE, SD3, WAN, Fami
 ALL = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
 
 
+def run_parity(name: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on vLLM-Omni in a child process: an engine claims its process."""
+    command = [sys.executable, "-m", "omni_async.cli", "parity", name, "--engine", "vllm_omni", "--json", "rows.json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+
+
 def engine_rows(subject: Subject, engine: DiffusersEngine | None = None) -> list[Row]:
     async def collect() -> list[Row]:
         started = engine or DiffusersEngine("diffusers", subject.policy, dtype=torch.float32, max_batch=8, device="cpu")
@@ -59,15 +66,29 @@ def test_a_family_computes_what_its_pipeline_does_and_the_reference_engine_what_
 @pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_vllm_omni_computes_what_the_trainer_does(name, tmp_path):
-    """Runs the command itself: an engine claims its process."""
-    command = [sys.executable, "-m", "omni_async.cli", "parity", name, "--engine", "vllm_omni", "--json", "rows.json"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
-    )
+    done = run_parity(name, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     rows = [row for found in json.loads((tmp_path / "rows.json").read_text()).values() for row in found]
     assert sum(row["subject"] == "vllm_omni" for row in rows) == 8 * sum(family.name == name for family in FAMILIES)
     assert done.stdout.count("| ok     |") == len(rows) and "FAILED" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_vllm_omni_needs_no_libnuma_which_a_slim_linux_lacks(tmp_path):
+    """z_image is the family whose transformer looks up an operator of vLLM's kernels, which link libnuma."""
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    (libraries / "libnuma.so.1").touch()  # The loader finds this file first and cannot load it.
+    hidden = {"LD_LIBRARY_PATH": str(libraries)}
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import ctypes; ctypes.CDLL('libnuma.so.1')"],
+        env=os.environ | hidden,
+        capture_output=True,
+    )
+    assert loaded.returncode != 0, "the empty library does not hide the system's"
+    done = run_parity("z_image", tmp_path, **hidden)
+    assert (done.returncode, done.stderr) == (0, "") and "FAILED" not in done.stdout
 
 
 @ALL

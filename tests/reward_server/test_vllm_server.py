@@ -155,6 +155,13 @@ LOGGED = "(EngineCore pid=7) ERROR 11-23 21:34:11 [core.py:9] "
             f"{LOGGED}ValueError: no memory\n(APIServer pid=1) RuntimeError: Engine core initialization failed.",
             "no memory",
         ),
+        (
+            "WARNING 1 2 [cpu.py:608] Failed to import from vllm._C: ImportError('libnuma.so.1: cannot open shared "
+            "object file: No such file or directory')\nERROR 1 2 [a.py:1] AttributeError: no attribute 'init'\n"
+            "(EngineCore pid=7) Exception: WorkerProc initialization failed due to an exception. See stack trace.",
+            "its kernels did not load: libnuma.so.1: cannot open shared object file: No such file or directory "
+            "(on Debian: apt install libnuma1); AttributeError: no attribute 'init'",
+        ),
         ("(APIServer pid=1) WARNING 1 2 [a.py:1] errors like `OSError: [Errno 24]` may come\nKilled", "Killed"),
     ],
 )
