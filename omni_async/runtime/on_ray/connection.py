@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from omni_async.aio.threads import in_daemon_thread
+from omni_async.aio.threads import DaemonThread, in_daemon_thread
 from omni_async.config.ray_cluster import ClusterAddress
 from omni_async.runtime.cluster import StartError
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
@@ -102,7 +102,7 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
         try:
             found = local.address(deadline - time.monotonic(), stop)
             reread_environment()
-            ray.init(address=found, **_QUIET)
+            _init(address=found)
             return Connection(True, local)
         except Exception as error:  # Ray raises bare ones, too
             local.end()
@@ -130,12 +130,25 @@ def _join(address: str, named_by: str) -> Connection:
         raise StartError(f"{named_by}: nobody answers at {address}: {_one_line(error)}") from error
     try:
         reread_environment()
-        ray.init(address=address, runtime_env={"env_vars": environment}, **_QUIET)
+        _init(address=address, runtime_env={"env_vars": environment})
     except Exception as error:
         _leave()
         refused = f"{named_by}: cannot join Ray at {address}: {_one_line(error)}"
         raise StartError(refused + _about_tokens()) from error
     return Connection(True, None)
+
+
+def _init(**options: Any) -> None:
+    """Call `ray.init` in a thread that then ends.
+
+    Ray counts objects and actors by thread, and the thread that joins keeps the driver's identity. With two such threads
+    in a process that joined twice, new objects get the ids of others: a reader gets the wrong value, or Ray aborts the
+    process."""
+    joining = DaemonThread("join Ray")
+    try:
+        joining.submit(ray.init, **options, **_QUIET).result()
+    finally:
+        joining.shutdown()
 
 
 def _require_listener(address: str) -> None:

@@ -4,6 +4,8 @@ stand for Ray."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,3 +177,40 @@ def test_what_is_set_for_the_driver_alone_is_not_handed_on_and_a_users_own_token
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     ray_local.use_a_token()
     assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+@pytest.mark.parametrize("cluster", [None, ClusterAddress("auto", "run.ray_address")])
+def test_the_thread_that_joins_ray_ends(tmp_path, monkeypatch, cluster):
+    instead(monkeypatch, tmp_path, "print(json.dumps({'address': 'here'}))\nsys.stdin.read()")
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(ray_connection.ray, "init", lambda **_: threads.append(threading.current_thread()))
+    connect(cluster, 1).close()
+    (joined,) = threads
+    joined.join(PATIENCE)
+    assert not joined.is_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_process_that_joins_ray_twice_reads_what_it_stored():
+    """In a child process: where two threads number their objects alike, Ray may abort the process."""
+    done = subprocess.run([sys.executable, "-c", _TWICE], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "[('first', 0), ('second', 0), ('first', 1), ('second', 1)]\n"), (
+        done.stderr
+    )
+
+
+_TWICE = """
+import ray
+from omni_async.aio.threads import DaemonThread
+from omni_async.runtime.on_ray.connection import connect
+first, second = DaemonThread("first"), DaemonThread("second")
+connection = first.submit(connect, None, 1).result()
+second.submit(ray.put, "a value").result()
+first.submit(connection.close).result()
+connection = second.submit(connect, None, 1).result()
+threads = {"first": first, "second": second}
+stored = [threads[name].submit(ray.put, (name, i)).result() for i in range(2) for name in threads]
+print(ray.get(stored, timeout=60))
+connection.close()
+"""
