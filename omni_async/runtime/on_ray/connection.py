@@ -141,9 +141,9 @@ def _join(address: str, named_by: str) -> Connection:
 def _init(**options: Any) -> None:
     """Call `ray.init` in a thread that then ends.
 
-    Ray counts objects and actors by thread, and the thread that joins keeps the driver's identity. With two such threads
-    in a process that joined twice, new objects get the ids of others: a reader gets the wrong value, or Ray aborts the
-    process."""
+    Ray counts objects and actors by thread, and the thread that joins keeps the driver's identity. With two such
+    threads in a process that joined twice, new objects get the ids of others: a reader gets the wrong value, or Ray
+    aborts the process."""
     joining = DaemonThread("join Ray")
     try:
         joining.submit(ray.init, **options, **_QUIET).result()
