@@ -31,7 +31,7 @@ _LONGEST_ANSWER = 2**24
 _MOST_CLIENTS = 64
 _PATIENCE_S = 10.0  # for a client's line, and for it to take its answer
 _BEAT_S = 10.0  # a run that changes its workers sends a line as often
-_ANSWER_S = 60.0
+_ANSWER_S = 30.0
 
 
 class ControlError(RuntimeError):
