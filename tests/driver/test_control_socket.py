@@ -120,6 +120,19 @@ def test_what_cannot_be_done_is_said_in_one_line(path: Path) -> None:
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_credentials_in_what_a_run_waits_for_or_refuses_are_masked(path: Path, error: type[Exception]) -> None:
+    received: list[str] = []
+
+    async def refuses(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        tell("https://me:hunter2@h is asked")
+        raise error("https://me:hunter2@h failed")
+
+    with pytest.raises(ControlError, match=r": https://\*\*\*@h failed$"):
+        serve(path, refuses, lambda: ask(path, Request({"rollout": 3}), tell=received.append))
+    assert received == ["https://***@h is asked"]
+
+
 def test_clients_that_ask_for_nothing_are_cut_off_and_keep_nobody_out(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_server_is_sent_the_credentials_of_the_environment(
     assert received == [None, sent], "our own question of whether it is there goes without"
 
 
+@pytest.mark.thorough
 def test_the_user_interface_is_at_loopback_by_default() -> None:
     from click import Context
     from mlflow.cli import cli
