@@ -27,7 +27,7 @@ class ServiceSite:
     """What a worker of a service is built with, in its process.
 
     `name`: the worker's, which no other worker of the attempt has; `index`: its slot, from 0. `config`: the whole
-    recipe; `settings`: the service's own section, or None. `host`: the address under which other machines of the run
+    recipe; `settings`: the service's own section, or None. `host`: the address under which other workers of the run
     reach this one. `tell(text)` shows a line on the console; `addresses(role)` waits until a worker of a service is
     ready, and returns the addresses of those that are, by name."""
 

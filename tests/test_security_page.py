@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.recipe import load_text
+
 _ROOT = Path(__file__).parents[1]
 _PAGE = (_ROOT / "docs/security.md").read_text(encoding="utf-8")
 # By what begins its row: a phrase of the row, where its number is defined, and the number.
@@ -62,6 +64,12 @@ _BOUNDS = [
     ("request to `watch`", "16 KiB a body", "watch.app._LARGEST", 2**14),
     ("request to `watch`", "256 connections", "watch.serve._MOST_CONNECTIONS", 256),
     ("request to `watch`", "64 MiB each", "watch.app._LARGEST_SAMPLE", 2**26),
+    ("a running job's", "64 KiB at most", "driver.control_socket._LONGEST_REQUEST", 2**16),
+    ("a running job's", "within ten seconds", "driver.control_socket._PATIENCE_S", 10.0),
+    ("a running job's", "64 clients at once", "driver.control_socket._MOST_CLIENTS", 64),
+    ("a running job's", "waits 30 s", "driver.control_socket._ANSWER_S", 30.0),
+    ("Prometheus metrics", "16 at once", "tracking.sinks.prometheus_sink._MOST_CLIENTS", 16),
+    ("Prometheus metrics", "ten seconds each", "tracking.sinks.prometheus_sink._PATIENCE_S", 10.0),
 ]
 
 
@@ -77,3 +85,11 @@ def test_files_that_the_page_names_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", _PAGE))
     assert len(named) > 30
     assert not [name for name in named if not (_ROOT / "omni_async" / name).is_file() and not (_ROOT / name).is_file()]
+
+
+def test_the_example_of_a_secret_is_a_recipe() -> None:
+    example = _PAGE.partition("```yaml\n")[2].partition("```")[0]
+    scorer = load_text(
+        f"model: {{pipeline: qwen_image, path: model}}\ndata: {{prompts: p.txt}}\n{example}"
+    ).reward.scorers[0]
+    assert scorer.params == {"url": "https://judge.example", "api_key": "env:JUDGE_KEY"}

@@ -27,7 +27,7 @@ from omni_async.bench.table import markdown
 from omni_async.command_line import require_outside
 from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import cluster_address
-from omni_async.config.redact import redact, redact_text
+from omni_async.config.redact import redact, redact_text, secrets_in
 from omni_async.config.schedule import num_existing_devices
 from omni_async.config.writing import write_atomic
 from omni_async.performance.law import async_step
@@ -219,9 +219,10 @@ def _overlap(
 ) -> Overlap:
     emulation, placement = plan.base.emulation, plan.base.placement
     has_gpus = any(role.gpus for role in (placement.rollout, placement.reward, placement.trainer))
+    secrets = secrets_in(msgspec.to_builtins(plan.base))  # `{api_key: ...}` in an override has no form of a credential
     return Overlap(
         recipe=str(plan.recipe),
-        command=redact_text(shlex.join(sys.argv)),
+        command=shlex.join(redact_text(word, secrets) for word in sys.argv),
         started=started,
         machine=describe_machine(with_gpus=emulation is None and has_gpus),
         repeats=plan.repeats,

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 # Escapes within escapes, undone in every order: a JSON body, quoted in JSON, in a Python repr. A hostile text could
 # have more orders than time.
-_DEEPEST = 4
+_DEEPEST = 5  # an escaped secret inside four layers of escapes
 _MOST_VIEWS = 40
 _HEX = rb"[0-9A-Fa-f]"
 _PERCENT = re.compile(rb"%(HH)".replace(b"H", _HEX))

@@ -78,14 +78,14 @@ class Bulletin:
         self._log.add("spans", {"spans": spans})
 
     async def phase(self, text: str) -> None:
-        """Pass a message for the user on to the driver."""
-        self._log.add("phase", {"text": text})
+        """Pass a message for the user on to the driver; credentials are masked."""
+        self._log.add("phase", {"text": redact_text(text)})
 
     async def service_ready(self, worker: str, address: str) -> None:
         """Make known how a service's worker is reached."""
         self._addresses[worker] = address
         self._changed.notify()
-        await self.phase(f"{worker}: ready" + (f" at {redact_text(address)}" if address else ""))
+        await self.phase(f"{worker}: ready" + (f" at {address}" if address else ""))
 
     async def service_lost(self, worker: str) -> None:
         """Forget the address of a service's worker that is gone, or leaves."""

@@ -42,6 +42,7 @@ from typing import Any
 
 from omni_async.config import Config
 from omni_async.config.algorithm import Advantage
+from omni_async.config.redact import redact_text
 from omni_async.control.control_state import Unfinished
 from omni_async.control.ledger import Ledger
 from omni_async.control.sample_table import Sample, SampleSet
@@ -172,7 +173,7 @@ class Group(SampleSet):
         Args:
             run: the run's id.
             event: how the group ended.
-            reason: why it was not trained; None if it was."""
+            reason: why it was not trained, of which credentials are masked; None if it was."""
         versions, scores, trained = self.step_versions, self.scores, self.trained_version
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(
@@ -180,7 +181,7 @@ class Group(SampleSet):
             group=self.number,
             prompt=self.prompt.index,
             event=event,
-            reason=reason,
+            reason=reason and redact_text(reason),
             admitted_version=self.admitted_version,
             trained_version=trained,
             staleness=None if trained is None else trained - 1 - oldest,

@@ -1,7 +1,7 @@
 """Shortens and counts the reasons why samples have no score and groups were not trained. Pure functions.
 
-The ledger has every reason as it was given. A summary needs few and short ones: how often a call was tried, the kind of
-a plain exception and the place in a file distinguish reasons that mean the same.
+The ledger has every reason whole, credentials masked. A summary needs few and short ones: how often a call was tried,
+the kind of a plain exception and the place in a file distinguish reasons that mean the same.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from omni_async.config.decoding import decode_json
 from omni_async.config.reading import require_within
+from omni_async.config.redact import redact_text
 from omni_async.tracking.files import keep_from_children
 
 MOST_WORKERS = 100_000
@@ -31,7 +32,7 @@ _LONGEST_ANSWER = 2**24
 _MOST_CLIENTS = 64
 _PATIENCE_S = 10.0  # for a client's line, and for it to take its answer
 _BEAT_S = 10.0  # a run that changes its workers sends a line as often
-_ANSWER_S = 60.0
+_ANSWER_S = 30.0
 
 
 class ControlError(RuntimeError):
@@ -102,7 +103,7 @@ class ControlSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def tell(text: str) -> None:
             if not writer.is_closing():  # the client may have gone
-                writer.write(msgspec.json.encode(Answer(doing=text)) + b"\n")
+                writer.write(msgspec.json.encode(Answer(doing=redact_text(text))) + b"\n")
 
         self._num_clients += 1
         try:
@@ -138,7 +139,7 @@ class ControlSocket:
                 return Answer(status={"doing": self.doing, "parts": {}})
             return Answer(status=await self.answer(request, tell))
         except Exception as error:  # noqa: BLE001 (the client gets the error, and the run goes on)
-            text = str(error).partition("\n")[0]
+            text = redact_text(str(error).partition("\n")[0])
             return Answer(error=text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")
 
 

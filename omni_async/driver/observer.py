@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.statement import Change
 from omni_async.config import Config
+from omni_async.config.redact import redact_text
 from omni_async.config.schedule import num_existing_devices
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
@@ -141,7 +143,8 @@ class Observer:
         self._samples.may_save.set()
 
     def fault(self, fault: Fault) -> None:
-        """Record that a part was lost and is back."""
+        """Record that a part was lost and is back; credentials in the reason are masked."""
+        fault = replace(fault, reason=redact_text(fault.reason))
         self.faults.append(fault)
         if self.owns:
             append_jsonl(self._run.faults, fault)

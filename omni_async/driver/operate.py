@@ -79,7 +79,7 @@ def operate(options: argparse.Namespace) -> int:
         scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop"
     )
     try:
-        status = ask(options.run / "control.sock", request, _ANSWER_S, lambda text: _tell([one_line(text)]))
+        status = ask(options.run / "control.sock", request, tell=lambda text: _tell([one_line(text)]))
     except NotRunning as error:
         found = left_behind(options.run)
         if options.command != "status":
@@ -113,7 +113,6 @@ def _tell(lines: Iterable[str]) -> None:
     sys.stdout.flush()  # so that a line is read before the wait that it announces
 
 
-_ANSWER_S = 30.0
 _MOST_ROUNDS = 1000
 _OWN_ROLE = re.compile(r"[a-z][a-z_]{0,39}")
 

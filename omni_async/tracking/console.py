@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TextIO, TypedDict
 
-from omni_async.config.redact import one_line
+from omni_async.config.redact import one_line, redact_text
 from omni_async.control.reasons import count, listed
 from omni_async.control.rounds import Change, not_scored
 from omni_async.tracking.summary import ValidationPoint
@@ -90,7 +90,7 @@ class LineConsole:
         self._closed = True
 
     def _line(self, text: str) -> None:
-        self._write(one_line(" ".join(text.split())))
+        self._write(one_line(redact_text(" ".join(text.split()))))
 
     def _write(self, line: str) -> None:
         if self._closed:

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from omni_async.config.redact import one_line
+from omni_async.config.redact import one_line, redact_text
 from omni_async.tracking.console import (
     Console,
     LineConsole,
@@ -63,7 +63,7 @@ class LiveConsole:
         self._live.start()
 
     def phase(self, text: str) -> None:
-        self._rich.print(Text(one_line(text), style="dim"))
+        self._rich.print(Text(one_line(redact_text(text)), style="dim"))
 
     def update(self, view: UpdateView) -> None:
         self._view = view
@@ -78,7 +78,7 @@ class LiveConsole:
         self._rich.print(Text(one_line(validated(point)), style="bold"))
 
     def note(self, text: str) -> None:
-        self._rich.print(Text(one_line(text)))
+        self._rich.print(Text(one_line(redact_text(text))))
 
     def close(self, last_words: Sequence[str] = ()) -> None:
         self._live.stop()

@@ -278,6 +278,11 @@ def test_several_ranks_meet_at_one_address_and_others_of_the_first_copy_share_th
     assert [snapshot.result().manifest().nbytes for snapshot in stage.publications.whole] == [1, 1]
 
 
+def test_a_lone_rank_meets_nobody_and_opens_no_port(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_async.tcp_store.serve_store", lambda *_: pytest.fail("a port was opened"))
+    assert Stage(tmp_path, 2, **ONE).play().ranks[0].setup_calls == [(None, None)]
+
+
 def test_no_other_process_can_take_the_port_at_which_the_ranks_meet(tmp_path, monkeypatch):
     """Another program tries before each rank joins, as it could while ranks import torch."""
     refused: list[str] = []

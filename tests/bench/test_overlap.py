@@ -180,6 +180,16 @@ def test_everything_is_written_and_read_back(done):
     assert (folder / "out" / "overlap.png").stat().st_size > 10_000
 
 
+def test_no_credential_of_the_recipe_or_the_command_is_in_what_is_written(tmp_path, monkeypatch):
+    params = "{url: 'https://me:hunter2@h/?token=hunter2', api_key: hunter2}"
+    override = f"reward.scorers=[{{name: no_such_scorer, params: {params}}}]"
+    monkeypatch.setattr("sys.argv", ["omni-async", "bench", "overlap", "recipe.yaml", override])
+    overlap, said = bench(tmp_path, world.FakeTrain(STEPS), override, arms=ARMS[:1], repeats=1)
+    assert overlap.arms[0].config["reward"]["scorers"][0]["params"]["api_key"] == "***" and "***" in overlap.command
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert [path for path in files if b"hunter2" in path.read_bytes()] == [] and "hunter2" not in said
+
+
 # ---- real runs on emulated devices -----------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ otherwise unchanged."""
 from __future__ import annotations
 
 import base64
+from itertools import permutations
 from typing import Any
 
 import msgspec
@@ -245,6 +246,26 @@ def test_forms_within_escapes_are_masked(secret: str, inner: str, outer: str) ->
     encoded = ENCODERS[outer](ENCODERS[inner](secret))
     shown = redact_text(f"body: {encoded}", [secret])
     assert MASK in shown and encoded not in shown and secret not in shown
+
+
+ESCAPES = ("percent", "JSON", "repr", "HTML")
+
+
+@pytest.mark.parametrize("inner", ["itself", *ESCAPES, "base64", "base64 for URLs", "hex"])
+def test_a_form_is_masked_inside_four_layers_of_escapes_in_any_order(inner: str) -> None:
+    secret = "sk-\"42/4\\2+'&<é"
+    for layers in (*permutations(ESCAPES), *((one,) * 4 for one in ESCAPES)):
+        encoded = ENCODERS[inner](secret)
+        for layer in layers:
+            encoded = ENCODERS[layer](encoded)
+        shown = redact_text(f"body: {encoded}", [secret])
+        assert MASK in shown and encoded not in shown, layers
+
+
+def test_a_secret_of_less_than_four_characters_is_masked_by_its_context_alone() -> None:
+    assert secrets_in({"password": "abc", "url": "http://me:xyz@h/?token=123"}) == frozenset()
+    assert secrets_in({"password": "abcd", "url": "http://me:wxyz@h/?token=1234"}) == {"abcd", "wxyz", "1234"}
+    assert redact({"password": "abc"}) == {"password": MASK} and redact_text("password=abc") == f"password={MASK}"
 
 
 @given(text=st.text(max_size=200))

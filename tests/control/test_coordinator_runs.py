@@ -440,6 +440,19 @@ async def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_gr
 # ---- addresses of services -------------------------------------------------------------------------------------------
 
 
+async def test_credentials_are_in_no_message_no_status_and_no_line_of_the_ledger() -> None:
+    bench = Bench(S=0, P=1, retries=0)
+    await bench.c.phase("https://me:hunter2@h failed")
+    await bench.c.service_ready("judge-0", "http://:hunter2@here:1")
+    assert bench.data("phase") == [{"text": "https://***@h failed"}, {"text": "judge-0: ready at http://***@here:1"}]
+    assert now(bench.c.statistics())["addresses"] == {"judge-0": "http://***@here:1"}
+    (request, *_) = bench.lease()
+    await bench.c.sample_failed("rollout-0", request.sample_id, "https://me:hunter2@h failed")
+    ((_, _, reason),) = bench.lines()
+    assert "https://***@h failed" in str(reason)
+    assert "hunter2" not in repr([event.data for event in bench.events()])
+
+
 async def test_whoever_asks_for_a_role_gets_its_ready_workers_once_there_is_one_or_none_once_the_run_is_over() -> None:
     c, _ = make_coordinator(replace(make_config(), roles=(Role(name="judge"), Role(name="cache"))))
     asking = asyncio.create_task(c.addresses("judge"))

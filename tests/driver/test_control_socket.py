@@ -120,6 +120,19 @@ def test_what_cannot_be_done_is_said_in_one_line(path: Path) -> None:
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_credentials_in_what_a_run_waits_for_or_refuses_are_masked(path: Path, error: type[Exception]) -> None:
+    received: list[str] = []
+
+    async def refuses(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        tell("https://me:hunter2@h is asked")
+        raise error("https://me:hunter2@h failed")
+
+    with pytest.raises(ControlError, match=r": https://\*\*\*@h failed$"):
+        serve(path, refuses, lambda: ask(path, Request({"rollout": 3}), tell=received.append))
+    assert received == ["https://***@h is asked"]
+
+
 def test_clients_that_ask_for_nothing_are_cut_off_and_keep_nobody_out(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +222,26 @@ async def test_a_run_that_ends_before_it_answers_says_so(path: Path) -> None:
     connection.close()
     with pytest.raises(ControlError, match="ended before it answered"):
         await asking
+
+
+@pytest.mark.parametrize(("length", "answered"), [(2**16, True), (2**16 + 1, False)])
+def test_a_request_of_64_kib_is_answered_and_a_longer_one_is_not(path: Path, length: int, answered: bool) -> None:
+    def talk() -> bytes:
+        with send(path, b"{}".ljust(length) + b"\n") as connection:
+            return connection.makefile("rb").read()
+
+    assert serve(path, echo, talk) == (b'{"status":{"scale":{}}}\n' if answered else b"")
+
+
+def test_what_is_neither_status_nor_scale_nor_stop_is_refused_and_done_by_nobody(path: Path) -> None:
+    async def nobody(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        raise AssertionError(f"{request} arrived")
+
+    def talk() -> bytes:
+        with send(path, b'{"run": "rm"}\n') as connection:
+            return connection.makefile("rb").read()
+
+    assert b"unknown field `run`" in serve(path, nobody, talk)
 
 
 NONSENSE = st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.just(b"[" * 70_000)

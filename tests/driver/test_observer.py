@@ -341,6 +341,16 @@ def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_it
     assert len(read_faults(run.faults)) == 1
 
 
+def test_credentials_in_why_a_part_was_lost_or_the_run_ended_are_in_no_file(tmp_path):
+    config, clock = write_world(tmp_path), ManualClock(1000.0)
+    run, why = RunDirectory.create(config, clock), "https://me:hunter2@h failed"
+    watcher = Observer(config, run, RememberingConsole(), Sinks(), clock, ControlState())
+    show(watcher, validated(0), update(1, 1000.0, 1001.0), status="failed")
+    watcher.fault(Fault(1001.0, "judge-0", why, "judge-0.2", 3.0))
+    assert read_faults(run.faults)[0].reason == "https://***@h failed"
+    assert watcher.summary("failed", why, None, 1002.0, ()).reason == "https://***@h failed"
+
+
 def test_samples_of_a_folder_that_could_not_be_taken_over_are_given_up_at_once(tmp_path):
     config, clock = write_world(tmp_path), ManualClock(1000.0)
     run = RunDirectory.create(config, clock)

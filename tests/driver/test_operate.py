@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from omni_async.cli import main
 from omni_async.control.rounds import Round
+from omni_async.driver import control_socket
 from omni_async.driver.control_socket import ControlSocket, Request
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.summary import Counters, Status, Summary, write_summary
@@ -105,6 +107,17 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert ["slots", "3", "6"] in cells and ["replay", "4", "16", "1"] in cells
     assert ["ocr", "8", "2", "0.25", "s", "1.5", "s"] in cells and ["judge", "40", "0"] in cells
     assert lines[-1] == "faults mended: 3"
+
+
+@pytest.mark.parametrize("command", ["status", "scale rollout=2", "stop"])
+def test_a_command_waits_30_s_for_the_answer(tmp_path, monkeypatch, command):
+    name, *words = command.split()
+    line, ends = control_socket._line, list[float]()
+    monkeypatch.setattr(control_socket, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(control_socket, "_line", lambda *how: ends.append(how[-1]) or line(*how))
+    with running(tmp_path / "run"):
+        assert main([name, str(tmp_path / "run"), *words]) == 0
+    assert {*ends} == {1030.0}
 
 
 NOTHING_YET = dict.fromkeys(("eta_s", "reward", "staleness/mean", "staleness/max", "images_per_s", "validation"))

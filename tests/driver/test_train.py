@@ -25,6 +25,7 @@ from omni_async.driver import train as runtime
 from omni_async.driver.session import Ending, interrupts, listen
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
+from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.summary import Summary, read_summary
@@ -340,3 +341,14 @@ async def test_work_that_is_interrupted_is_over_before_anything_else_happens_and
         await unless(asyncio.Event().wait(), fail(LookupError("no model")))
     with pytest.raises(TaskFailed):  # of two that fail at once none is lost
         await first_of(fail(TaskFailed("a", ValueError("a"))), fail(TaskFailed("b", ValueError("b"))))
+
+
+def test_trackers_get_the_configuration_without_credentials(tmp_path, monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(runtime, "open_sinks", lambda tracking, about, version: told.append(about))
+    tracking = {"mlflow": {"enabled": False, "tracking_uri": "http://me:hunter2@h/"}}
+    inputs = preflight(write_world(tmp_path, tracking=tracking))
+    runtime._open_sinks(inputs, RunDirectory(tmp_path / "run"))
+    (about,) = told
+    for found in (about.params, about.changed):
+        assert "hunter2" not in repr(found) and "http://***@h/" in repr(found)

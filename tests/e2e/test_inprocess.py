@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,28 @@ def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) ->
     window = ("rollout.sde.window={size: 4, range: [0, 11]}", "staleness.max_updates=2", "trainer.updates=5")
     finished = _done(run(recipe, *_EMULATED, *slow, *window), 5)
     assert any(".." in span["versions"] for span in finished.spans("generate"))
+
+
+def test_a_run_opens_no_port_and_its_files_get_the_permissions_that_the_umask_gives(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listens at a unix socket alone: the run's `control.sock`."""
+    families, listen = list[socket.AddressFamily](), socket.socket.listen
+
+    def remembered(self: socket.socket, *backlog: int) -> None:
+        families.append(self.family)
+        listen(self, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", remembered)
+    before = os.umask(0o026)
+    try:
+        finished = _done(run(recipe, "trainer.updates=1", "checkpoint.every=1", "tracking.images_every=1"), 1)
+    finally:
+        os.umask(before)
+    assert families == [socket.AF_UNIX]
+    modes = {path.relative_to(finished.path): path.stat().st_mode & 0o777 for path in finished.path.rglob("*")}
+    assert len(modes) > 10
+    assert {path: mode for path, mode in modes.items() if mode not in (0o640, 0o751)} == {}
 
 
 LOOPS = {

@@ -16,9 +16,12 @@ from rich.console import Console
 from omni_async import cli
 from omni_async.evaluation.results import Failed, compare, show
 from omni_async.evaluation.scores import record
+from omni_async.evaluation.settings import Settings
 from omni_async.evaluation.statistics import clustered_mean, paired_test
+from omni_async.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import Score
+from tests.config.recipe import MINIMAL, load_text
 from tests.configs import build
 from tests.evaluation import judging
 from tests.evaluation.conftest import PROMPTS
@@ -200,6 +203,20 @@ def test_scores_of_another_judge_are_not_mixed_in_and_more_servers_of_one_are() 
         return record(build({}, {"reward.servers": servers, "reward.scorers": scorers}))
 
     assert asked("models/a", 1) == asked("models/a", 2) != asked("models/b", 1)
+
+
+def test_what_samples_and_scores_depend_on_is_recorded_without_credentials() -> None:
+    scorer = "{name: vlm_judge, params: {server: qwen, model: qwen, token: hunter2}}"
+    config = load_text(
+        MINIMAL,
+        f"reward.scorers=[{scorer}]",
+        "reward.servers=[{name: qwen, model: a}]",
+        "validation.prompts=v.txt",
+        "rollout.calls=2",
+        f"rollout.program={{name: refine, settings: {{judge: {scorer}}}}}",
+    )
+    recorded = json.dumps([record(config), Settings(config, find_family("qwen_image"), ()).record()])
+    assert "hunter2" not in recorded and recorded.count("***") == 2
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_is_drawn(

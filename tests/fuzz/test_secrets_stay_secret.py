@@ -3,7 +3,10 @@ folder, not in MLflow, not on the terminal."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,12 +17,21 @@ from foreign import few
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from omni_async import cli
 from omni_async.aio.clock import ManualClock
 from omni_async.cli import main
 from omni_async.config import load
 from omni_async.config.redact import redact_text, secrets_in
+from omni_async.control.reasons import short
+from omni_async.evaluation import command as evaluation
+from omni_async.report import configuration
+from omni_async.reward_server import command as serve_reward
 from omni_async.rewards.loaded import LoadedReward
+from omni_async.scoring import scoring
+from omni_async.tracking.console import LineConsole
+from omni_async.tracking.live_console import LiveConsole
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.watch import app as watch
 from tests.job_world import write_emulated
 
 # Something in them that no other text holds: hypothesis also draws the constants of our own files, such as
@@ -120,3 +132,43 @@ def test_no_secret_is_in_a_text_that_is_shown(secret, url, key):
     assert not shown(secret, redact_text(f"cannot reach {address}: refused"))
     tree = {"url": address, "params": {key: secret}}
     assert not shown(secret, redact_text(f"{secret} is no {key} for {address}", secrets_in(tree)))
+
+
+# ---- where texts leave the program -----------------------------------------------------------------------------------
+
+
+def on_a_terminal(name: str, text: str) -> str:
+    stream = io.StringIO()
+    console = LiveConsole(stream, 1)
+    getattr(console, name)(text)
+    console.close()
+    return stream.getvalue()
+
+
+def in_lines(name: str, text: str) -> str:
+    stream = io.StringIO()
+    getattr(LineConsole(stream, 1), name)(text)
+    return stream.getvalue()
+
+
+# Each returns what it shows of a text, or writes that to stderr.
+WAYS: dict[str, Callable[[str], Any]] = {
+    "commands": cli._tell,
+    "sample and eval": evaluation._note,
+    "serve-reward": serve_reward._tell,
+    "score": lambda text: asyncio.run(scoring._tell(text)),
+    "watch": lambda text: watch._refusal(400, text).body.decode(),  # type: ignore[union-attr]
+    "a phase on a terminal": lambda text: on_a_terminal("phase", text),
+    "a note on a terminal": lambda text: on_a_terminal("note", text),
+    "a phase in a line": lambda text: in_lines("phase", text),
+    "a note in a line": lambda text: in_lines("note", text),
+    "a reason": short,
+    "a page": lambda text: configuration._value({"key": text}, "key"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_is_masked_where_it_leaves_the_program(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = WAYS[way]("https://me:hunter2@h failed")
+    said = f"{told} {capsys.readouterr().err}"
+    assert "https://***@h failed" in said and "hunter2" not in said

@@ -159,6 +159,20 @@ async def test_what_a_judge_raises_shows_no_credential():
         await build(config)(Prompt(0, "x"), draw)
 
 
+async def test_a_key_of_the_judge_is_what_the_environment_of_the_engine_holds_and_a_missing_one_is_a_refusal(
+    monkeypatch,
+):
+    judge = f"judge: {{name: '{__name__}:Talkative', params: {{api_key: env:JUDGE_KEY}}}}"
+    config = load_text(MINIMAL, "rollout.calls=2", f"rollout.program={{name: refine, settings: {{{judge}}}}}")
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    family = replace(find_family("qwen_image"), prompt_images=1)
+    (problem,) = REFINE.problems(config, family)
+    assert problem.startswith("rollout.program.settings.judge: ") and "not set; set JUDGE_KEY" in problem
+    monkeypatch.setenv("JUDGE_KEY", "hunter2222")
+    assert not [*REFINE.problems(config, family)]
+    assert build(config)._judge._scorer.key == "hunter2222"
+
+
 def probe() -> Probe:
     return Probe([grey(0), grey(9)], [Prompt(0, "x"), Prompt(1, "y")])
 

@@ -237,6 +237,16 @@ def test_a_url_that_is_none_or_holds_a_credential_is_refused(url):
         registry.build(schema.Scorer(name="http", params={"urls": [url]}))
 
 
+def test_credentials_in_what_a_server_reports_are_masked():
+    answer = msgspec.msgpack.encode({"version": 1, "scores": [{"error": "https://me:hunter2@h failed"}]})
+    with (
+        answering(lambda n: (200, answer)) as (url, _),
+        asking(url) as scorer,
+        pytest.raises(ScoreError, match=r"^https://\*\*\*@h failed$"),
+    ):
+        score_one(scorer)
+
+
 def test_the_token_reaches_no_message(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "sesame-sesame-sesame")
     config = schema.Scorer(name="http", params={"urls": ["http://127.0.0.1:1"], "token": "env:A_TOKEN"})

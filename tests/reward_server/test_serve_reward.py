@@ -36,6 +36,7 @@ from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
 from tests.patience import PATIENCE, wait_for
+from tests.ports import listening_at
 from tests.reward_server.serving_world import (
     HELD,
     MEDIA,
@@ -168,6 +169,12 @@ def test_a_scorer_that_is_down_is_an_outage_and_answers_again(tmp_path):
 
 
 # ---- who may ask, and how much ---------------------------------------------------------------------------------------
+
+
+def test_it_listens_on_this_machine_alone_unless_it_is_told_otherwise(tmp_path):
+    for server, address in (({}, "127.0.0.1"), ({"host": "127.0.0.2"}, "127.0.0.2")):
+        with served(write_scorers(tmp_path, **server)) as url:
+            assert listening_at(urlsplit(url).port) == [address]
 
 
 def test_only_the_token_opens_and_health_needs_none(tmp_path, monkeypatch):

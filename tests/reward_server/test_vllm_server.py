@@ -30,8 +30,10 @@ FAKE = Path(__file__).with_name("fake_vllm.py")
 QWEN = Server(name="qwen", model="/models/qwen", args=("--max-model-len", "1024"))
 
 
-def server_of(folder: Path, behaviour: str, server: Server = QWEN) -> VllmServer:
-    async def tell(text: str) -> None: ...
+def server_of(folder: Path, behaviour: str, server: Server = QWEN, told: list[str] | None = None) -> VllmServer:
+    async def tell(text: str) -> None:
+        if told is not None:
+            told.append(text)
 
     async def addresses(role: str) -> dict[str, str]:
         return {}
@@ -62,6 +64,24 @@ async def test_a_server_is_ready_when_it_has_the_model_and_is_lost_when_its_proc
             await running
     finally:
         await made.close()
+
+
+async def test_a_token_is_of_one_start_and_in_no_file_and_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "_ASK_S", 0.01)
+    told: list[str] = []
+    made, other = server_of(tmp_path, "well", told=told), server_of(tmp_path, "well")
+    assert len(made._token) >= 32 and made._token != other._token
+    try:
+        assert made._token in await made.start()
+    finally:
+        await made.close()
+    assert told and made._token not in "".join([*told, *texts_in(tmp_path)])
+
+
+def texts_in(folder: Path) -> list[str]:
+    return [path.read_text() for path in folder.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ from omni_async.rewards.registry import ScorerConfigError
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 from tests.config.encoders import ENCODERS
+from tests.config.recipe import MINIMAL, load_text
 from tests.images import as_media, score_all
 from tests.moved_clock import MovedLoop
 from tests.patience import PATIENCE
@@ -272,6 +274,37 @@ def test_a_parameter_is_taken_from_the_environment_and_a_missing_variable_or_a_w
     with pytest.raises(ScorerConfigError) as refused:
         registry.check(config(api_key=424242), IMAGE)
     assert "424242" not in str(refused.value) and "parameter 'api_key': Expected `str`, got `int`" in str(refused.value)
+
+
+def test_a_reference_is_replaced_where_the_scorer_is_built_and_not_in_the_configuration_that_travels_there(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "here")
+    given = load_text(MINIMAL, f"reward.scorers=[{{name: '{__name__}:Judge', params: {{api_key: env:JUDGE_KEY}}}}]")
+    assert "here" not in repr(given)
+    monkeypatch.setenv("JUDGE_KEY", "there")
+    with pytest.raises(ConnectionError, match="refused there"):
+        registry.build(given.reward.scorers[0]).score(MEDIA[:1], PROMPTS[:1])
+
+
+@pytest.mark.parametrize(("key", "masked"), [("abc", False), ("abcd", True)])
+def test_a_referenced_secret_of_four_characters_is_searched_for_and_a_shorter_one_is_not(key, masked, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    assert (key not in failure(config(api_key="env:JUDGE_KEY"))) == masked
+
+
+class Choosy(Judge):
+    def __init__(self, api_key: Literal["one", "two"] = "one") -> None: ...
+
+
+def test_a_refused_parameter_is_named_without_a_secret_that_it_holds(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
+    refusals = [
+        partial(registry.check, config("Choosy", api_key=key), IMAGE) for key in ("sk-42424242", "env:JUDGE_KEY")
+    ]
+    lost = schema.Scorer(name="aesthetic", params={"path": "env:JUDGE_KEY", "head": "x.safetensors"})
+    for refusal in (*refusals, partial(registry.check_files, lost)):
+        with pytest.raises(ScorerConfigError, match=r"\*\*\*") as refused:
+            refusal()
+        assert "sk-42424242" not in str(refused.value)
 
 
 PARAMS = ({"url": "https://me:sk-42424242@judge/"}, {"headers": {"X-Api-Key": "sk-42424242"}}, {"url": "env:JUDGE_KEY"})

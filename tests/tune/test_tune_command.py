@@ -98,6 +98,13 @@ def test_the_recipes_own_profile_is_the_default_and_overrides_come_first_and_are
     assert (written.trainer.workers, written.trainer.groups_per_update, written.rollout.workers) == (2, 8, 3)
 
 
+def test_a_credential_that_the_command_gives_is_not_written(folder, by_law, capsys):
+    assert tune(f"{COMMAND} --budget 16 --json t.json reward.scorers.0.params.api_key=hunter2") == 0
+    printed = capsys.readouterr()
+    texts = [printed.out, printed.err, (folder / "recipe.tuned.yaml").read_text(), (folder / "t.json").read_text()]
+    assert "hunter2" not in "".join(texts) and "***" in texts[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

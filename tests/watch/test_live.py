@@ -12,12 +12,14 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from benchmarks.run_folders import MadeRun
+from omni_async.driver import control_socket
 from omni_async.report.blocks import Section
 from omni_async.report.data import SECTIONS
 from omni_async.report.shown import Shown
@@ -287,6 +289,15 @@ async def test_a_run_is_stopped_while_it_waits_for_new_workers(tmp_path: Path) -
         assert job.stops == 1 and not job.asked
         job.may_scale.set()
         assert await scaling == (200, {"result": "done"})
+
+
+async def test_a_button_waits_30_s_for_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, ends = control_socket._line, list[float]()
+    async with watched(tmp_path) as page, RunningJob(tmp_path).answering():
+        monkeypatch.setattr(control_socket, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+        monkeypatch.setattr(control_socket, "_line", lambda *how: ends.append(how[-1]) or line(*how))
+        assert (await page.post("/api/act", {"action": "stop"}))[0] == 200
+    assert ends == [1030.0]
 
 
 async def test_what_the_run_refuses_is_told_and_recorded(tmp_path: Path) -> None:

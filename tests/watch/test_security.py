@@ -13,29 +13,32 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
+from benchmarks.run_folders import MadeRun
 from omni_async.cli import main
 from omni_async.reward_server import connections
 from omni_async.reward_server.listener import address_of, listening
-from omni_async.watch import app, guard, live, serve
+from omni_async.watch import app, command, guard, live, serve
 from omni_async.watch.actions import Asked
 from omni_async.watch.command import Once
 from omni_async.watch.guard import HEADERS, KEY_HEADER
 from tests.loops import settle
 from tests.patience import PATIENCE
+from tests.ports import listening_at
 from tests.watch.watch_world import TOKEN, Page, RunningJob, watched
 
 STOP = {"action": "stop"}
 
 
-async def raw(page: Page, request: bytes, received: Counter[int] | None = None) -> bytes:
+async def raw(page: Page, request: bytes, received: Counter[int] | None = None, host: str = "127.0.0.1") -> bytes:
     """Sends bytes as they are, and returns the first line of the answer; empty if the connection is just closed.
 
     With `received`, the bytes that the server has of each port, the request need not be whole: if there is no answer
     although the server has all of it, it is cut off."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", page.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", page.port, local_addr=(host, 0))
     try:
         writer.write(request)
         answer, port = asyncio.create_task(reader.readline()), writer.get_extra_info("sockname")[1]
@@ -307,6 +310,19 @@ async def test_more_connections_than_the_server_keeps_close_idle_ones_and_let_th
             writer.close()
 
 
+async def test_viewers_of_one_address_leave_room_for_those_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_MOST_CONNECTIONS", 8)
+    async with watched(tmp_path) as page, contextlib.AsyncExitStack() as viewers:
+        for _ in range(7):
+            response = await viewers.enter_async_context(page.client.get(f"{page.address}/events"))
+            assert (await response.content.readline()).startswith(b"data: ")
+        question = b"GET /style.css HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert await raw(page, question) == b""
+        assert (await raw(page, question, host="127.0.0.2")).startswith(b"HTTP/1.1 200")
+
+
 async def test_a_viewer_that_takes_nothing_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_WRITE_S", 0.01)
     monkeypatch.setattr(live, "_MOST_VIEWERS", 1)
@@ -353,6 +369,47 @@ def test_a_listener_that_is_not_safe_is_refused_before_it_listens(
     assert main(["watch", str(tmp_path), *words]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
+
+
+def test_it_listens_on_this_machine_alone_unless_it_is_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at: list[str] = []
+
+    async def serving(*how: Any) -> int:
+        async with serve.serving(*how) as (address, _):
+            at.extend(listening_at(urlsplit(address).port or 0))
+        return 0
+
+    monkeypatch.setattr(command, "_serve", serving)
+    MadeRun(groups=1).write(tmp_path)
+    assert main(["watch", str(tmp_path), "--port", "0"]) == 0
+    assert main(["watch", str(tmp_path), "--port", "0", "--host", "127.0.0.2"]) == 0
+    assert at == ["127.0.0.1", "127.0.0.2"]
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+async def test_the_printed_link_changes_the_run_and_with_a_token_the_token_alone_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    MadeRun(groups=1).write(tmp_path)
+    ended, said = asyncio.get_running_loop().create_future(), list[str]()
+    monkeypatch.setattr("omni_async.reward_server.listener.end_signal", lambda: ended)
+    monkeypatch.setattr(command, "_say", said.append)
+    serving = asyncio.create_task(command._serve(tmp_path, "127.0.0.1", 0, token))
+    while not said and not serving.done():  # noqa: ASYNC110 (the command prints when it listens)
+        await asyncio.sleep(0)
+    address, link, key = said[0].rpartition(" ")[2].partition("/#")
+    assert (link, len(key)) == (("/#", 43) if token is None else ("", 0))
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with RunningJob(tmp_path).answering() as job, aiohttp.ClientSession(cookie_jar=jar) as client:
+        page = Page(address, key, client, tmp_path)
+        if token is not None:
+            assert (await page.post("/api/act", STOP))[0] == 401 and not job.stops
+            page.key = (await page.post("/login", {"token": token}))[1]["key"]
+        assert (await page.post("/api/act", STOP))[0] == 200 and job.stops == 1
+    ended.set_result(0)
+    assert await serving == 0
 
 
 def test_what_is_no_run_is_refused_in_one_line(

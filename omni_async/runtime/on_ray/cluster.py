@@ -135,7 +135,9 @@ class RayCluster(Cluster):
 
     def _spawn(self, worker: Worker) -> Proxy:
         build, peers = self._table[worker.role].build, self._peers_of(worker)
-        return self._host(worker, partial(_build_there, build, worker, self._inputs, self._run.path, peers))
+        is_local = self._connection is not None and self._connection.local is not None
+        host = "127.0.0.1" if is_local else None  # no other machine asks for what the roles listen at
+        return self._host(worker, partial(_build_there, build, worker, self._inputs, self._run.path, peers, host))
 
     def _host(self, worker: Worker, make: Callable[[], Any]) -> Proxy:
         """Start an actor in the worker's place, around what `make` returns there."""
@@ -294,9 +296,11 @@ class _DriverStore(RayStore):
         return copy.deepcopy(await super().get(reference))
 
 
-def _build_there(path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any]) -> Any:
-    """Build a role in its actor's process."""
-    host = ray.util.get_node_ip_address()
+def _build_there(
+    path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any], host: str | None
+) -> Any:
+    """Build a role in its actor's process. `host`: where it listens; None: at its machine's address."""
+    host = host or ray.util.get_node_ip_address()
     return load_named(path)(WorkerContext(worker, inputs, folder, RayStore(), peers, host, own_process=True))
 
 

@@ -16,12 +16,18 @@ import pytest
 
 pytest.importorskip("ray")
 from omni_async.config.ray_cluster import ClusterAddress
+from omni_async.preflight.check import preflight
+from omni_async.runtime.on_ray import cluster as ray_cluster
 from omni_async.runtime.on_ray import connection as ray_connection
+from omni_async.runtime.on_ray import head
 from omni_async.runtime.on_ray import local as ray_local
-from omni_async.runtime.on_ray.connection import StartError, connect
+from omni_async.runtime.on_ray.cluster import RayCluster
+from omni_async.runtime.on_ray.connection import Connection, StartError, connect
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
+from omni_async.tracking.rundir import RunDirectory
 from tests.patience import PATIENCE, wait_for
 from tests.ports import unused_address
+from tests.runtime.runtime_world import write_world
 
 TIMED_OUT = "The current node timed out during startup."
 
@@ -122,6 +128,80 @@ def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_f
     assert not psutil.pid_exists(local.pid)
 
 
+def test_every_start_is_in_a_folder_of_its_own_and_has_a_token_of_its_own_that_only_the_environment_holds(
+    tmp_path, monkeypatch
+):
+    told = "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_TOKEN']}), flush=True)\nsys.stdin.read()"
+    instead(monkeypatch, tmp_path, told)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokens, folders = set[str](), set[Path]()
+    for _ in range(2):
+        monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)  # as in another command
+        local = LocalRay(1)
+        token = local.address(PATIENCE, threading.Event())
+        assert token not in " ".join(psutil.Process(local.pid).cmdline())
+        local.end()
+        tokens.add(token)
+        folders.add(local.folder)
+    assert len(tokens) == len(folders) == 2
+    assert {(one.parent.name, one.name[:11]) for one in folders} == {("rays", "omni-async-")}
+    assert {one.stat().st_mode & 0o777 for one in folders} == {0o700}
+    left = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(left) >= 3 and not [token for token in tokens for text in left if token in text]
+
+
+def test_the_folder_is_in_the_temporary_folder_where_no_other_is_named_and_in_tmp_where_its_path_is_too_long(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert ray_local._private_folder().parent == tmp_path
+    monkeypatch.setattr(ray_local, "_LONGEST_FOLDER", 0)
+    folder = ray_local._private_folder()
+    folder.rmdir()
+    assert folder.parent == Path("/tmp") and folder.name.startswith("omni-async-")
+
+
+def test_no_dashboard_is_started_and_only_logs_stay(tmp_path, monkeypatch):
+    asked: dict[str, object] = {}
+
+    def init(**options: object) -> SimpleNamespace:
+        asked.update(options)
+        return SimpleNamespace(address_info={"gcs_address": "here"})
+
+    monkeypatch.setattr("ray.init", init)
+    assert head.start(1, tmp_path / "r") == "here"
+    assert asked["include_dashboard"] is False and asked["_temp_dir"] == str(tmp_path / "r")
+    for name in ("logs/raylet.out", "sockets/raylet", "spilled/object"):
+        (tmp_path / "r" / "session_1" / name).parent.mkdir(parents=True)
+        (tmp_path / "r" / "session_1" / name).touch()
+    monkeypatch.setattr(head, "psutil", SimpleNamespace(**vars(psutil) | {"Process": Childless}))
+    monkeypatch.setattr(head.os, "_exit", lambda code: None)
+    head.end(tmp_path / "r", 0)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["raylet.out"]
+
+
+class Childless:
+    def children(self, recursive: bool) -> list[psutil.Process]:
+        return []
+
+
+@pytest.mark.parametrize(("local", "host"), [(object(), "127.0.0.1"), (None, "192.0.2.7")])
+def test_roles_listen_at_loopback_on_a_ray_of_this_machine_alone_and_at_their_machines_address_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: object, host: str
+) -> None:
+    made: list[str] = []
+    cluster = RayCluster(preflight(write_world(tmp_path)), RunDirectory(tmp_path / "run"))
+    cluster._connection = Connection(True, local)  # type: ignore[arg-type]
+    monkeypatch.setattr(cluster, "_host", lambda worker, make: make())
+    monkeypatch.setattr(ray_cluster, "load_named", lambda path: lambda context: made.append(context.host))
+    monkeypatch.setattr(ray_cluster, "RayStore", object)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.7")
+    for worker in cluster._all_workers():
+        cluster._spawn(worker)
+    assert len(made) >= 4 and {*made} == {host}
+
+
 def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_is_a_loss_too(tmp_path, monkeypatch):
     for last, reason in (
         ("print(json.dumps({'lost': 'its gcs_server ended'}))", "its gcs_server ended"),
@@ -170,6 +250,10 @@ def test_what_is_set_for_the_driver_alone_is_not_handed_on_and_a_users_own_token
         monkeypatch.delenv(name)
     ray_local.prepare_driver()
     assert all(os.environ[name] and name not in ray_local.environment() for name in own)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token of the user's")
+    ray_local.use_a_token()
+    assert os.environ["RAY_AUTH_TOKEN"] == "a token of the user's"
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "somewhere")
     ray_local.use_a_token()
     assert "RAY_AUTH_TOKEN" not in os.environ

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import threading
+from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 
 from omni_async.config import schema
+from omni_async.tracking.sinks import mlflow_sink
 from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.sinks.mlflow_sink import MlflowSink, _alone, _probe
@@ -104,6 +106,57 @@ def test_an_unusable_store_is_refused_at_the_start(uri: str, runs: Path) -> None
     with pytest.raises(SinkUnusableError, match=r"tracking\.mlflow: cannot use .*: .+; set tracking") as caught:
         MlflowSink(schema.Mlflow(tracking_uri=uri), about(runs / "r"))
     assert "hunter2" not in str(caught.value)
+
+
+def test_credentials_in_why_a_store_is_unusable_are_masked(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(uri: str) -> None:
+        raise ValueError("https://me:hunter2@h failed")
+
+    monkeypatch.setattr(mlflow_sink, "_client", refuse)
+    with pytest.raises(SinkUnusableError, match=r": https://\*\*\*@h failed; set tracking"):
+        MlflowSink(EXPERIMENT, about(runs / "r"))
+
+
+NAME = {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "sesame"}
+
+
+@pytest.mark.parametrize(
+    ("secrets", "sent"),
+    [(NAME, f"Basic {b64encode(b'me:sesame').decode()}"), ({"MLFLOW_TRACKING_TOKEN": "sesame"}, "Bearer sesame")],
+)
+def test_a_server_is_sent_the_credentials_of_the_environment(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, secrets: dict[str, str], sent: str
+) -> None:
+    received: list[str | None] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            received.append(self.headers["Authorization"])
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None: ...
+
+    for name in (*NAME, "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(SinkUnusableError, match="403"):
+            MlflowSink(schema.Mlflow(tracking_uri=f"http://127.0.0.1:{server.server_port}"), about(runs / "r"))
+        server.shutdown()
+    assert received == [None, sent], "our own question of whether it is there goes without"
+
+
+@pytest.mark.thorough
+def test_the_user_interface_is_at_loopback_by_default() -> None:
+    from click import Context
+    from mlflow.cli import cli
+
+    command = cli.get_command(Context(cli), "ui")
+    assert command is not None
+    assert {(one.name, one.default) for one in command.params} >= {("host", "127.0.0.1"), ("port", 5000)}
+    assert mlflow_sink._LOCAL_UI == "http://127.0.0.1:5000"
 
 
 def test_a_server_that_refuses_is_asked_once(runs: Path) -> None:

@@ -9,7 +9,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,6 +19,7 @@ from omni_async.tracking.sinks.base import SinkUnusableError
 from omni_async.tracking.sinks.feed import Sinks
 from omni_async.tracking.sinks.prometheus_sink import PrometheusSink, described
 from tests.patience import PATIENCE, wait_for
+from tests.ports import listening_at
 from tests.tracking.sinks.sink_world import about, tell
 
 
@@ -27,11 +27,6 @@ def scrape(address: str) -> dict[str, Any]:
     with urllib.request.urlopen(address, timeout=30) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         return {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
-
-
-def listening(port: int) -> set[str]:
-    own = psutil.Process().net_connections("tcp")
-    return {one.laddr.ip for one in own if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
 
 
 def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_until_the_run_ends(tmp_path: Path):
@@ -44,7 +39,7 @@ def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_
     sinks._feeds[0].put(lambda sink: done.update(scrape(address)))
     done: dict[str, Any] = {}
     port = int(address.split(":")[2].partition("/")[0])
-    assert listening(port) == {"127.0.0.1"}
+    assert listening_at(port) == ["127.0.0.1"]
     sinks.finish("done")
 
     def values(name: str) -> list[tuple[dict[str, str], float]]:
@@ -61,7 +56,7 @@ def test_the_newest_numbers_are_served_with_labels_and_descriptions_on_loopback_
     assert not [name for name in done if name.startswith(("python", "process"))]
     with pytest.raises(urllib.error.URLError):
         scrape(address)
-    assert listening(port) == set()
+    assert listening_at(port) == []
     assert set(scrape(told.live.rpartition(" ")[2])) == {"omni_async_run_info"}
     told.finish(None)
 
@@ -84,6 +79,10 @@ def test_clients_that_ask_for_nothing_lose_their_places_and_strangers_fill_no_lo
     assert set(scrape(address)) == {"omni_async_run_info"}
     sink.finish(None)
     assert capfd.readouterr() == ("", "")
+
+
+def test_it_is_off_by_default_and_at_loopback():
+    assert schema.Tracking().prometheus == schema.Prometheus(enabled=False, host="127.0.0.1", port=9464)
 
 
 def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path):

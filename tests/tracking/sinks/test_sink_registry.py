@@ -60,9 +60,9 @@ def test_all_that_are_enabled_are_told_and_one_that_cannot_be_used_costs_the_run
 
 def test_what_cannot_be_used_is_said_also_where_the_run_beside_it_cannot_be_ended(tmp_path, monkeypatch, caplog):
     def refuse(sink: TensorboardSink, status: str | None) -> None:
-        raise OSError("its disk is gone")
+        raise OSError("https://me:hunter2@h is gone")
 
     monkeypatch.setattr(TensorboardSink, "finish", refuse)
     with pytest.raises(SinkUnusableError, match="cannot listen at 203"):
         open_sinks(config(tensorboard={}, prometheus={"host": "203.0.113.1"}).tracking, about(tmp_path / "run"), 0)
-    assert caplog.messages == ["the run in TensorBoard could not be ended: OSError: its disk is gone"]
+    assert caplog.messages == ["the run in TensorBoard could not be ended: OSError: https://***@h is gone"]

@@ -152,5 +152,14 @@ def test_an_account_that_cannot_be_used_is_refused_in_one_line_without_its_key(t
     assert key not in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_credentials_in_why_a_run_cannot_be_started_are_masked(tmp_path, monkeypatch):
+    def refuse(sink: WandbSink) -> None:
+        raise ValueError("https://me:hunter2@h failed")
+
+    monkeypatch.setattr(WandbSink, "_open", refuse)
+    with pytest.raises(SinkUnusableError, match=r"cannot start a run: https://\*\*\*@h failed;"):
+        WandbSink(schema.Wandb(enabled=True), about(tmp_path / "run-1"))
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True")
