@@ -27,7 +27,7 @@ from omni_async.checkpoint.state import CheckpointError
 from omni_async.config import ConfigError
 from omni_async.config.changed import changed
 from omni_async.config.ray_cluster import cluster_address
-from omni_async.config.redact import redact
+from omni_async.config.redact import redact, redact_text
 from omni_async.driver.control_socket import ControlSocket
 from omni_async.driver.next_steps import next_steps
 from omni_async.driver.observer import Observer
@@ -269,7 +269,10 @@ async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
         async with asyncio.timeout(seconds):
             await cluster.close()
     except Exception as error:  # noqa: BLE001 (how the run ended is known, and more is lost if that is not written)
-        logger.warning("the cluster was not closed: %s", error or f"it takes longer than {seconds} s")
+        why = redact_text(str(error)) or (
+            "it takes too long" if isinstance(error, TimeoutError) else type(error).__name__
+        )
+        logger.warning("the cluster was not closed: %s", why)
 
 
 def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Sinks) -> list[str]:

@@ -352,3 +352,22 @@ def test_trackers_get_the_configuration_without_credentials(tmp_path, monkeypatc
     (about,) = told
     for found in (about.params, about.changed):
         assert "hunter2" not in repr(found) and "http://***@h/" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError("https://me:hunter2@h failed"), "https://***@h failed"),
+        (None, "it takes too long"),
+        (KeyError(), "KeyError"),
+    ],
+)
+async def test_a_cluster_that_is_not_closed_is_reported_with_its_reason_and_without_credentials(error, why, caplog):
+    class Cluster:
+        async def close(self) -> None:
+            if error is not None:
+                raise error
+            await asyncio.Event().wait()
+
+    await runtime._close_cluster(Cluster(), 0.01)
+    assert [record.getMessage() for record in caplog.records] == [f"the cluster was not closed: {why}"]

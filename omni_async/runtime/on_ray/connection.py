@@ -14,6 +14,7 @@ import ray
 
 from omni_async.aio.threads import DaemonThread, in_daemon_thread
 from omni_async.config.ray_cluster import ClusterAddress
+from omni_async.config.redact import redact_text
 from omni_async.runtime.cluster import StartError
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
 
@@ -214,7 +215,7 @@ class _WithoutCounting:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    return redact_text(" ".join(str(error).split()))[:500] or type(error).__name__
 
 
 async def _until_silent(health_timeout_s: float) -> str:
