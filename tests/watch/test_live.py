@@ -20,6 +20,7 @@ import pytest
 
 from benchmarks.run_folders import MadeRun
 from omni_async.driver import control_socket
+from omni_async.driver.control_socket import Request, Tell
 from omni_async.report.blocks import Section
 from omni_async.report.data import SECTIONS
 from omni_async.report.shown import Shown
@@ -371,3 +372,17 @@ def test_a_signal_ends_the_command_while_somebody_looks_and_says_nothing(
 def test_an_answer_of_another_shape_is_not_shown(answer: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         require_answer(answer)
+
+
+async def test_the_page_of_a_run_whose_engine_holds_no_weights_yet_has_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(self: RunningJob, request: Request, tell: Tell) -> dict[str, Any]:
+        return {**await usual(self, request, tell), "engines": {"rollout-0": 3, "rollout-1": -1}}
+
+    usual = RunningJob._answer
+    monkeypatch.setattr(RunningJob, "_answer", answer)
+    async with watched(tmp_path) as page, RunningJob(tmp_path).answering(), news(page) as messages:
+        told = await until(messages, lambda one: status(one) == "running")
+    (rows,) = (block["rows"] for block in now(told)["blocks"] if block.get("id") == "parts")
+    assert [row[::2] for row in rows[:2]] == [["rollout-0", "version 3"], ["rollout-1", "none yet"]]
