@@ -115,7 +115,8 @@ def what_if(
         most: How many bundles all simulations may have together, workers counted as parts of some.
 
     Raises:
-        ConfigError: Nothing is generated, the job cannot be trained, or its simulations have more than `most` bundles.
+        ConfigError: Nothing is generated, the job cannot be trained, its simulations have more than `most` bundles, or
+            take no time.
     """
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so there is nothing to wait for and nothing to gain")
@@ -132,7 +133,10 @@ def what_if(
         if progress is not None:
             progress(number, len(possible) + 1, name)
         enough = _enough(job, updates)
-        return [simulate(job, profile, updates=enough, seed=seed + i, bundle=bundle) for i in range(seeds)]
+        found = [simulate(job, profile, updates=enough, seed=seed + i, bundle=bundle) for i in range(seeds)]
+        if not all(one.step_s > 0 for one in found):
+            raise ConfigError(f"profile {profile.name}: an update takes no time in it, so that nothing can be gained")
+        return found
 
     now = runs(0, "the run as it is", config)
     took, num_took = measured_step(config, finished)

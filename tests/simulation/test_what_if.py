@@ -320,6 +320,12 @@ def test_a_job_of_millions_of_samples_is_not_simulated_for_a_page(keys: dict[str
         what_if(make_config(**keys), TIMES, most=500_000)
 
 
+def test_updates_that_take_no_time_are_not_compared() -> None:
+    nothing = dict.fromkeys(TIMES.stages(), ServiceTime())
+    with pytest.raises(ConfigError, match="an update takes no time"):
+        what_if(make_config(), replace(TIMES, **{**nothing, "switch": ServiceTime(1.0)}))
+
+
 def test_every_change_says_what_to_set(job: Job) -> None:
     answer: WhatIf = job.answer
     for one in answer.changes:
