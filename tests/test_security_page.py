@@ -49,7 +49,7 @@ _BOUNDS = [
     ("run folder", "64 MiB of `trace.json`", "tracking.timeline._LARGEST_FILE", 2**26),
     ("run folder", "16 MiB of `summary.json`", "tracking.summary._LARGEST_FILE", 2**24),
     ("run folder", "256 KiB of `config.yaml`", "runs.record._LARGEST_CONFIG", 2**18),
-    ("run folder", "2^25 pixels and 64 MiB an image", "report.pictures._MOST_PIXELS", 2**25),
+    ("run folder", "50 million pixels and 64 MiB an image", "report.pictures._MOST_PIXELS", 50_000_000),
     ("run folder", "2^29 pixels", "report.pictures._MOST_DECODED", 2**29),
     ("run folder", "6 MB of media", "report.pictures._MOST_BYTES", 6_000_000),
     ("scorer's answer", "2,000 characters of a text", "rewards.base._LONGEST_TEXT", 2000),
