@@ -52,6 +52,7 @@ _BOUNDS = [
     ("run folder", "50 million pixels and 64 MiB an image", "report.pictures._MOST_PIXELS", 50_000_000),
     ("run folder", "2^29 pixels", "report.pictures._MOST_DECODED", 2**29),
     ("run folder", "6 MB of media", "report.pictures._MOST_BYTES", 6_000_000),
+    ("run folder", "500,000 simulated samples", "report.what_it_buys._MOST_SIMULATED", 500_000),
     ("scorer's answer", "2,000 characters of a text", "rewards.base._LONGEST_TEXT", 2000),
     ("scorer's answer", "256 parts", "rewards.base.MOST_PARTS", 256),
     ("scorer's answer", "100 characters a name", "rewards.base.LONGEST_NAME", 100),
