@@ -18,7 +18,7 @@ from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
 from omni_async.checkpoint.statement import AGAIN, Statement, changes_since, plain, value_at
 from omni_async.config import Config
-from omni_async.config.decoding import decode_json
+from omni_async.config.decoding import decode_json, num_values
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import one_line
 from omni_async.config.writing import write_new
@@ -75,6 +75,8 @@ def write_state(folder: Path, state: State) -> None:
     content = msgspec.json.encode(state)
     if len(content) > _LARGEST:
         raise OSError(errno.EFBIG, f"{FILE} has {len(content)} bytes, and {_LARGEST} can be read")
+    if (values := num_values(content)) > _MOST_VALUES:
+        raise OSError(errno.EFBIG, f"{FILE} has {values} values, and {_MOST_VALUES} can be read")
     write_new(folder / FILE, content)
 
 

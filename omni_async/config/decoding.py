@@ -39,9 +39,14 @@ def decode_json(content: bytes | bytearray, kind: type[T] | Any = Any, most: int
             allowed.
 
     Raises msgspec.DecodeError: it is not JSON, not of `kind`, nested too deeply, or has too many values."""
-    if sum(map(content.count, (b",", b"[", b"{"))) > most:
+    if num_values(content) > most:
         raise msgspec.DecodeError(f"more than {most} values")
     return _decoded(msgspec.json.decode, content, kind)
+
+
+def num_values(content: bytes | bytearray) -> int:
+    """Return how many values JSON has at most, as `decode_json` counts them."""
+    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 def decode_msgpack(

@@ -10,6 +10,7 @@ Every mistake is one `ConfigError` that names the key and what it allows. A valu
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,8 +68,9 @@ def inputs_of(recipe: Path | None, config: Config) -> list[Path]:
     """Return the files and folders that a command reads for a recipe: its own files, and what it names that is there.
 
     `recipe`: its file; None: it has none."""
-    named = map(Path, named_paths(msgspec.to_builtins(config)))
-    return [*(files_of(recipe) if recipe is not None else ()), *(path for path in named if path.exists())]
+    named = named_paths(msgspec.to_builtins(config))
+    there = [Path(path) for path in named if os.path.exists(path)]  # noqa: PTH110 (pathlib raises at long names)
+    return [*(files_of(recipe) if recipe is not None else ()), *there]
 
 
 def of_tree(tree: Mapping[str, Any], source: Path, overrides: Sequence[str] = ()) -> Config:

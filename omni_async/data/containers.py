@@ -18,6 +18,8 @@ _MOST_ENTRIES = 10_000_000  # of an MP4's tables of samples, all together
 _CUT = "cut off: it has {have} bytes, its header declares {wants}; copy it again"
 # Tables whose entries may have no bytes, and where the number of entries is, behind the name.
 _SIZES, _TIMES, _FRAGMENT = re.compile(rb"stsz|stz2"), re.compile(rb"stts|ctts"), re.compile(rb"trun")
+# Programs that write a WAV into a pipe do not know its length, and declare this or more.
+_ENDLESS = 0x7FFF0000
 _EBML, _SEGMENT = 0x1A45DFA3, 0x18538067
 
 
@@ -42,7 +44,10 @@ def _riff(file: BinaryIO, size: int, wave: bool) -> None:
         header = file.read(8)
         if len(header) < 8:
             return
-        end = place + 8 + int.from_bytes(header[4:], "little")
+        length = int.from_bytes(header[4:], "little")
+        end = place + 8 + length
+        if wave and header[:4] == b"data" and length >= _ENDLESS:
+            return
         if end > size and (not wave or header[:4] == b"data"):
             raise ConfigError(_CUT.format(have=size, wants=end))
         if wave and header[:4] == b"data":

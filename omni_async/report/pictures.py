@@ -25,12 +25,13 @@ Address = Callable[[Path], str]  # where a browser finds a file; empty if it doe
 
 _MOST_BYTES = 6_000_000  # of a run's media on a page, as files
 _MOST_ROUNDS, _MOST_STRIPS = 24, 16
-_MOST_PIXELS = 2**25  # of an image
+_MOST_PIXELS = 50_000_000  # of an image; a run's largest grid has 46 million
 _MOST_DECODED = 2**29  # pixels of a run
 _LARGEST = 2**26  # bytes of a file
 # What Pillow raises for an image that is damaged, none, or made to fill the memory.
 _UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _KEPT_SIDE, _REDUCED_SIDE = 160, 320
+_LEFT_OUT = "Some media are left out, to keep the page small; the samples folder has them."
 _TYPES = {".png": "image/png", ".mp4": "video/mp4", ".wav": "audio/wav", ".webp": "image/webp"}
 
 
@@ -81,7 +82,7 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
     if len(kept) < len(keys):
         left.append(f"{len(kept)} of {len(keys)} samples")
     note = f"Shown: {' and '.join(left)}, evenly apart. " if left else ""
-    note += "Some media are left out, to keep the page small; the samples folder has them." if full else ""
+    note += _LEFT_OUT if full else ""
     versions = [grid.version for grid in chosen]
     values = [means.get(version) for version in versions]
     counted = {one.version: f" over {one.scored} of {one.asked} samples" for one in run.validation if one.is_incomplete}
@@ -114,6 +115,8 @@ def _training(grids: Sequence[Grid], address: Address) -> Samples:
     frames = [Frame(grid.version, address(grid.image)) for grid in chosen]
     note = "Training samples: prompts and noise differ from update to update. With a validation section they would not."
     versions = [grid.version for grid in chosen]
+    if not all(frame.src for frame in frames):
+        note = f"{note} {_LEFT_OUT}"
     strip = Strip("training samples", None, frames)
     return Samples("samples", versions, [strip], [None] * len(versions), [""] * len(versions), paired=False, note=note)
 
@@ -138,7 +141,8 @@ def _side(path: Path, samples: Path) -> int:
 def _opened(path: Path, samples: Path) -> Image.Image:
     """Open an image of a run. Raises one of `_UNREADABLE` if the file is no image, or too large to decode."""
     image = Image.open(io.BytesIO(read_file(path, _LARGEST, within=samples)), formats=("PNG",))
-    if image.width * image.height > _MOST_PIXELS:
+    # A run writes RGB. Pillow holds two copies of any other while it reduces one.
+    if image.width * image.height * (1 if image.mode == "RGB" else 2) > _MOST_PIXELS:
         image.close()
         raise ValueError(f"{path.name} has {image.width} x {image.height} pixels")
     return image

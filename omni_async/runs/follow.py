@@ -159,7 +159,7 @@ class Follower:
         self.summary: Summary | None = None
         self.samples: list[tuple[str, int]] = []
         self.changes = 0
-        self.lines_cut = 0  # lines that are no records
+        self._cut: Counter[str] = Counter()  # file -> lines that are no records
         self.left_out: dict[str, str] = {}  # file -> why it is missing
         self._metrics_file = GrowingFile(self.run.metrics)
         self._ledger_file = GrowingFile(self.run.ledger)
@@ -171,10 +171,15 @@ class Follower:
         self._span = msgspec.json.Decoder(SpanLine)
 
     @property
+    def lines_cut(self) -> int:
+        """Return how many lines of the files are no records."""
+        return self._cut.total()
+
+    @property
     def problem(self) -> str | None:
         """Report what of the folder cannot be read; None if all can be."""
         found = [f"{name}: {why}" for name, why in self.left_out.items()]
-        found += [f"{self.lines_cut} lines of its files cannot be read"] if self.lines_cut else []
+        found += [f"{name}: {lines} line{'s' * (lines > 1)} cannot be read" for name, lines in self._cut.items()]
         return "; ".join(found) or None
 
     @property
@@ -216,6 +221,7 @@ class Follower:
             self._restart(file, forget)
 
     def _restart(self, file: GrowingFile, forget: Callable[[], None]) -> None:
+        self._cut.pop(file.path.name, None)
         if file.restart():
             forget()
             self.changes += 1
@@ -225,7 +231,7 @@ class Follower:
             try:
                 record = decode_line(line, self._line)
             except (ValueError, RecursionError):
-                self.lines_cut += 1
+                self._cut[self.run.metrics.name] += 1
                 continue
             if is_round(record):
                 self._of_rounds += len(line) + _LONGEST_REASON
@@ -234,7 +240,7 @@ class Follower:
                     continue
             elif count(record.get("update")) is not None and self.updates.add(record):
                 continue
-            self.lines_cut += 1
+            self._cut[self.run.metrics.name] += 1
 
     def _forget_metrics(self) -> None:
         self.updates.clear()
@@ -248,7 +254,7 @@ class Follower:
             try:
                 entries.append((decode_line(line, self._entry), offset, len(line)))
             except (ValueError, RecursionError):
-                self.lines_cut += 1
+                self._cut[self.run.ledger.name] += 1
             offset += len(line)
         self.ended.add(entries)
 
@@ -258,13 +264,11 @@ class Follower:
         if is_there(self.run.spans, self.run.path, self.left_out):
             if self._spans_source != self.run.spans:  # the run goes on: the timeline is that of the attempt before
                 self._spans_source = self.run.spans
-                self._spans_file.restart()
-                self.spans.clear()
+                self._forget_spans()
             yield from self._follow(self._spans_file, self._take_spans, self.spans.clear)
         elif self._has_changed(self.run.trace) and is_there(self.run.trace, self.run.path, self.left_out):
-            self.spans.clear()
             self._spans_source = self.run.trace
-            self._spans_file.restart()
+            self._forget_spans()
             self.left_out.pop(self.run.trace.name, None)
             try:
                 for placed in trace_spans(self.run.trace):
@@ -273,6 +277,11 @@ class Follower:
                     yield
             except (NotATrace, OSError) as error:
                 self.left_out[self.run.trace.name] = reason_of(error)
+
+    def _forget_spans(self) -> None:
+        self._spans_file.restart()
+        self._cut.pop(self.run.spans.name, None)
+        self.spans.clear()
 
     def _take_spans(self, block: Block) -> None:
         if block.begins_region:
@@ -283,7 +292,7 @@ class Follower:
             try:
                 placed.append(Placed(decode_line(line, self._span), offset, len(line)))
             except (ValueError, RecursionError):
-                self.lines_cut += 1
+                self._cut[self.run.spans.name] += 1
             offset += len(line)
         self.spans.add(placed)
 

@@ -113,8 +113,8 @@ def _csv(file: BinaryIO, table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             columns = cells
             if len(columns) > _MOST_COLUMNS:
                 raise ConfigError(f"{where}: {len(columns)} columns, at most {_MOST_COLUMNS} are read")
-            if len({*columns}) < len(columns):
-                twice = next(name for name in columns if columns.count(name) > 1)
+            # Spreadsheets end their lines with the cells of columns that have no name.
+            if twice := next((name for name in columns if name and columns.count(name) > 1), None):
                 raise ConfigError(f"{where}: two columns have the name {twice[:80]!r}")
             continue
         if len(cells) > len(columns):

@@ -7,6 +7,7 @@ nothing, and is the same for the same arguments.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -29,6 +30,7 @@ _SEEDS = 3
 # Of one simulation. A tenth of a second of one core, or 24 updates where those are more.
 _MOST_BUNDLES = 4_000
 _FEWEST_UPDATES, _MOST_UPDATES = 24, 120
+_OF_WORKER = 0.1  # a worker's time in an update, in bundles
 # A role that is busy for less of the time waits for something.
 _BUSY = 0.9
 _FULL = 0.95
@@ -99,6 +101,7 @@ def what_if(
     devices: float | None = None,
     seed: int = 0,
     progress: Callable[[int, int, str], None] | None = None,
+    most: float = math.inf,
 ) -> WhatIf:
     """Simulate the present and every change of it.
 
@@ -109,9 +112,11 @@ def what_if(
         devices: Devices that there were (`devices` in summary.json); None: as many as the job asks for.
         seed: Of the service times; others follow it.
         progress: Called with the number of jobs simulated, of how many, and the name of the next.
+        most: How many bundles all simulations may have together, workers counted as parts of some.
 
     Raises:
-        ConfigError: Nothing is generated, or the job cannot be trained.
+        ConfigError: Nothing is generated, the job cannot be trained, its simulations have more than `most` bundles, or
+            take no time.
     """
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so there is nothing to wait for and nothing to gain")
@@ -120,12 +125,18 @@ def what_if(
     possible = [change for change in asked if change.problem is None]
     seeds = _SEEDS if any(stage.variation for stage in profile.stages().values()) else 1
     bundle, updates = _size(config)
+    jobs = [config, *(change.config for change in possible)]
+    if (work := seeds * sum(_enough(job, updates) * _load(job, bundle) for job in jobs)) > most:
+        raise ConfigError(f"{work:.3g} samples would be simulated; `omni-async simulate` does it, in minutes or more")
 
     def runs(number: int, name: str, job: Config) -> list[Simulated]:
         if progress is not None:
             progress(number, len(possible) + 1, name)
-        enough = updates + 2 * (job.staleness.max_updates + 1)
-        return [simulate(job, profile, updates=enough, seed=seed + i, bundle=bundle) for i in range(seeds)]
+        enough = _enough(job, updates)
+        found = [simulate(job, profile, updates=enough, seed=seed + i, bundle=bundle) for i in range(seeds)]
+        if not all(one.step_s > 0 for one in found):
+            raise ConfigError(f"profile {profile.name}: an update takes no time in it, so that nothing can be gained")
+        return found
 
     now = runs(0, "the run as it is", config)
     took, num_took = measured_step(config, finished)
@@ -211,6 +222,17 @@ def _size(config: Config) -> tuple[int, int]:
     bundle = choose_bundle(config, _MOST_UPDATES, most=_MOST_BUNDLES)
     affordable = _MOST_BUNDLES * bundle // per_update
     return bundle, min(_MOST_UPDATES, max(_FEWEST_UPDATES, affordable))
+
+
+def _enough(config: Config, updates: int) -> int:
+    """Return how many updates are simulated for so many steady ones."""
+    return updates + 2 * (config.staleness.max_updates + 1)
+
+
+def _load(config: Config, bundle: int) -> float:
+    """Return how many bundles take as long to simulate as an update."""
+    samples = config.trainer.groups_per_update * config.rollout.group_size
+    return samples / bundle + (config.rollout.workers + config.reward.workers) * _OF_WORKER
 
 
 def _caveats(config: Config, profile: Profile, took: float | None, devices: float | None) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import re
 import time
 from base64 import b64encode
@@ -18,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from omni_async.aio.threads import in_daemon_thread
-from omni_async.config.reading import read_file, require_within
+from omni_async.config.reading import TooLargeError, open_file, require_within
 from omni_async.config.redact import one_line, redact_text
 from omni_async.report.file import PAGE
 from omni_async.reward_server.connections import send_continue
@@ -158,11 +160,18 @@ class WatchApp:
         found = _SAMPLE.fullmatch(name)
         if found is None:
             raise Refused(404, "there is no such sample")
+        part = _part_of(request)
         try:
-            content = await in_daemon_thread(lambda: _sample_of(self._live.run, name))
+            content, begin, size = await in_daemon_thread(lambda: _sample_of(self._live.run, name, part or slice(None)))
         except OSError as error:
             raise Refused(404, f"there is no such sample: {error.strerror}") from None
-        return web.Response(body=content, content_type=_MEDIA_TYPES[found[3]])
+        headers = {"Accept-Ranges": "bytes"}
+        if part is None:
+            return web.Response(body=content, content_type=_MEDIA_TYPES[found[3]], headers=headers)
+        if not content:
+            raise Refused(416, f"the sample has {size} bytes")
+        headers["Content-Range"] = f"bytes {begin}-{begin + len(content) - 1}/{size}"
+        return web.Response(status=206, body=content, content_type=_MEDIA_TYPES[found[3]], headers=headers)
 
     # ---- what it shows ----------------------------------------------------------------------------------------------
 
@@ -266,10 +275,27 @@ async def _write(response: web.StreamResponse, message: bytes) -> None:
         await response.write(b"data: " + message + b"\n\n" if message else b": beat\n\n")
 
 
-def _sample_of(run: RunDirectory, name: str) -> bytes:
-    """Read a file of the samples folder. Raises OSError; OutsideError if it, or the folder, leads out of its folder."""
+def _part_of(request: web.Request) -> slice | None:
+    """Return the one range of bytes that a player asks for; None for the whole file."""
+    if "Range" not in request.headers or "If-Range" in request.headers:
+        return None
+    try:
+        return request.http_range
+    except ValueError:  # another unit, or several ranges
+        return None
+
+
+def _sample_of(run: RunDirectory, name: str, part: slice) -> tuple[bytes, int, int]:
+    """Read a part of a file of the samples folder; return it, where it begins, and the file's size.
+
+    Raises OSError; OutsideError if the file, or the folder, leads out of its folder."""
     require_within(run.samples, run.path)
-    return read_file(run.samples / name, _LARGEST_SAMPLE, within=run.samples)
+    with open_file(run.samples / name, within=run.samples) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _LARGEST_SAMPLE:
+            raise TooLargeError(errno.EFBIG, f"larger than {_LARGEST_SAMPLE} bytes", name)
+        begin, end, _ = part.indices(size)
+        file.seek(begin)
+        return file.read(max(0, end - begin)), begin, size
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:

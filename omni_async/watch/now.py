@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.config.section import size_text
-from omni_async.ranges import Count, Seconds, Text, Value
+from omni_async.ranges import MOST, Count, Text, Time, Value
 from omni_async.report.alerts import alert_blocks
 from omni_async.role_table import scalable_roles
 from omni_async.runs.alerts import Alert
@@ -26,6 +26,7 @@ from omni_async.watch.actions import Action
 from omni_async.worker import BUILT_IN_ROLES, Worker
 
 Block = dict[str, Any]
+_Held = Annotated[int, Meta(ge=-1, lt=MOST)]  # an engine's version, -1 for none yet
 
 
 class _Told(TypedDict):
@@ -35,7 +36,7 @@ class _Told(TypedDict):
 class _Progress(TypedDict, total=False):
     update: Count
     updates: Count
-    eta_s: Seconds | None
+    eta_s: Time | None
     reward: Value | None
     told: _Told | None
 
@@ -46,7 +47,7 @@ class _Answer(TypedDict, total=False):
     doing: Text
     progress: _Progress
     parts: Annotated[dict[Text, dict[Text, Any]], Meta(max_length=20_000)]
-    engines: Annotated[dict[Text, Count], Meta(max_length=20_000)]
+    engines: Annotated[dict[Text, _Held], Meta(max_length=20_000)]
     buffers: Annotated[dict[Text, dict[Text, Count | None]], Meta(max_length=100)]
     conservation: Annotated[dict[Text, Count], Meta(max_length=100)]
 
@@ -184,7 +185,7 @@ def _parts(answer: Mapping[str, Any] | None) -> list[Block]:
         return []
     engines = answer.get("engines", {})
     rows = [
-        [name, str(where.get("pid", "")), "" if name not in engines else f"version {engines[name]}"]
+        [name, str(where.get("pid", "")), _weights(engines.get(name))]
         for name, where in [*answer["parts"].items()][:_SHOWN_PARTS]
     ]
     more = len(answer["parts"]) - len(rows)
@@ -200,6 +201,10 @@ def _parts(answer: Mapping[str, Any] | None) -> list[Block]:
             "fold": 8,
         }
     ]
+
+
+def _weights(held: int | None) -> str:
+    return "" if held is None else "none yet" if held < 0 else f"version {held}"
 
 
 def _done(actions: Iterable[Action]) -> list[Block]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 from tensordict import TensorDict
 
@@ -202,6 +203,15 @@ def test_a_state_outside_or_without_an_end_is_not_read(tmp_path):
     state.write_bytes(b'{"format": 5, "engine": {"a": [' + b"[]," * 3_000_000 + b"[]]}}")
     with pytest.raises(CheckpointError, match="more than 3000000 values"):
         read_state(state.parent)
+
+
+def test_a_state_that_no_reader_would_accept_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_async.checkpoint.state._MOST_VALUES", 100)
+    state = State(ControlState(version=3, rewards=(1.0,) * 3), "qwen_image", "flow_grpo")
+    write_state(tmp_path, state)
+    read_state(tmp_path)
+    with pytest.raises(OSError, match="values, and 100 can be read"):
+        write_state(tmp_path, replace(state, control=replace(state.control, rewards=(1.0,) * 100)))
 
 
 @pytest.mark.parametrize("number", ["1e300", "-1e160", "1e400", "1" * 400, "true", "NaN"])

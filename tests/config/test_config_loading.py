@@ -19,7 +19,7 @@ from omni_async.algorithms.validation import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
 from omni_async.config.algorithm import Correction
 from omni_async.config.hub import how_to_get
-from omni_async.config.load import family_of
+from omni_async.config.load import family_of, inputs_of
 from omni_async.config.redact import is_secret_key
 from omni_async.families import PipelineFamily, SamplingSpec, family_names, find_family
 from tests.patience import PATIENCE
@@ -426,3 +426,10 @@ def test_paths_of_registered_scorers_are_relative_to_the_recipe_and_may_be_names
     assert load(recipe, [said]).reward.scorers[0].params["path"] == str(tmp_path / "elsewhere")
     listed = "reward.scorers=[{name: hps_v2, params: {path: x}}]"
     assert load(recipe, [listed]).reward.scorers[0].params["path"] == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("text", ["/" + "rate the picture " * 40, "/proc/1/root/a.json"])
+def test_a_text_of_a_scorer_that_is_no_path_is_no_input(text: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(MINIMAL.replace("{name: ocr}", f"{{name: 'judges:Mine', params: {{question: {text!r}}}}}"))
+    assert inputs_of(recipe, load(recipe)) == [recipe]

@@ -18,6 +18,7 @@ from omni_async.report import pictures
 from omni_async.report.pictures import samples
 from omni_async.report.shown import show
 from omni_async.runs.record import read_run
+from omni_async.tracking.images import image_grid
 
 
 def write_round(
@@ -93,6 +94,19 @@ def test_without_validation_the_grids_of_training_are_shown_and_without_any_that
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.yaml").touch()
     assert "No samples were written" in block(tmp_path / "none").text
+
+
+def test_a_grid_of_training_that_is_left_out_is_named(tmp_path, monkeypatch):
+    write_round(tmp_path, 10, [{"prompt": "a"}], kind="train")
+    write_round(tmp_path, 20, [{"prompt": "a"}], side=300, kind="train")
+    assert "left out" not in block(tmp_path).note
+    captioned = (np.zeros((400, 400, 3), np.uint8), "a long caption " * 40)
+    of_sixteen = image_grid([captioned] * 16)
+    assert of_sixteen.width * of_sixteen.height * 16 < pictures._MOST_PIXELS  # a run may show 256
+    monkeypatch.setattr(pictures, "_MOST_PIXELS", 80_000)
+    found = block(tmp_path)
+    assert [bool(frame.src) for frame in found.strips[0].frames] == [True, False]
+    assert "Some media are left out" in found.note
 
 
 def test_a_damaged_image_is_left_out(tmp_path):

@@ -206,6 +206,10 @@ def test_what_is_no_record_is_counted_and_left_out(tmp_path: Path) -> None:
             file.write(b'{"half": \n\xff\xfe\n')
     follower = polled(Follower(tmp_path))
     assert (len(follower.ended), len(follower.updates), follower.lines_cut) == (10, 1, 6)
+    assert "ledger.jsonl: 2 lines cannot be read" in str(follower.problem)
+    for path in (run.ledger, run.metrics, run.spans):
+        path.write_bytes(path.read_bytes().partition(b'{"half"')[0])
+    assert polled(follower).problem is None and len(follower.ended) == 10
 
 
 ENTRY = {

@@ -8,6 +8,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -406,7 +407,7 @@ def test_a_socket_elsewhere_is_not_asked(folder, tmp_path, capsys):
 def test_a_run_that_does_not_answer_or_answers_another_version_s_way_is_reported(folder, monkeypatch, capsys):
     from omni_async.driver import operate
 
-    monkeypatch.setattr(operate, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(operate, "ask", partial(operate.ask, timeout_s=0.01))
     path = folder / "control.sock"
     with socket.socket(socket.AF_UNIX) as listening:
         handle = os.open(folder, os.O_RDONLY)
@@ -415,7 +416,7 @@ def test_a_run_that_does_not_answer_or_answers_another_version_s_way_is_reported
         listening.listen()
         assert main(["status", str(folder)]) == 2
         assert "does not answer within 0.01 s" in capsys.readouterr().err
-    monkeypatch.setattr(operate, "ask", lambda *_: {"progress": {"update": None}})
+    monkeypatch.setattr(operate, "ask", lambda *_, **__: {"progress": {"update": None}})
     assert main(["status", str(folder)]) == 2
     assert "its answer is none that this version knows" in capsys.readouterr().err
 

@@ -246,3 +246,9 @@ def test_a_damaged_parquet_table_is_read_or_refused(tmp_path, data):
 
 def test_a_compressed_file_is_no_table():
     assert "t.jsonl:1: not UTF-8 text" in refusal(write("t.jsonl", gzip.compress(b'{"image": "a.png"}')))
+
+
+def test_columns_without_a_name_or_cells_are_left_out() -> None:
+    table = write("t.csv", "image,prompt,,\na.png,a cat,,\n")
+    (sample,) = find_samples([table], 100)
+    assert (sample.prompt.text, sample.prompt.metadata) == ("a cat", {})

@@ -307,6 +307,25 @@ def test_pairs_that_are_given_have_nothing_to_wait_for() -> None:
         what_if(config, TIMES)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rollout__group_size": 4096, "rollout__max_inflight": 4097},
+        {"rollout__workers": 10_000},
+        {"reward__workers": 10_000},
+    ],
+)
+def test_a_job_of_millions_of_samples_is_not_simulated_for_a_page(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="samples would be simulated"):
+        what_if(make_config(**keys), TIMES, most=500_000)
+
+
+def test_updates_that_take_no_time_are_not_compared() -> None:
+    nothing = dict.fromkeys(TIMES.stages(), ServiceTime())
+    with pytest.raises(ConfigError, match="an update takes no time"):
+        what_if(make_config(), replace(TIMES, **{**nothing, "switch": ServiceTime(1.0)}))
+
+
 def test_every_change_says_what_to_set(job: Job) -> None:
     answer: WhatIf = job.answer
     for one in answer.changes:

@@ -20,6 +20,7 @@ import pytest
 
 from benchmarks.run_folders import MadeRun
 from omni_async.driver import control_socket
+from omni_async.driver.control_socket import Request, Tell
 from omni_async.report.blocks import Section
 from omni_async.report.data import SECTIONS
 from omni_async.report.shown import Shown
@@ -371,3 +372,36 @@ def test_a_signal_ends_the_command_while_somebody_looks_and_says_nothing(
 def test_an_answer_of_another_shape_is_not_shown(answer: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         require_answer(answer)
+
+
+async def test_the_page_of_a_run_whose_engine_holds_no_weights_yet_has_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(self: RunningJob, request: Request, tell: Tell) -> dict[str, Any]:
+        return {**await usual(self, request, tell), "engines": {"rollout-0": 3, "rollout-1": -1}}
+
+    usual = RunningJob._answer
+    monkeypatch.setattr(RunningJob, "_answer", answer)
+    async with watched(tmp_path) as page, RunningJob(tmp_path).answering(), news(page) as messages:
+        told = await until(messages, lambda one: status(one) == "running")
+    (rows,) = (block["rows"] for block in now(told)["blocks"] if block.get("id") == "parts")
+    assert [row[::2] for row in rows[:2]] == [["rollout-0", "version 3"], ["rollout-1", "none yet"]]
+
+
+async def test_a_player_gets_the_part_of_a_film_that_it_asks_for(tmp_path: Path) -> None:
+    async with watched(tmp_path) as page:
+        (tmp_path / "samples" / "train-000001-00.mp4").write_bytes(b"0123456789")
+
+        async def part(asked: str) -> tuple[int, str | None, bytes]:
+            address = f"{page.address}/samples/train-000001-00.mp4"
+            async with page.client.get(address, headers={"Range": asked}) as response:
+                assert response.content_type == ("video/mp4" if response.ok else "application/json")
+                assert response.headers["Cache-Control"] == "no-store"
+                return response.status, response.headers.get("Content-Range"), await response.read()
+
+        assert await part("bytes=0-1") == (206, "bytes 0-1/10", b"01")
+        assert await part("bytes=8-") == (206, "bytes 8-9/10", b"89")
+        assert await part("bytes=-3") == (206, "bytes 7-9/10", b"789")
+        assert (await part("bytes=10-"))[0] == 416
+        for another in ("bytes=0-0,-1", "lines=1-2", "bytes=5-2"):
+            assert await part(another) == (200, None, b"0123456789")
