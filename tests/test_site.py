@@ -74,7 +74,10 @@ def test_the_front_page_leads_everywhere_and_is_readable_at_every_width(site: st
 def test_what_is_searched_for_is_found_without_a_network_in_the_dark(site: str, open_page: OpenPage) -> None:
     page = open_page(site, scheme="dark", own=site)
     assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"
+    field = page.locator("input.md-search__input")
+    field.focus()
+    page.get_by_text("Type to start searching").wait_for()  # a query before the index is there is an error
     # By keys, which the page listens to: what is put there at once is seen only if it comes before the focus is.
-    page.locator("input.md-search__input").press_sequentially("reward_in_turn backpressured")
+    field.press_sequentially("reward_in_turn backpressured")
     found = page.locator(".md-search-result__link >> text=What a run leaves behind").first
     found.wait_for()

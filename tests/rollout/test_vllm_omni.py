@@ -169,9 +169,9 @@ def test_samples_are_those_of_step_wise_batching_and_the_same_alone_and_in_a_bat
     together = batcher("generate", requests)
     assert batcher("_call", "batches")["samples"] == [len(requests)]
     for request, one, other in zip(requests, together, family.engine("generate", requests), strict=True):
-        assert_same(one, other, 1e-6)
         [alone] = batcher("generate", [request])
-        assert_same(one, alone, 1e-5)
+        for same in (other, alone):  # in batches of other samples, whose sums round in another order
+            assert_same(one, same, 1e-5)
 
 
 @REQUEST_BATCHING
