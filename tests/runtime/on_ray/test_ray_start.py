@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("ray")
 from omni_async.config.ray_cluster import ClusterAddress
 from omni_async.preflight.check import preflight
+from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.on_ray import cluster as ray_cluster
 from omni_async.runtime.on_ray import connection as ray_connection
 from omni_async.runtime.on_ray import head
@@ -184,6 +185,20 @@ def test_no_dashboard_is_started_and_only_logs_stay(tmp_path, monkeypatch):
 class Childless:
     def children(self, recursive: bool) -> list[psutil.Process]:
         return []
+
+
+async def test_a_worker_that_ends_before_it_answers_is_drained(tmp_path: Path) -> None:
+    cluster = RayCluster(preflight(write_world(tmp_path)), RunDirectory(tmp_path / "run"))
+    asked_to_leave: list[str] = []
+
+    class Ended:
+        async def leave(self) -> None:
+            asked_to_leave.append("reward-0")
+            raise PeerLost("reward-0 is gone")
+
+    cluster._actors["reward-0"] = Ended()
+    await cluster.drain_worker("reward-0")
+    assert asked_to_leave == ["reward-0"]
 
 
 @pytest.mark.parametrize(("local", "host"), [(object(), "127.0.0.1"), (None, "192.0.2.7")])
