@@ -1,4 +1,4 @@
-"""Provides an address at which nobody listens, for as long as a test needs it, and tells who listens at a port."""
+"""Provides an address at which nobody listens, for as long as a test needs it, and lists who listens at a port."""
 
 from __future__ import annotations
 

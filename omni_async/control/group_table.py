@@ -173,7 +173,7 @@ class Group(SampleSet):
         Args:
             run: the run's id.
             event: how the group ended.
-            reason: why it was not trained, of which credentials are masked; None if it was."""
+            reason: why it was not trained, with credentials masked; None if it was."""
         versions, scores, trained = self.step_versions, self.scores, self.trained_version
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(

@@ -42,7 +42,7 @@ _WATCH_S = 5.0  # between two looks at one that runs
 _ANSWER_S = 30.0  # a server that computes may take so long to say that it is well; without an answer, it is lost
 _GRACE_S = 5.0
 _LONGEST_TAIL = 600
-_READ_BACK = 1 << 18  # bytes; two processes print their tracebacks after the one that failed first
+_READ_BACK = 1 << 18  # bytes; two processes print tracebacks after the first failure
 # What vLLM's processes say because another one has failed, which has printed why.
 _FOLLOWS = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed")
 # How vLLM, or a process of it, reports a port that another process has.
