@@ -54,7 +54,8 @@ def send(path: Path, content: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(PATIENCE)
     connection.connect(str(path))
-    connection.sendall(content)
+    with suppress(ConnectionError):  # a busy run answers and closes before it reads
+        connection.sendall(content)
     return connection
 
 
