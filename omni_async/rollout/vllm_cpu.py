@@ -1,6 +1,6 @@
 """Extends vLLM's CPU platform by the interface that vLLM-Omni adds, for diffusion stages.
 
-`cpu_platform` decides when it is chosen."""
+`cpu_platform` decides when it is chosen. Importing it makes vLLM's layers load without vLLM's kernels."""
 
 from __future__ import annotations
 

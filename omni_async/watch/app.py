@@ -286,7 +286,7 @@ def _part_of(request: web.Request) -> slice | None:
 
 
 def _sample_of(run: RunDirectory, name: str, part: slice) -> tuple[bytes, int, int]:
-    """Read a part of a file of the samples folder; return it, where it begins, and the file's size.
+    """Read a part of a file of the samples folder; return it with its offset and the file's size, in bytes.
 
     Raises OSError; OutsideError if the file, or the folder, leads out of its folder."""
     require_within(run.samples, run.path)

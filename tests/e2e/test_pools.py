@@ -46,4 +46,4 @@ def test_a_pool_on_ray_is_replaced_when_it_is_killed_and_every_group_ends_once(r
     job.require_whole(job.run(disturb))
     assert [fault.part for fault in job.faults] == ["readers-0"]
     told = "\n".join(job.console.phases + job.console.notes)
-    assert "readers-0.2: ready at http://***@127.0.0.1:" in told, "which a Ray of this machine alone reaches"
+    assert "readers-0.2: ready at http://***@127.0.0.1:" in told, "a local Ray has its roles on one machine"

@@ -136,7 +136,7 @@ class RayCluster(Cluster):
     def _spawn(self, worker: Worker) -> Proxy:
         build, peers = self._table[worker.role].build, self._peers_of(worker)
         is_local = self._connection is not None and self._connection.local is not None
-        host = "127.0.0.1" if is_local else None  # no other machine asks for what the roles listen at
+        host = "127.0.0.1" if is_local else None  # all roles are on this machine
         return self._host(worker, partial(_build_there, build, worker, self._inputs, self._run.path, peers, host))
 
     def _host(self, worker: Worker, make: Callable[[], Any]) -> Proxy:
@@ -299,7 +299,7 @@ class _DriverStore(RayStore):
 def _build_there(
     path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any], host: str | None
 ) -> Any:
-    """Build a role in its actor's process. `host`: where it listens; None: at its machine's address."""
+    """Build a role in its actor's process. `host`: the address to listen at; None for its machine's."""
     host = host or ray.util.get_node_ip_address()
     return load_named(path)(WorkerContext(worker, inputs, folder, RayStore(), peers, host, own_process=True))
 
