@@ -169,6 +169,6 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_message_is_masked_where_it_leaves_the_program(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = WAYS[way]("https://me:hunter2@h failed")
-    said = f"{told} {capsys.readouterr().err}"
-    assert "https://***@h failed" in said and "hunter2" not in said
+    returned = WAYS[way]("https://me:hunter2@h failed")
+    output = f"{returned} {capsys.readouterr().err}"
+    assert "https://***@h failed" in output and "hunter2" not in output

@@ -393,13 +393,13 @@ async def test_the_printed_link_changes_the_run_and_with_a_token_the_token_alone
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
     MadeRun(groups=1).write(tmp_path)
-    ended, said = asyncio.get_running_loop().create_future(), list[str]()
+    ended, printed = asyncio.get_running_loop().create_future(), list[str]()
     monkeypatch.setattr("omni_async.reward_server.listener.end_signal", lambda: ended)
-    monkeypatch.setattr(command, "_say", said.append)
+    monkeypatch.setattr(command, "_say", printed.append)
     serving = asyncio.create_task(command._serve(tmp_path, "127.0.0.1", 0, token))
-    while not said and not serving.done():  # noqa: ASYNC110 (the command prints when it listens)
+    while not printed and not serving.done():  # noqa: ASYNC110 (the command prints when it listens)
         await asyncio.sleep(0)
-    address, link, key = said[0].rpartition(" ")[2].partition("/#")
+    address, link, key = printed[0].rpartition(" ")[2].partition("/#")
     assert (link, len(key)) == (("/#", 43) if token is None else ("", 0))
     jar = aiohttp.CookieJar(unsafe=True)
     async with RunningJob(tmp_path).answering() as job, aiohttp.ClientSession(cookie_jar=jar) as client:
