@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -81,8 +82,17 @@ def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path):
         run.require_whole(run.run(disturb))
 
 
-HEAD = "127.0.0.2:6411"
-PORT_RANGES = {"127.0.0.2": (21000, 21999), "127.0.0.3": (22000, 22999)}
+# Addresses and ports follow from the number of the process: two suites on one machine do not meet.
+NETWORK = f"127.{os.getpid() % 250 + 1}.{os.getpid() // 250 % 250 + 1}"
+# Ray itself takes 10001.
+FIRST_PORT = 11_000 + os.getpid() % 10 * 2_000
+HEAD_ADDRESS, SECOND_ADDRESS = f"{NETWORK}.2", f"{NETWORK}.3"
+HEAD = f"{HEAD_ADDRESS}:{FIRST_PORT}"
+# Workers listen at every address: the two nodes need ranges that do not overlap.
+PORT_RANGES = {
+    HEAD_ADDRESS: (FIRST_PORT + 1, FIRST_PORT + 999),
+    SECOND_ADDRESS: (FIRST_PORT + 1_000, FIRST_PORT + 1_999),
+}
 
 
 @contextlib.contextmanager
@@ -90,7 +100,7 @@ def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil
     """Starts a Ray node of this machine with an address of its own, as it would be started by hand. With `head` it
     joins that one."""
     low, high = PORT_RANGES[address]
-    of_head = ["--head", "--port=6411", "--include-dashboard=false", "--temp-dir", str(folder)]
+    of_head = ["--head", f"--port={FIRST_PORT}", "--include-dashboard=false", "--temp-dir", str(folder)]
     command = [str(Path(sys.executable).with_name("ray")), "start", *(["--address", head] if head else of_head)]
     command += ["--node-ip-address", address, "--num-cpus=4", "--disable-usage-stats", "--block"]
     command += [f"--min-worker-port={low}", f"--max-worker-port={high}", "--object-store-memory=100000000"]
@@ -125,8 +135,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[psutil.Process,
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short,
-        node("127.0.0.2", Path(short)) as head,
-        node("127.0.0.3", Path(short), HEAD) as second,
+        node(HEAD_ADDRESS, Path(short)) as head,
+        node(SECOND_ADDRESS, Path(short), HEAD) as second,
     ):
         yield head, second
 
@@ -177,7 +187,7 @@ def test_two_nodes_are_joined_with_their_token_and_the_loss_of_one_and_of_the_he
     def disturb(run: Disturbed) -> None:
         run.updated(2)
         nodes = {where["node"] for where in run.parts().values()}
-        (lost,) = {one["NodeID"] for one in ray.nodes() if one["NodeManagerAddress"] == "127.0.0.3"}
+        (lost,) = {one["NodeID"] for one in ray.nodes() if one["NodeManagerAddress"] == SECOND_ADDRESS}
         assert lost in nodes, "Ray put nothing on the second node"
         kill(second)
         run.wait_for(lambda: bool(run.faults), 2 * PATIENCE)
