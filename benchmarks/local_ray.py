@@ -19,11 +19,15 @@ WAITING_CALLS = frozenset().union(*(spec.waiting_calls for spec in BUILT_IN))
 
 @contextmanager
 def local_ray(
-    cpus: int, store_bytes: int | None = None, resources: dict[str, float] | None = None, **environment: str
+    cpus: int,
+    store_bytes: int | None = None,
+    resources: dict[str, float] | None = None,
+    gpus: int | None = None,
+    **environment: str,
 ) -> Iterator[None]:
     """Starts a local Ray, whose workers take their packages from where this process does, and ends it. Does nothing
     where this process has joined one already. `environment`: of the workers, beside this process's.
-    `resources`: further ones that the machine is said to have."""
+    `resources` and `gpus`: invented ones, in addition to the machine's."""
     if ray.is_initialized():
         yield
         return
@@ -31,6 +35,7 @@ def local_ray(
     reread_environment()  # Ray keeps the token of a cluster that this process was in before
     ray.init(
         num_cpus=cpus,
+        num_gpus=gpus,
         resources=resources,
         object_store_memory=store_bytes,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}},

@@ -21,6 +21,8 @@ _NVIDIA = re.compile(r"nvidia\d+")
 _OTHERS = re.compile(r"kfd|dri|accel\d*|davinci.*|dxg|hl\d+")
 _ASCEND = re.compile(r"davinci\d+")
 _HIDES_ALL = ("", "-1", "NoDevFiles")
+# What hides devices from a process and its children, by Ray's name of their kind.
+_VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def most_accelerators(
@@ -39,10 +41,10 @@ def most_accelerators(
     except OSError:
         return None
     if kind == "NPU":
-        return _visible(names, _ASCEND, "ASCEND_RT_VISIBLE_DEVICES", devices, environment)
+        return _visible(names, _ASCEND, _VISIBLE[kind], devices, environment)
     if any(_OTHERS.fullmatch(name) for name in names):
         return None
-    found = _visible(names, _NVIDIA, "CUDA_VISIBLE_DEVICES", devices, environment)
+    found = _visible(names, _NVIDIA, _VISIBLE["GPU"], devices, environment)
     if any(map(_NVIDIA.fullmatch, names)) and _torch().endswith("+cpu"):
         return 0, f"torch {_torch()} is a build for CPUs"
     return found
@@ -58,8 +60,36 @@ def _visible(
         return 0, f"{devices} has none"
     if visible is None:
         return found, f"{devices} has so many"
-    shown = [] if visible.strip() in _HIDES_ALL else visible.split(",")
-    return min(found, len(shown)), f"{variable}={visible}"
+    return min(found, len(_shown(visible))), f"{variable}={visible}"
+
+
+def _shown(visible: str) -> list[str]:
+    """Return the ids that a variable's value shows."""
+    return [] if visible.strip() in _HIDES_ALL else visible.split(",")
+
+
+def showing(devices: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the environment variables that show a process and its children these devices and hide all others.
+
+    Set them before the process uses a device.
+
+    Args:
+        devices: ids by Ray's name of their kind, as an actor's `get_accelerator_ids()`."""
+    return {variable: ",".join(devices.get(kind, ())) for kind, variable in _VISIBLE.items()}
+
+
+def visible_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
+    """Return Ray's name of the kind of device that torch uses in this process, and the ids of those it sees.
+
+    The ids are empty where torch sees no device."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "NPU" if found is not None and found.type == "npu" else "GPU"
+    count = 0 if found is None else torch.accelerator.device_count()
+    given = environment.get(_VISIBLE[kind])
+    ids = list(map(str, range(count))) if given is None else _shown(given)
+    return kind, ids[:count]
 
 
 def require_accelerator(key: str, asked: float) -> torch.device:
@@ -76,8 +106,20 @@ def require_accelerator(key: str, asked: float) -> torch.device:
     return found
 
 
+def vllm_without_cpus() -> str | None:
+    """Return the version of the installed vLLM if it runs on accelerators alone.
+
+    None if its build is for CPUs, or vLLM is not installed."""
+    found = _installed("vllm")
+    return found if found and "cpu" not in found else None
+
+
 def _torch() -> str:
+    return _installed("torch")
+
+
+def _installed(package: str) -> str:
     try:
-        return version("torch")
+        return version(package)
     except PackageNotFoundError:
         return ""

@@ -1,4 +1,4 @@
-"""Serves torch.distributed's TCP store on one address.
+"""Serves torch.distributed's TCP store on one address, and finds the address and interface towards a store.
 
 The port is bound once, by the process that serves, and published afterwards: no other process can take it in between.
 """
@@ -9,6 +9,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed
 
 # torch's annotations leave out the parts that are used here.
@@ -39,3 +40,22 @@ def join_store(host: str, port: int, timeout_s: float) -> Any:
     """Connect to the store that another process, or this one, serves. Raises RuntimeError or OSError."""
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, use_libuv=False)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's own address on the way to `host`; nothing is sent. Raises OSError without a way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """Return the network interface that has this machine's own address on the way to `host`.
+
+    None if no interface has it. Raises OSError without a way."""
+    mine = address_towards(host, port)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == mine for one in addresses):
+            return name
+    return None

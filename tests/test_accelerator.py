@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from omni_async import accelerator
-from omni_async.accelerator import most_accelerators, require_accelerator
+from omni_async.accelerator import most_accelerators, require_accelerator, showing, visible_devices
 from tests.patience import PATIENCE
 
 
@@ -74,6 +75,29 @@ def test_what_torch_does_not_see_is_not_replaced_by_the_cpu() -> None:
     said = r"^placement\.trainer\.gpus: 0\.5 asked for, but torch \S+ sees no accelerator here; 0 runs on the CPU$"
     with pytest.raises(RuntimeError, match=said):
         require_accelerator("placement.trainer.gpus", 0.5)
+
+
+def test_a_process_sees_the_devices_that_it_is_shown_and_every_other_kind_is_hidden() -> None:
+    assert showing({"GPU": ["4", "6"], "TPU": ["0"]}) == {
+        "CUDA_VISIBLE_DEVICES": "4,6",
+        "ASCEND_RT_VISIBLE_DEVICES": "",
+    }
+    assert showing({"NPU": ["1"]}) == {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "ids"),
+    [
+        ("npu", {"CUDA_VISIBLE_DEVICES": "5"}, ["0", "1"]),
+        ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}, ["3", "5"]),
+        ("meta", {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, ["GPU-a", "GPU-b"]),
+    ],
+)
+def test_the_devices_of_this_process_have_the_ids_that_its_environment_gives_them(monkeypatch, kind, environment, ids):
+    device = SimpleNamespace(type=kind)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: device)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    assert visible_devices(environment) == ("NPU" if kind == "npu" else "GPU", ids)
 
 
 def test_counting_imports_no_torch() -> None:

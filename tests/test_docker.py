@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -34,10 +35,24 @@ def test_the_version_can_be_read_in_the_layer_of_the_packages() -> None:
 
 def test_the_image_installs_what_the_makefile_installs_and_the_user_is_not_root() -> None:
     text, makefile = "\n".join(LINES), (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(r"^FROM nvidia/cuda:\d+\.\d+\.\d+-\S+$", text, flags=re.M)
     [torch] = re.findall(r"^TORCH_cuda := (\S+)$", makefile, flags=re.M)
     assert f'-c constraints.txt "{torch}" -e ".[cuda]"' in text
     headless = "--force-reinstall --no-deps -c constraints.txt opencv-python-headless"
     assert headless in text and headless in makefile
     assert re.search(r"^USER (?!0|root)\S+$", text, flags=re.M)
     assert 'ENTRYPOINT ["omni-async"]' in LINES
+
+
+def test_the_base_has_torchs_cuda_and_the_compilers_that_build_kernels() -> None:
+    """Containers of another CUDA start under drivers on which torch then finds no device."""
+    [base] = re.findall(r"^FROM nvidia/cuda:(\S+)$", "\n".join(LINES), flags=re.M)
+    cuda = json.loads((ROOT / "tests" / "cuda_requirements.json").read_text(encoding="utf-8"))
+    [toolkit] = [one.partition("==")[2] for one in cuda["torch"]["requires"] if one.startswith("cuda-toolkit==")]
+    assert base == f"{toolkit}-devel-ubuntu24.04"
+    [packages] = [line for line in LINES if "apt-get install" in line]
+    assert {"g++", "python3.12-dev"} <= {*packages.split()}
+
+
+def test_the_pages_name_the_driver_that_the_base_needs() -> None:
+    for page in ("docker.md", "devices.md"):
+        assert "driver 580 or newer" in (ROOT / "docs" / page).read_text(encoding="utf-8"), page

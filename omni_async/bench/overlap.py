@@ -146,8 +146,9 @@ def _ray_session(configs: Sequence[Config]) -> Iterator[None]:
     from omni_async.runtime.on_ray.connection import connect
 
     run, cpus = on_ray[0].run, max(1, *(plan_placements(config).cpus for config in on_ray))
+    store_bytes = max(config.placement.store_bytes or 0 for config in on_ray) or None
     try:
-        connection = connect(cluster_address(run), cpus, run.startup_timeout_s)
+        connection = connect(cluster_address(run), cpus, run.startup_timeout_s, store_bytes=store_bytes)
     except (StartError, ValueError) as error:
         raise ConfigError(str(error)) from error
     try:

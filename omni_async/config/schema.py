@@ -253,6 +253,15 @@ class Placement(Section, kw_only=True, frozen=True):
     """The roles share the same devices and take turns: a device holds an engine, a reward worker and a trainer rank."""
     accelerator: Literal["auto", "GPU", "NPU"] = "auto"
     """What `gpus` counts, by Ray's name: `NPU` is Ascend, `GPU` every other maker; `auto`: what is there."""
+    object_store: SizeText | None = None
+    """Shared memory of the Ray that the run starts, for samples and versions of the weights; beyond it Ray writes to
+    disk. null: 30 % of the memory that is free at the start, at most 200 GB and 95 % of `/dev/shm`. Refused where the
+    run joins a cluster."""
+
+    @property
+    def store_bytes(self) -> int | None:
+        """The bytes of `object_store`; None if Ray chooses."""
+        return None if self.object_store is None else bytes_of(self.object_store)
 
     @property
     def reward_in_turn(self) -> bool:

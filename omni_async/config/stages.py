@@ -38,7 +38,7 @@ class Resources(Section, kw_only=True, frozen=True):
     cpus: Annotated[float, most(10_000, "no machine has so many", gt=0)] = 1.0
     """CPUs of one actor; also its thread count."""
     gpus: Annotated[float, most(1000, "no machine has so many", ge=0)] = 0.0
-    """Accelerators of one actor."""
+    """Accelerators of one actor. Its process and children see no others; 0 hides all."""
 
 
 class WindowConfig(Section, kw_only=True, frozen=True):

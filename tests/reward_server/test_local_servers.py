@@ -8,7 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from omni_async.config import ConfigError
 from omni_async.config.schema import Scorer
@@ -80,7 +82,11 @@ async def test_servers_that_scorers_ask_are_started_again_when_lost_until_they_d
     [
         ("crash", {}, "reward.servers: vLLM ended with 3: ValueError: no kernel image"),
         ("silent", {}, "reward.servers: qwen-0 not ready within 2 s"),
-        ("well", {"resources": Resources(gpus=1)}, "resources.gpus of 'qwen': 1 asked for, but torch"),
+        (
+            "well",
+            {"resources": Resources(gpus=1), "replicas": 2},
+            "resources.gpus of 'qwen': the servers need 2 accelerators, torch sees 0 here; lower resources.gpus",
+        ),
     ],
 )
 async def test_a_server_that_cannot_be_started_is_named(
@@ -93,6 +99,28 @@ async def test_a_server_that_cannot_be_started_is_named(
     with pytest.raises(ConfigError, match=said):
         async with local_servers(reward(tmp_path, **given), 2 if does == "silent" else 60, tell):
             raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "devices"),
+    [(0, None, ["", ""]), (1, None, ["0", "1"]), (0.5, "4,6,7", ["4", "6"]), (2, "4,5,6,7", ["4,5", "6,7"])],
+)
+async def test_replicas_see_devices_of_their_own_and_none_without_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float, visible: str | None, devices: list[str]
+) -> None:
+    """The device of the fake is `meta`: torch has no other here."""
+
+    async def tell(text: str) -> None: ...
+
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("meta"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    async with local_servers(reward(tmp_path, replicas=2, resources=Resources(gpus=gpus)), 60, tell) as addresses:
+        servers = addresses.__self__  # type: ignore[union-attr]
+        children = [psutil.Process(one._process.pid).environ() for one in servers._running.values()]
+    assert sorted(child["CUDA_VISIBLE_DEVICES"] for child in children) == devices
+    assert [child["ASCEND_RT_VISIBLE_DEVICES"] for child in children] == ["", ""]
 
 
 async def test_nothing_is_started_where_nobody_asks_or_others_are_there(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import hmac
 import http.client
 import json
+import os
 import signal
 import socket
 import time
@@ -417,10 +418,28 @@ def test_a_wrong_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys,
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     monkeypatch.setenv("SHORT_TOKEN", "short")
     monkeypatch.setenv("SERVE_TOKEN", TOKEN)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
     assert cli.main(["serve-reward", str(write_scorers(tmp_path)), *overrides]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert said in printed.err and "secret-in-the-file" not in printed.err
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [(0, ("", "")), (0.5, ("3", "5"))])
+def test_scorers_without_gpus_find_no_device(tmp_path, monkeypatch, gpus, devices):
+    names = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+    monkeypatch.setenv(names[0], "3")
+    monkeypatch.setenv(names[1], "5")
+    seen = []
+
+    async def serve(*given):
+        seen.append(tuple(os.environ[name] for name in names))
+        return 0
+
+    monkeypatch.setattr("omni_async.reward_server.serve.serve", serve)
+    assert cli.main(["serve-reward", str(write_scorers(tmp_path)), f"placement.reward.gpus={gpus}"]) == 0
+    assert seen == [devices]
 
 
 def test_the_page_has_every_key_of_a_server_with_its_default_and_its_file_is_right(tmp_path):

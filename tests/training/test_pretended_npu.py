@@ -1,6 +1,7 @@
 """Tests what a machine with Ascend NPUs would meet before its first operator: device, groups, mesh, carrier. They are
 pretended, each rank in a process of its own; an Ascend has never run any of it."""
 
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.ranks import on_ranks
 from omni_async.accelerator import require_accelerator
 from omni_async.bench.result import describe_machine
-from omni_async.tcp_store import serve_store
+from omni_async.tcp_store import interface_towards, serve_store
 from omni_async.training.device import collective_backend, init_process_group, rank_device
 from omni_async.weights.transport.collective import DeviceCarrier, Group, Invitation, current_device
 from tests.patience import PATIENCE
@@ -36,6 +37,7 @@ def work(rank: int, ranks: int, init_method: str) -> dict[str, Any]:
         ports.set(name, str(store.port))
     init_process_group(rank, ranks, f"tcp://127.0.0.1:{int(ports.get('ranks'))}", PATIENCE, device)
     mesh = init_device_mesh(device.type, (RANKS,))
+    found["interface"] = os.environ["GLOO_SOCKET_IFNAME"]
     found["mesh"] = [mesh.device_type, mesh.size(), mesh.get_local_rank()]
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -59,6 +61,7 @@ def test_ranks_on_npus_find_their_device_their_group_and_their_carrier():
             "asked for": "npu",
             "backend": "cpu:gloo,npu:hccl",
             "names": ("Ascend 910 (0)", "Ascend 910 (1)"),
+            "interface": interface_towards("127.0.0.1", 1),
             "mesh": ["npu", RANKS, rank],
             "sum on the host": 2.0,
             "carrier": DeviceCarrier.__name__,

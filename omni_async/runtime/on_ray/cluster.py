@@ -76,7 +76,8 @@ class RayCluster(Cluster):
 
     async def connect(self) -> None:
         run, stop = self._config.run, threading.Event()
-        join = partial(connect, cluster_address(run), self._placements.cpus, run.startup_timeout_s, stop)
+        store_bytes = self._config.placement.store_bytes
+        join = partial(connect, cluster_address(run), self._placements.cpus, run.startup_timeout_s, stop, store_bytes)
         starting = asyncio.ensure_future(in_daemon_thread(join))
         try:
             self._connection = await asyncio.shield(starting)
@@ -143,7 +144,6 @@ class RayCluster(Cluster):
         """Start an actor in the worker's place, around what `make` returns there."""
         name, spec = str(worker), self._table[worker.role]
         placement = self._placements.actors.get(worker.slot) or self._placement_beside(spec)
-        # Ray hides from the actor's process all accelerators but its own.
         options: dict[str, Any] = {"num_cpus": placement.cpus, "num_gpus": placement.gpus if self._kind == "GPU" else 0}
         if self._kind != "GPU" and placement.gpus:
             options["resources"] = {self._kind: placement.gpus}

@@ -70,7 +70,11 @@ _current: Connection | None = None
 
 
 def connect(
-    cluster: ClusterAddress | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None
+    cluster: ClusterAddress | None,
+    cpus: int,
+    timeout_s: float = 600.0,
+    stop: threading.Event | None = None,
+    store_bytes: int | None = None,
 ) -> Connection:
     """Join `cluster`, or start a local Ray with at least `cpus` CPUs.
 
@@ -81,6 +85,7 @@ def connect(
         cpus: what the job asks for; a Ray of this machine has at least those of the machine.
         timeout_s: seconds in which a start that fails is tried again and again.
         stop: set when it is not wanted any more.
+        store_bytes: of the object store of a Ray that is started; None: Ray's choice.
 
     Raises:
         StartError: one line, if Ray cannot be reached or started."""
@@ -88,18 +93,21 @@ def connect(
     if ray.is_initialized():
         return Connection(False, _current.local if _current else None)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    _current = _join(*cluster) if cluster is not None else _start(cpus, timeout_s, stop or threading.Event())
+    if cluster is not None:
+        _current = _join(*cluster)
+    else:
+        _current = _start(cpus, timeout_s, stop or threading.Event(), store_bytes)
     return _current
 
 
-def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
+def _start(cpus: int, timeout_s: float, stop: threading.Event, store_bytes: int | None) -> Connection:
     """Start a local Ray. On a busy machine Ray gives up on itself after 30 s; then it is tried again."""
     # As many CPUs as the roles ask for: on a small machine they share the real ones, which is what overlap is about.
     cpus = max(cpus, os.cpu_count() or 1)
     deadline, tries = time.monotonic() + timeout_s, 0
     while True:
         tries += 1
-        local = LocalRay(cpus)
+        local = LocalRay(cpus, store_bytes)
         try:
             found = local.address(deadline - time.monotonic(), stop)
             reread_environment()

@@ -38,10 +38,10 @@ def main() -> None:
     """Start Ray and keep it. Exit code 0: the driver wanted no more; 1: Ray was lost or did not start."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that what libraries print is not taken for an answer
-    cpus, folder = int(sys.argv[1]), Path(sys.argv[2])
+    cpus, folder, store_bytes = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) or None
     threading.Thread(target=end_with, args=(os.getppid(), folder), daemon=True).start()
     try:
-        address = start(cpus, folder)
+        address = start(cpus, folder, store_bytes)
     except Exception as error:  # noqa: BLE001 (the driver decides what becomes of it)
         text = " ".join(str(error).split()) or type(error).__name__
         tell(
@@ -67,12 +67,13 @@ def end_with(driver: int, folder: Path) -> None:
     end(folder, 0)
 
 
-def start(cpus: int, folder: Path) -> str:
-    """Start Ray and return its address."""
+def start(cpus: int, folder: Path, store_bytes: int | None = None) -> str:
+    """Start Ray and return its address. `store_bytes`: of its object store; None: Ray's choice."""
     import ray
 
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-    context: Any = ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **options)
+    options |= {"num_cpus": cpus, "object_store_memory": store_bytes, "include_dashboard": False}
+    context: Any = ray.init(address="local", _temp_dir=str(folder), **options)
     return str(context.address_info["gcs_address"])
 
 

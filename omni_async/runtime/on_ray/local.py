@@ -41,15 +41,16 @@ class StartFailed(RuntimeError):
 class LocalRay:
     """A Ray on this machine, which starts at once with `cpus` CPUs; `address` waits for it.
 
-    `folder` holds its logs, and no other user may look into it."""
+    `store_bytes`: of its object store; None: Ray's choice. `folder` holds its logs, and no other user may look into
+    it."""
 
-    def __init__(self, cpus: int) -> None:
+    def __init__(self, cpus: int, store_bytes: int | None = None) -> None:
         use_a_token()
         self.folder = _private_folder()
         log = self.folder / "start.log"
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", head.__file__, str(cpus), str(self.folder / "r")],
+                [sys.executable, "-P", head.__file__, str(cpus), str(self.folder / "r"), str(store_bytes or 0)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -24,13 +24,19 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from omni_async.accelerator import showing
 from omni_async.runtime.cluster import PeerLost, StartError
 
 
 class Shell:
-    """An actor around the role that `build()` makes. Becomes a Ray actor through `actor_class`."""
+    """An actor around the role that `build()` makes. Becomes a Ray actor through `actor_class`.
+
+    The process and its children see the accelerators that Ray gave the actor, and no others."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
+        # Ray hides none from an actor that was given none, and none at all where the cluster's owner set
+        # RAY_EXPERIMENTAL_NOSET_*. Nothing has used a device yet.
+        os.environ.update(showing(ray.get_runtime_context().get_accelerator_ids()))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
         self._role = asyncio.run_coroutine_threadsafe(self._make(build), self._loop).result()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from omni_async.aio.threads import DaemonThread, in_daemon_thread
 from omni_async.config import Config
-from omni_async.tcp_store import join_store, serve_store
+from omni_async.tcp_store import address_towards, join_store, serve_store
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import as_tensor
 from omni_async.weights.digest import Bucket
@@ -187,7 +186,7 @@ class Group:
             _await_all_ranks(self._store, invitation)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(host, port))]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
             self._gloo = dist.ProcessGroupGloo(
                 dist.PrefixStore("weights", self._store), invitation.rank, invitation.size, options
             )
@@ -265,14 +264,6 @@ class _Thread:
 
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Return this machine's own address on the way to `host`; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-        return address
 
 
 def _forget(future: asyncio.Future[Any]) -> None:

@@ -38,6 +38,7 @@ class Seer:
         return {
             "given": context.get_accelerator_ids()["NPU"],
             "visible": os.environ.get("ASCEND_RT_VISIBLE_DEVICES"),
+            "others": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "resources": context.get_assigned_resources(),
         }
 
@@ -62,6 +63,8 @@ async def test_bundles_and_actors_ask_for_the_kind_that_the_cluster_has(tmp_path
     engine, scorer, trainer = await asyncio.gather(*(proxy.phase("") for proxy in proxies))
     assert sorted(engine["given"] + trainer["given"]) == ["0", "1"] and scorer["given"] == []
     assert (engine["visible"], trainer["visible"]) == (engine["given"][0], trainer["given"][0])
+    assert scorer["visible"] == "", "an actor without accelerators sees none"
+    assert [one["others"] for one in (engine, scorer, trainer)] == [""] * 3
     assert engine["resources"]["NPU"] == 1 and "GPU" not in engine["resources"]
     await cluster.close()
 

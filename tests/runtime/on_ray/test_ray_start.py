@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("ray")
 from omni_async.config.ray_cluster import ClusterAddress
+from omni_async.preflight import devices
 from omni_async.preflight.check import preflight
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.on_ray import cluster as ray_cluster
@@ -129,6 +130,17 @@ def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_f
     assert not psutil.pid_exists(local.pid)
 
 
+@pytest.mark.parametrize(("placement", "given"), [({}, "0"), ({"object_store": "1.5GiB"}, "1610612736")])
+async def test_the_object_store_of_the_recipe_is_handed_to_ray(tmp_path, monkeypatch, placement, given):
+    told = "print(json.dumps({'error': ' '.join(['given', *sys.argv[3:]]), 'final': True}))"
+    instead(monkeypatch, tmp_path, told)
+    monkeypatch.setattr(devices, "_SHARED_MEMORY", tmp_path)
+    config = write_world(tmp_path / "world", run={"runtime": "ray"}, placement=placement)
+    cluster = RayCluster(preflight(config), RunDirectory(tmp_path / "run"))
+    with pytest.raises(StartError, match=f"on this machine: given {given}; its logs"):
+        await cluster.connect()
+
+
 def test_every_start_is_in_a_folder_of_its_own_and_has_a_token_of_its_own_that_only_the_environment_holds(
     tmp_path, monkeypatch
 ):
@@ -171,7 +183,8 @@ def test_no_dashboard_is_started_and_only_logs_stay(tmp_path, monkeypatch):
         return SimpleNamespace(address_info={"gcs_address": "here"})
 
     monkeypatch.setattr("ray.init", init)
-    assert head.start(1, tmp_path / "r") == "here"
+    assert head.start(1, tmp_path / "r") == "here" and asked["object_store_memory"] is None
+    assert head.start(1, tmp_path / "r", 2**30) == "here" and asked["object_store_memory"] == 2**30
     assert asked["include_dashboard"] is False and asked["_temp_dir"] == str(tmp_path / "r")
     for name in ("logs/raylet.out", "sockets/raylet", "spilled/object"):
         (tmp_path / "r" / "session_1" / name).parent.mkdir(parents=True)
