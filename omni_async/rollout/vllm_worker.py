@@ -34,6 +34,7 @@ from omni_async.rollout.base_weights import BaseWeights
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.rollout.upload import Upload
+from omni_async.rollout.vllm_kernels import kernels_of
 from omni_async.types import Prompt, SampleRequest
 from omni_async.version_spans import VersionSpans
 
@@ -265,12 +266,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
 
     def begin(self, conditioning_bytes: int, offload: bool) -> dict[str, Any]:
-        """Bound the encoded prompts that are kept, and offload the encoders if that is wanted."""
+        """Bound the encoded prompts that are kept, and offload the encoders if that is wanted.
+
+        Returns the kernels that the denoisers use as well as the version."""
         pipeline = self.model_runner.pipeline
         pipeline.conditioning.most_bytes = conditioning_bytes
         if offload:
             pipeline.conditioning.offload(pipeline.model_device)
-        return self.held_weights()
+        uses = kernels_of(pipeline.components.values(), compiled=not pipeline.od_config.enforce_eager)
+        return self.held_weights() | {"uses": uses}
 
     def held_weights(self) -> dict[str, Any]:
         pipeline = self.model_runner.pipeline
