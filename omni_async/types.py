@@ -315,10 +315,13 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
 
 class WeightReport(msgspec.Struct, frozen=True):
-    """An engine's answer after a swap: the version and digest that it holds now."""
+    """An engine's answer after a start or a swap: the version and digest that it holds now.
+
+    `uses` names the kernels that an engine took when it started; empty if it has no choice."""
 
     engine: str
     version: int
     digest: str
     staged_s: float = 0.0
     swap_s: float = 0.0
+    uses: str = ""

@@ -110,7 +110,9 @@ class Producer:
 
     async def start(self) -> None:
         """Start the engine and try the program's judges. WrongScorer if that has ended the run."""
-        await self.engine.start()
+        started = await self.engine.start()
+        if started.uses:
+            await self.coordinator.phase(f"{self.name}: {started.uses}")
         wrong = None if self.program is None else await try_program(self.program, self.probe)
         if wrong is not None and await self.coordinator.scorer_wrong(wrong):
             await self.engine.close()

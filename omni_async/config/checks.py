@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from omni_async.backends import find_backend
+from omni_async.config.engine_args import engine_problems
 from omni_async.config.schema import Config, Scorer
 from omni_async.config.section import size_text
 from omni_async.families import SamplingSpec
@@ -24,7 +25,18 @@ def check(config: Config) -> str | None:
 
 
 def _problems(c: Config) -> Iterator[str]:
-    for part in (_data, _calls, _window, _placement, _staleness, _batching, _training, _reward, _runtime):
+    for part in (
+        _data,
+        _calls,
+        _window,
+        _placement,
+        _staleness,
+        _batching,
+        engine_problems,
+        _training,
+        _reward,
+        _runtime,
+    ):
         yield from part(c)
     names = [role.name for role in c.roles]
     for number, name in enumerate(names):

@@ -94,6 +94,18 @@ class Program(Section, kw_only=True, frozen=True):
     """Settings of the program; the keys are its package's."""
 
 
+AttentionBackend = Annotated[
+    str,
+    Meta(
+        pattern=r"^(auto|[A-Z][A-Z0-9_]{0,39})\Z",
+        extra={"why": "'auto', or upper-case letters, digits and '_', at most 40"},
+    ),
+]
+EngineArg = Annotated[
+    str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,79}\Z", extra={"why": "letters, digits and '_', at most 80"})
+]
+
+
 class Rollout(Section, kw_only=True, frozen=True):
     engine: Literal["vllm_omni", "diffusers", "emulated"] = "vllm_omni"
     """Engine that generates the samples."""
@@ -122,6 +134,14 @@ class Rollout(Section, kw_only=True, frozen=True):
     offload: bool = False
     """Keep text encoders in host memory, and on the device only while an engine encodes prompts that it does not keep.
     For `diffusers` and `vllm_omni`."""
+    attention_backend: AttentionBackend = "auto"
+    """vLLM-Omni's name of the attention kernels, such as `FLASH_ATTN` or `TORCH_SDPA`. `auto`: `TORCH_SDPA` for float32
+    weights, which flash kernels refuse; otherwise the device's default."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the denoisers' repeated layers with torch.compile; only for `vllm_omni`. `auto`: on an accelerator, if
+    vLLM-Omni supports its compiler."""
+    engine_args: dict[EngineArg, Any] = msgspec.field(default_factory=dict)
+    """More arguments of vLLM-Omni's engine, such as `vae_use_tiling: true`; keys that the run sets are refused."""
     timeout_s: Seconds = 600.0
     """Longest a sample may take before the engine counts as hung."""
     retries: Retries = 2

@@ -27,6 +27,7 @@ from omni_async.policy import Codec, Policy, modalities_of
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, adapted_weights, take_in
 from omni_async.rollout.stepping import ConditioningCache, InFlight, check_request, take_steps
+from omni_async.rollout.upload import Upload
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
 
@@ -83,6 +84,7 @@ class DiffusersEngine:
         self._runner: asyncio.Task[None] | None = None
         # Adapted weights as they were before the first LoRA version, in host memory whatever the device.
         self._base: dict[str, torch.Tensor] = {}
+        self._upload = Upload(self._device)
 
     async def start(self) -> WeightReport:
         await in_daemon_thread(self._load)
@@ -232,8 +234,8 @@ class DiffusersEngine:
             self._base |= {name: live[name].to("cpu", copy=True) for name in adapted - self._base.keys()}
         else:
             self._base.clear()
-        for name, weight in staged.weights(live | self._base, self._device):
-            live[name].copy_(weight)
+        for name, weight in staged.weights(live | self._base, live, self._upload):
+            live[name].copy_(weight)  # nothing is copied of a weight that is there already
         self._version, self._digest = staged.manifest.version, staged.manifest.digest
         return self._report(staged.staged_s, time.perf_counter() - started)
 

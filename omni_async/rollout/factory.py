@@ -76,5 +76,8 @@ def build_engine(
                 rpc_timeout_s=config.weights.timeout_s,
                 conditioning_bytes=conditioning_bytes,
                 offload=rollout.offload,
+                attention_backend=rollout.attention_backend,
+                compiled=rollout.compile,
+                engine_args=rollout.engine_args,
             )
     raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")

@@ -7,13 +7,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from omni_async.rollout.base import StagedVersion, require_whole
+from omni_async.rollout.upload import Upload
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import unpack
+from omni_async.weights.buckets import dtype_of, unpack, unpack_pieces
 from omni_async.weights.lora import merged_weights
 
 if TYPE_CHECKING:
@@ -29,27 +32,29 @@ class Staged:
     staged_s: float
 
     def weights(
-        self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
+        self, base: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], upload: Upload
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights that this version changes, under diffusers names, one tensor at a time.
 
-        They must not be written to.
+        A full payload yields all of them. A weight that has its like in `live` is copied there, piece by piece, and
+        yielded as that parameter, which torch does not copy onto itself. A LoRA payload yields
+        `base + scale * B @ A`, made on `upload`'s device, for the weights that it adapts.
 
-        `base` maps every weight, as `component.name`, to its value without adapters. A full payload yields all of them;
-        a LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
-        is yielded, if names or shapes do not fit."""
+        Args:
+            base: every weight, as `component.name`, with its value without adapters.
+            live: the engine's parameters by the same names; some may be fused, sharded or called otherwise.
+            upload: copies to the engine's device.
+
+        Raises:
+            ValueError: names or shapes do not fit; nothing was yielded or written."""
         version = self.manifest.version
-
-        def on_device(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach().to(device)
-
         if self.manifest.payload == "lora":
             received = dict(unpack(self.manifest, self.buckets))
             adapted = adapted_weights(received)
             if unknown := sorted(adapted - base.keys()):
                 raise ValueError(f"version {version} adapts {unknown[0]!r}, which the model does not have")
             chosen = {name: base[name] for name in sorted(adapted)}
-            return merged_weights(chosen, received, lora_scale(self.manifest), on_device, on_device)
+            return merged_weights(chosen, received, lora_scale(self.manifest), upload.load, upload.load)
         expected = {name: tuple(weight.shape) for name, weight in base.items()}
         got = {spec.name: spec.shape for spec in self.manifest.tensors}
         if wrong := sorted(set(expected.items()) ^ set(got.items())):
@@ -58,7 +63,28 @@ class Staged:
                 f"weights of version {version} do not fit the model: {name!r} is {got.get(name, 'absent')}, "
                 f"expected {expected.get(name, 'nothing of that name')}"
             )
-        return unpack(self.manifest, self.buckets)
+        return self._put(live, upload)
+
+    def _put(self, live: Mapping[str, torch.Tensor], upload: Upload) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec, pieces in unpack_pieces(self.manifest, self.buckets):
+            parameter = live.get(spec.name)
+            if parameter is not None and parameter.shape == spec.shape and parameter.is_contiguous():
+                target = parameter.detach()
+            elif len(pieces) == 1 and upload.device.type == "cpu":
+                yield spec.name, pieces[0].view(spec.shape)
+                continue
+            else:
+                target = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=upload.device)
+            rows = target.view(-1).split([piece.numel() for piece in pieces])
+            for into, piece in zip(rows, pieces, strict=True):
+                upload.copy(into, piece)
+            yield spec.name, target
+
+    def some(self, live: Mapping[str, torch.Tensor], most: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield at most so many weights of a full payload that have their like in `live`, as they arrived."""
+        if self.manifest.payload == "full":
+            fit = (spec for spec in self.manifest.tensors if spec.name in live and live[spec.name].shape == spec.shape)
+            yield from unpack(msgspec.structs.replace(self.manifest, tensors=tuple(islice(fit, most))), self.buckets)
 
 
 async def take_in(engine: str, into: StagedVersion[Staged], manifest: WeightManifest, buckets: list[np.ndarray]) -> str:

@@ -52,7 +52,11 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def _do_nothing(cls, device: Any = None) -> None:
         return None
 
-    supports_torch_inductor = supports_diffusion_dense_flash_attention = _no
+    @classmethod
+    def supports_torch_inductor(cls) -> bool:
+        return True
+
+    supports_diffusion_dense_flash_attention = _no
     set_device = synchronize = empty_cache = record_device_event = reset_peak_memory_stats = _do_nothing
 
     @classmethod

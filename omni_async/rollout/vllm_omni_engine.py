@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from tensordict import TensorDict
 
 from omni_async.aio.threads import in_daemon_thread
+from omni_async.config.redact import one_line
 from omni_async.families import PipelineFamily
 from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
@@ -44,7 +47,8 @@ class VllmOmniEngine:
     """A `RolloutEngine` on vLLM-Omni.
 
     `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to start. `batching`: samples join and
-    leave the batch at every denoising step, or are drawn a whole batch at a time."""
+    leave the batch at every denoising step, or are drawn a whole batch at a time. `attention_backend`, `compiled` and
+    `engine_args` are the keys of `rollout`."""
 
     def __init__(
         self,
@@ -59,6 +63,9 @@ class VllmOmniEngine:
         rpc_timeout_s: float = 600.0,
         conditioning_bytes: int = 512 * 2**20,
         offload: bool = False,
+        attention_backend: str = "auto",
+        compiled: Literal["auto", "on", "off"] = "auto",
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self._family = family
@@ -71,6 +78,9 @@ class VllmOmniEngine:
         self._rpc_timeout_s = rpc_timeout_s
         self._conditioning_bytes = conditioning_bytes
         self._offload = offload
+        self._attention_backend = attention_backend
+        self._compiled = compiled
+        self._engine_args = dict(engine_args or {})
         self._omni: Any = None
         self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._serial = 0
@@ -81,7 +91,7 @@ class VllmOmniEngine:
             os.environ.setdefault(variable, value)
         self._omni = await in_daemon_thread(self._build)
         held = await self._call("begin", self._conditioning_bytes, self._offload)
-        return WeightReport(engine=self.name, version=held["version"], digest=held["digest"])
+        return WeightReport(engine=self.name, version=held["version"], digest=held["digest"], uses=held["uses"])
 
     def _build(self) -> Any:
         from transformers.utils.logging import disable_progress_bar
@@ -101,10 +111,11 @@ class VllmOmniEngine:
             pre_process_func_name=pass_through.__name__,
             post_process_func_name=pass_through.__name__,
         )
-        return AsyncOmni(
+        arguments = dict(
             model=self._path,
             dtype=self._dtype,
-            enforce_eager=True,
+            enforce_eager=not self._is_compiled(),
+            diffusion_attention_backend=self._chosen_attention(),
             num_gpus=1,
             worker_extension_cls=self._family.vllm_extension,
             step_execution=self._stepwise,
@@ -113,7 +124,27 @@ class VllmOmniEngine:
             log_stats=False,
             init_timeout=math.ceil(self._start_timeout_s),
             stage_init_timeout=math.ceil(self._start_timeout_s),
+            **self._engine_args,
         )
+        try:
+            return AsyncOmni(**arguments)
+        except ValueError as error:
+            keys = "rollout.engine_args" if self._engine_args else "rollout.attention_backend"
+            raise EngineError(
+                f"{self.name}: vLLM-Omni refuses to start, see {keys}: {one_line(str(error), 500)}"
+            ) from error
+
+    def _is_compiled(self) -> bool:
+        if self._compiled == "auto":
+            return torch.accelerator.is_available()
+        return self._compiled == "on"
+
+    def _chosen_attention(self) -> str | None:
+        """Return the name of the attention backend, None for the device's default."""
+        if self._attention_backend != "auto":
+            return self._attention_backend
+        # A device's default is chosen by its capability and the size of a head, and flash kernels refuse float32.
+        return "TORCH_SDPA" if self._dtype == "float32" else None
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         from vllm_omni.errors import OmniClientError

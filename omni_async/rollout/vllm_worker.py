@@ -14,14 +14,12 @@ That is step-wise batching. In request batching vLLM-Omni hands over a batch onc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from safetensors import safe_open
 from tensordict import TensorDict
 from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.diffusion.data import DiffusionOutput
@@ -30,11 +28,13 @@ from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.errors import OmniClientError
 
 from omni_async.components import compute_velocity, named_parameters
-from omni_async.config.load import read_model_json
 from omni_async.families import SamplingSpec
 from omni_async.policy import Codec, Policy, modalities_of
+from omni_async.rollout.base_weights import BaseWeights
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
+from omni_async.rollout.upload import Upload
+from omni_async.rollout.vllm_kernels import kernels_of
 from omni_async.types import Prompt, SampleRequest
 from omni_async.version_spans import VersionSpans
 
@@ -188,6 +188,16 @@ class RolloutPipelineMixin:
         outputs |= {state.request_id: self.post_decode(state) for state in states}
         return [outputs[request.request_id] for request in req.requests]
 
+    @cached_property
+    def base_weights(self) -> BaseWeights:
+        """Return the checkpoint's weights, whose files stay open from the first swap on."""
+        return BaseWeights(Path(self.od_config.model), self.components)  # type: ignore[attr-defined]
+
+    @cached_property
+    def upload(self) -> Upload:
+        """Return the way of new weights to the denoisers' device."""
+        return Upload(self.model_device)
+
     @property
     def model_device(self) -> torch.device:
         return next(parameter.device for _, parameter in named_parameters(self.components))
@@ -231,18 +241,17 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         components: dict[str, torch.nn.Module] = pipeline.components
         wanted: set[str] = set()
         live = dict(named_parameters(components))
-        probes: dict[str, torch.Tensor] = {}  # some weights that vLLM-Omni keeps as they are, not fused or sharded
+        # Some weights that vLLM-Omni keeps as they are, not fused or sharded.
+        probes = dict(staged.some(live, _PROBES))
 
-        def named(base: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in staged.weights(base, pipeline.model_device):
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in staged.weights(pipeline.base_weights, live, pipeline.upload):
                 wanted.add(name)
                 if len(probes) < _PROBES and name in live and live[name].shape == weight.shape:
                     probes[name] = weight
                 yield name, weight
 
-        with ExitStack() as stack:
-            base = _Checkpoint(Path(pipeline.od_config.model), components, stack)
-            loaded = set(pipeline.load_weights(named(base)))
+        loaded = set(pipeline.load_weights(named()))
         if staged.manifest.payload == "full":
             wanted = {name for name, _ in named_parameters(components)}
         missing = sorted(name for name in wanted if not {name, _fused_name(name, components)} & loaded)
@@ -257,46 +266,19 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
 
     def begin(self, conditioning_bytes: int, offload: bool) -> dict[str, Any]:
-        """Bound the encoded prompts that are kept, and offload the encoders if that is wanted."""
+        """Bound the encoded prompts that are kept, and offload the encoders if that is wanted.
+
+        Returns the kernels that the denoisers use as well as the version."""
         pipeline = self.model_runner.pipeline
         pipeline.conditioning.most_bytes = conditioning_bytes
         if offload:
             pipeline.conditioning.offload(pipeline.model_device)
-        return self.held_weights()
+        uses = kernels_of(pipeline.components.values(), compiled=not pipeline.od_config.enforce_eager)
+        return self.held_weights() | {"uses": uses}
 
     def held_weights(self) -> dict[str, Any]:
         pipeline = self.model_runner.pipeline
         return {"version": pipeline.weight_version, "digest": pipeline.weight_digest}
-
-
-class _Checkpoint(Mapping[str, torch.Tensor]):
-    """The parameters of a checkpoint's components as `component.name`, with their diffusers names, read when asked for.
-
-    The live ones would not do as the base of an adapter: they are fused, sharded and already adapted."""
-
-    def __init__(self, path: Path, components: Iterable[str], stack: ExitStack) -> None:
-        self._where: dict[str, tuple[Any, str]] = {}
-        for component in components:
-            config = read_model_json(path / component / "config.json")
-            with torch.device("meta"):  # without memory, for the names that parameters have in diffusers
-                model = getattr(diffusers, config["_class_name"]).from_config(config)
-            parameters = {name for name, _ in model.named_parameters()}
-            for file in sorted((path / component).glob("*.safetensors")):
-                opened = stack.enter_context(safe_open(file, "pt"))
-                # Files may hold buffers, too, which are not trained and so never published.
-                for name in parameters & set(opened.keys()):
-                    self._where[f"{component}.{name}"] = opened, name
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file, its_name = self._where[name]
-        tensor: torch.Tensor = file.get_tensor(its_name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
 
 
 def _fused_name(name: str, components: Mapping[str, torch.nn.Module]) -> str:

@@ -137,11 +137,21 @@ def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tupl
     when its turn comes.
 
     Read-only arrays (Ray's object store maps them so) are fine. WeightError if a bucket is missing or too short."""
+    for spec, pieces in unpack_pieces(manifest, buckets):
+        yield spec.name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(spec.shape)
+
+
+def unpack_pieces(
+    manifest: WeightManifest, buckets: Sequence[Bucket]
+) -> Iterator[tuple[TensorSpec, list[torch.Tensor]]]:
+    """Yield every tensor's spec and its elements, in the manifest's order, as flat CPU tensors of its dtype.
+
+    They are views, at least one of each tensor, and follow each other in it. Errors are those of `unpack`."""
     writable = [_writable_alias(bucket) for bucket in buckets]
     for spec in manifest.tensors:
-        pieces = tensor_pieces(spec, writable, manifest.version)
-        data = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
-        yield spec.name, _as_tensor(data, dtype_of(spec.dtype), spec.shape)
+        dtype = dtype_of(spec.dtype)
+        pieces = [piece for piece in tensor_pieces(spec, writable, manifest.version) if len(piece)]
+        yield spec, [torch.from_numpy(piece).view(dtype) for piece in pieces] or [torch.empty(0, dtype=dtype)]
 
 
 def as_tensor(bucket: Bucket) -> torch.Tensor:

@@ -7,15 +7,21 @@ whatever bucket size, iteration order or file made them, and an engine can compu
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from omni_async.aio.threads import DaemonThread
 from omni_async.types import TensorSpec, WeightManifest
 
 Bucket = npt.NDArray[np.uint8]
+_Tensor = tuple[str, str, tuple[int, ...], Sequence[Bucket]]
+
+_WORTH_THREADS = 256 * 2**20  # fewer bytes are hashed in less time than matters
+_MOST_THREADS = 8  # more than these wait for memory
 
 _DTYPES_OF_BYTES = {
     1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
@@ -41,7 +47,9 @@ def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket], version: int 
 
     Raises:
         WeightError: as `tensor_pieces`."""
-    return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets, version)) for s in specs)
+    tensors = [(s.name, s.dtype, s.shape, tensor_pieces(s, buckets, version)) for s in specs]
+    total = sum(len(bucket) for bucket in buckets)
+    return combine(tensors, threads=hashing_threads() if total >= _WORTH_THREADS else 1)
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
@@ -51,17 +59,35 @@ def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
         raise WeightError(f"weights of version {manifest.version}: expected digest {manifest.digest}, got {actual}")
 
 
-def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Sequence[Bucket]]]) -> str:
-    """Compute xxh3-128, in hexadecimal, of (name, dtype, shape, bytes however they are cut) in any order."""
+def combine(tensors: Iterable[_Tensor], threads: int = 1) -> str:
+    """Compute xxh3-128, in hexadecimal, of (name, dtype, shape, bytes however they are cut) in any order.
+
+    With one thread, `tensors` is consumed one at a time; with more, all of them are held."""
     # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
-    # independent of order.
-    parts = {}
-    for name, dtype, shape, pieces in tensors:
-        hashed = xxhash.xxh3_128()
-        for piece in pieces:
-            hashed.update(piece.data)
-        parts[name] = f"{name!r} {dtype} {shape} {hashed.hexdigest()}\n"
+    # independent of order, and of threads.
+    if threads == 1:
+        parts = dict(map(_hashed, tensors))
+    else:
+        # A hash of many bytes runs without Python's lock. Dealt by size, every thread gets about as many bytes.
+        workers = [DaemonThread(f"digest-{number}") for number in range(threads)]
+        by_size = sorted(tensors, key=lambda tensor: -sum(map(len, tensor[3])))
+        hashes = [workers[at % threads].submit(_hashed, tensor) for at, tensor in enumerate(by_size)]
+        parts = dict(one.result() for one in hashes)
     return str(xxhash.xxh3_128_hexdigest("".join(parts[name] for name in sorted(parts)).encode()))
+
+
+def hashing_threads() -> int:
+    """Return how many threads a digest may use: the CPUs of this process's role, or of the process."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return min(_MOST_THREADS, max(1, int(given) if given.isdecimal() else len(os.sched_getaffinity(0))))
+
+
+def _hashed(tensor: _Tensor) -> tuple[str, str]:
+    name, dtype, shape, pieces = tensor
+    hashed = xxhash.xxh3_128()
+    for piece in pieces:
+        hashed.update(piece.data)
+    return name, f"{name!r} {dtype} {shape} {hashed.hexdigest()}\n"
 
 
 def item_bytes(dtype: str) -> int:

@@ -296,11 +296,12 @@ class HandEngine:
         self.swaps: list[tuple[int, list[str]]] = []  # version, what ran during the swap
         self.version = 0
         self.closed = 0
+        self.uses = ""  # the kernels that it reports
         self.arrives: str | None = None  # digest of what arrives, where it is not the published one
         self.swap_gate: asyncio.Event | None = None
 
     async def start(self) -> WeightReport:
-        return WeightReport(self.name, 0, "")
+        return WeightReport(self.name, 0, "", uses=self.uses)
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         self.started.append(request.sample_id)

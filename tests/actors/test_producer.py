@@ -67,6 +67,14 @@ async def test_it_leases_while_samples_run_and_never_asks_for_more_than_fits():
         assert engine.started == [f"g0.s{i}" for i in range(10)]
 
 
+async def test_the_kernels_of_an_engine_are_reported_when_it_starts():
+    for uses, reported in (("attention SDPA, compiled", ["rollout-0: attention SDPA, compiled"]), ("", [])):
+        engine, desk = HandEngine(), Desk()
+        engine.uses = uses
+        await Producer("rollout-0", make_config(), engine, desk, LocalStore(), ManualClock()).start()
+        assert desk.phases == reported
+
+
 async def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_image_a_scorer_can_take():
     async with on_stage(offered=1) as (_, engine, desk, _):
         engine.version = 2

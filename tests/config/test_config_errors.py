@@ -106,7 +106,7 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         # unknown keys, and missing ones
         (
             "rollout.gruop_size=3",
-            "~: unknown key; did you mean 'group_size'? allowed: batching, buckets, ",
+            "~: unknown key; did you mean 'group_size'? allowed: attention_backend, batching, ",
         ),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
         ("reward.scorers.0.wieght=3", "~: unknown key; did you mean 'weight'? allowed: batch, components, concurrency"),
@@ -281,6 +281,7 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
 
 EXACT = "staleness={max_updates: 3, exact: true}"
 OFFLINE = ["data={preferences: pairs.parquet}", "reward={}"]
+DIFFUSERS = ["rollout.engine=diffusers"]
 EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
 
 
@@ -318,6 +319,19 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["rollout.batching=request"], "weights.swap: 'step' swaps ... use swap: request or drain, or batching: step"),
         (["rollout.batching=request", "schedule=async"], "weights.swap: 'step' (set by schedule: async) swaps between"),
         (["rollout={batching: request, engine: emulated}", "weights.swap=drain"], "engines vllm_omni and diffusers"),
+        (["rollout.engine_args={dtype: half}"], "rollout.engine_args.dtype: the run sets it; use model.dtype"),
+        (["rollout.engine_args={log_stats: true}"], "rollout.engine_args.log_stats: the run sets it; leave it out"),
+        (
+            ["rollout.engine_args={tensor_parallel_size: 2}"],
+            "rollout.engine_args.tensor_parallel_size: new weights are loaded in place ... use more rollout.workers",
+        ),
+        (
+            ["rollout.engine_args={cache_backend: tea_cache}"],
+            "rollout.engine_args.cache_backend: it approximates ... leave it out",
+        ),
+        ([*DIFFUSERS, "rollout.compile=on"], "rollout.compile: expected rollout.engine vllm_omni, got diffusers"),
+        ([*DIFFUSERS, "rollout.attention_backend=FLASH_ATTN"], "rollout.attention_backend: expected rollout.engine"),
+        ([*DIFFUSERS, "rollout.engine_args={vae_use_tiling: true}"], "rollout.engine_args: expected rollout.engine"),
         (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
         ([*EMULATED, "trainer.workers=2"], "run.runtime: 'inprocess' has one trainer rank, got trainer.workers = 2"),
         ([*EMULATED, "weights.transport=collective"], "weights.transport: 'collective' needs run.runtime: ray"),
@@ -348,6 +362,8 @@ def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: l
         [EXACT, "buffer.groups=16"],
         OFFLINE,
         [*OFFLINE, "run.runtime=inprocess"],
+        ["rollout.engine_args={vae_use_tiling: true}", "rollout.attention_backend=FLASH_ATTN", "rollout.compile=on"],
+        [*DIFFUSERS, "rollout.compile=off"],
         ["algorithm.correction.band=[0.5, 2]", "algorithm.correction.cap=null"],
     ],
 )

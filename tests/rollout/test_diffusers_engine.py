@@ -218,3 +218,4 @@ async def test_on_an_accelerator_encoders_and_the_base_of_adapters_lie_in_host_m
         await engine.stage(*publish(1, adapters(policy, seed=1), lora={"rank": 2, "alpha": 4.0}))
         await engine.swap(1)
         assert {tensor.device.type for tensor in (*held, *engine._base.values())} == {"cpu"}
+        assert all(tensor.is_pinned() for tensor in held)

@@ -3,6 +3,7 @@ was brought there must be back, unchanged, without a copy."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -52,12 +53,12 @@ def test_models_that_do_not_fit_on_the_device_leave_nothing_there(monkeypatch):
     offloaded = Offloaded([model], "meta")
     to, room = torch.Tensor.to, 2
 
-    def full(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    def full(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal room
         if room == 0:
             raise torch.OutOfMemoryError
         room -= 1
-        return to(tensor, *args)
+        return to(tensor, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", full)
     with pytest.raises(torch.OutOfMemoryError):
@@ -66,6 +67,28 @@ def test_models_that_do_not_fit_on_the_device_leave_nothing_there(monkeypatch):
     room = 4
     offloaded.bring()
     assert places(model) == {"meta"}
+
+
+def test_host_memory_is_moved_once_into_few_blocks_and_everything_keeps_its_value():
+    allocated = list[int]()
+
+    def allocate(nbytes: int) -> np.ndarray:
+        allocated.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    one, other = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)), nn.Linear(5, 7, bias=False, dtype=torch.bfloat16)
+    one.register_parameter("tied", other.weight)
+    one.eval()
+    before = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+    offloaded = Offloaded([one, other], "meta", allocate)
+    for _ in range(2):
+        offloaded.bring()
+        assert places(one) == places(other) == {"meta"}
+        offloaded.release()
+    assert len(allocated) == 1 and one.tied is other.weight
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
+    first, last = (tensor.data_ptr() for tensor in (one[0].weight, one[1].num_batches_tracked))
+    assert abs(first - last) < allocated[0]  # in the block
 
 
 async def test_encoders_are_on_the_device_for_new_prompts_alone_and_never_while_steps_are_taken(policy, monkeypatch):

@@ -47,6 +47,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     policy, request_of = case.policy(path), case.case.with_images(folder).request
     with running_engine(path, case.name, dtype="float32", max_batch=8) as (engine, report):
         assert (report.version, report.digest) == (0, "")
+        assert torch.accelerator.is_available() or report.uses == "attention SDPA, not compiled"
         yield SimpleNamespace(
             case=case, path=path, policy=policy, engine=engine, model=load_model(policy), request=request_of
         )
@@ -157,6 +158,46 @@ def test_a_failing_worker_call_is_an_error_and_impossible_requests_fail_alone(en
     fine, refused, misfit = engine("generate", [make_request(), long, make_request(2, height=40)])
     assert isinstance(fine, Trajectory) and isinstance(misfit, ValueError)
     assert isinstance(refused, ValueError) and "at most 1024" in str(refused)
+
+
+@pytest.mark.thorough
+def test_compiled_layers_compute_with_the_weights_that_are_loaded_into_them(tmp_path):
+    """Full weights and merged adapters are written into parameters that a compiled graph reads."""
+    path = FIRST.build(tmp_path)
+    family = SimpleNamespace(policy=FIRST.policy(path))
+    requests = [make_request(i) for i in range(3)] + [make_request(3, true_cfg_scale=3.0), make_request(4, width=64)]
+    versions = [
+        publish(1, new_weights(family.policy, seed=1)),
+        publish(2, parameters(load_model(family.policy))),
+        publish(3, adapters(family.policy, seed=2), {"rank": 2, "alpha": 4.0}),
+    ]
+    with running_engine(path, FIRST.name, dtype="float32", max_batch=8, compiled="on") as (engine, report):
+        assert report.uses == "attention SDPA, compiled"
+        engine("generate", requests)
+        graphs = engine("_call", "graphs")
+        assert graphs["graphs"] > 0
+        for published in versions:
+            engine("stage", *published)
+            engine("swap", published[0].version)
+            made = engine("generate", requests)
+            for one, expected in zip(made, reference(family, requests, published), strict=True):
+                assert_same(one, expected, 1e-4)
+        assert engine("_call", "graphs") == graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 5e-2)])
+def test_on_an_accelerator_engines_of_both_dtypes_draw_with_what_was_swapped_in(tmp_path, dtype, tolerance):
+    path = FIRST.build(tmp_path)
+    policy = FIRST.policy(path)
+    weights = new_weights(policy, seed=1)
+    with running_engine(path, FIRST.name, dtype=dtype, max_batch=4) as (engine, report):
+        assert ("SDPA" in report.uses) or dtype == "bfloat16"
+        engine("stage", *publish(1, weights))
+        engine("swap", 1)
+        [made] = engine("generate", [make_request()])
+    assert made.versions.spans == ((1, 6),)
+    check_against_policy(policy, {1: transformer_with(policy, weights)}, make_request(), made, tolerance)
 
 
 # ---- request batching ------------------------------------------------------------------------------------------------

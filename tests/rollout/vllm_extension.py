@@ -1,5 +1,7 @@
 from typing import Any
 
+from torch._dynamo.utils import counters
+
 from omni_async.rollout.vllm_worker import RolloutWorkerExtension
 
 
@@ -24,6 +26,10 @@ class CountingExtension(RolloutWorkerExtension):
 
     def batches(self) -> dict[str, Any]:
         return {"samples": self.noted}
+
+    def graphs(self) -> dict[str, Any]:
+        """Returns the number of graphs that torch has compiled in this process."""
+        return {"graphs": counters["stats"]["unique_graphs"]}
 
     def fail(self) -> dict[str, Any]:
         raise RuntimeError("this worker method always fails")

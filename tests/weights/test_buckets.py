@@ -10,8 +10,9 @@ import torch
 from msgspec.structs import replace
 
 from omni_async.weights import buckets
+from omni_async.weights import digest as digest_module
 from omni_async.weights.buckets import BucketSet, dtype_name, dtype_of, unpack
-from omni_async.weights.digest import WeightError, digest, item_bytes, verify
+from omni_async.weights.digest import WeightError, combine, digest, item_bytes, tensor_pieces, verify
 from omni_async.weights.snapshot import Snapshot
 from tests.weights.conftest import DTYPES, some_tensors
 
@@ -65,6 +66,19 @@ def test_flipped_bytes_and_truncated_or_missing_buckets_are_found(packed):
     found = digest(manifest.tensors, buckets)
     with pytest.raises(WeightError, match=rf"version 3: expected digest {manifest.digest}, got {found}"):
         verify(manifest, buckets)
+
+
+def test_a_digest_is_the_same_in_any_number_of_threads(packed, monkeypatch):
+    manifest, buckets = packed
+    named = [(s.name, s.dtype, s.shape, tensor_pieces(s, buckets)) for s in manifest.tensors]
+    assert {combine(named, threads=threads) for threads in (1, 2, 5)} == {manifest.digest}
+    asked = list[int]()
+    monkeypatch.setattr(digest_module, "combine", lambda tensors, threads: asked.append(threads) or combine(tensors))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for worth in (1, 2**60):
+        monkeypatch.setattr(digest_module, "_WORTH_THREADS", worth)
+        verify(manifest, buckets)
+    assert asked == [3, 1]
 
 
 def test_a_name_appears_once_and_a_bucket_holds_at_least_a_byte():

@@ -1,0 +1,63 @@
+"""Refuses arguments of vLLM-Omni's engine that contradict the recipe, or that a run cannot use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omni_async.config.schema import Config
+
+# The arguments that `omni_async.rollout.vllm_omni_engine` sets, and the key that decides each.
+SET_BY_THE_RUN = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "enforce_eager": "rollout.compile",
+    "diffusion_attention_backend": "rollout.attention_backend",
+    "diffusion_attention_config": "rollout.attention_backend",
+    "max_num_seqs": "rollout.max_batch",
+    "step_execution": "rollout.batching",
+    "request_batch_max_wait_ms": "rollout.batching",
+    "init_timeout": "run.startup_timeout_s",
+    "stage_init_timeout": "run.startup_timeout_s",
+    "log_stats": None,
+    "num_gpus": "placement.rollout.gpus",
+    "worker_extension_cls": None,
+}
+# A version arrives in the engine's process and is loaded into the weights there, under their checkpoint's names and in
+# their dtype. Workers in other processes, and weights that are kept elsewhere or in another form, would not get it.
+_LOADED_ELSEWHERE = {
+    *("parallel_config", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree", "cfg_parallel_size"),
+    *("vae_patch_parallel_size", "text_encoder_tp_size", "enable_expert_parallel", "use_hsdp"),
+    *("distributed_executor_backend", "enable_sleep_mode", "custom_pipeline_args", "diffusion_load_format"),
+    *("lora_path", "quantization", "quantization_config", "enable_cpu_offload", "enable_layerwise_offload"),
+    *("enable_distributed_layerwise_offload", "diffusion_offload_config", "host_weight_runtime_mode"),
+}
+
+# They skip or approximate computation that the trainer repeats exactly.
+_APPROXIMATE = {"cache_backend", "cache_config", "diffusion_kv_cache_dtype"}
+
+
+def engine_problems(c: Config) -> Iterator[str]:
+    """Yield what is wrong with `rollout.engine_args`, `attention_backend` and `compile`."""
+    rollout = c.rollout
+    for name in rollout.engine_args:
+        key = f"rollout.engine_args.{name}"
+        if name in SET_BY_THE_RUN:
+            decided = SET_BY_THE_RUN[name]
+            yield f"{key}: the run sets it; " + (f"use {decided}" if decided else "leave it out")
+        elif name in _LOADED_ELSEWHERE:
+            yield (
+                f"{key}: new weights are loaded in place, into one worker in the engine's own process, which this"
+                " argument would change; leave it out, and use more rollout.workers"
+            )
+        elif name in _APPROXIMATE:
+            yield (f"{key}: it approximates the denoiser, so samples would not be the trained policy's; leave it out")
+    if rollout.engine == "vllm_omni" or c.emulation is not None:
+        return
+    for name, value in (
+        ("engine_args", rollout.engine_args),
+        ("attention_backend", rollout.attention_backend != "auto"),
+        ("compile", rollout.compile == "on"),
+    ):
+        if value:
+            yield f"rollout.{name}: expected rollout.engine vllm_omni, got {rollout.engine}; leave it out"

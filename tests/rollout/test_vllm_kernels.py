@@ -1,0 +1,95 @@
+"""Tests attention kernels of vLLM-Omni engines, on a pretended accelerator, and arguments that are passed through."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any, Literal
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("vllm_omni")
+
+from omni_async.config.engine_args import SET_BY_THE_RUN
+from omni_async.families import find_family
+from omni_async.rollout.base import EngineError
+from omni_async.rollout.factory import build_engine
+from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
+from tests.rollout.test_factory import config
+
+
+def engine(checkpoint: str, dtype: str = "float32", **rollout: Any) -> VllmOmniEngine:
+    given = config("vllm_omni", checkpoint, **rollout)
+    given = msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, dtype=dtype))
+    built = build_engine(given, "e0", find_family("qwen_image"))
+    assert isinstance(built, VllmOmniEngine)
+    return built
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Provides vLLM-Omni's CUDA platform as on an H100 with flash kernels, whose libraries are absent here."""
+    for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    from vllm.platforms.interface import DeviceCapability
+    from vllm_omni.diffusion.envs import PACKAGES_CHECKER
+    from vllm_omni.platforms.cuda.platform import CudaOmniPlatform
+
+    capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    monkeypatch.setattr(CudaOmniPlatform, "get_device_capability", capability)
+    monkeypatch.setattr(PACKAGES_CHECKER, "get_packages_info", lambda: {"has_flash_attn": True})
+    return CudaOmniPlatform
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "kernels"),
+    [
+        ("float32", "auto", "SDPABackend"),
+        ("bfloat16", "auto", "FlashAttentionBackend"),
+        ("bfloat16", "TORCH_SDPA", "SDPABackend"),
+    ],
+)
+def test_float32_weights_get_attention_that_flash_kernels_would_refuse(hopper, checkpoint, dtype, asked, kernels):
+    chosen = engine(checkpoint, dtype, attention_backend=asked)._chosen_attention()
+    for head_size in (24, 64, 128):
+        assert hopper.get_diffusion_attn_backend_cls(chosen, head_size).endswith(f".{kernels}")
+
+
+def test_the_cpu_has_the_same_attention_whatever_the_dtype(checkpoint):
+    from omni_async.rollout.vllm_cpu import CpuOmniPlatform
+
+    chosen = {engine(checkpoint, dtype)._chosen_attention() for dtype in ("float32", "bfloat16")}
+    assert len({CpuOmniPlatform.get_diffusion_attn_backend_cls(one, 64) for one in chosen}) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "accelerator", "eager"),
+    [("auto", False, True), ("auto", True, False), ("on", False, False), ("off", True, True)],
+)
+def test_vllm_omni_gets_the_keys_of_the_recipe(
+    monkeypatch, checkpoint, asked: Literal["auto", "on", "off"], accelerator, eager
+):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    monkeypatch.setattr("vllm_omni.AsyncOmni", lambda **arguments: arguments)
+    given = engine(checkpoint, compile=asked, engine_args={"vae_use_tiling": True})._build()
+    assert {*given} - {"vae_use_tiling"} == {*SET_BY_THE_RUN} - {"diffusion_attention_config"}
+    assert given["enforce_eager"] is eager
+    assert (given["diffusion_attention_backend"], given["vae_use_tiling"]) == ("TORCH_SDPA", True)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key"),
+    [
+        ({"engine_args": {"no_such": 1}}, r"rollout\.engine_args"),
+        ({"attention_backend": "NO"}, r"rollout\.attention_b"),
+    ],
+)
+def test_arguments_that_vllm_omni_refuses_are_named_with_their_key(monkeypatch, checkpoint, rollout, key):
+    def refuse(**arguments: Any) -> None:
+        raise ValueError("Unknown diffusion\nconfig field(s)")
+
+    monkeypatch.setattr("vllm_omni.AsyncOmni", refuse)
+    with pytest.raises(EngineError, match=f"^e0: vLLM-Omni refuses to start, see {key}.*: Unknown diffusion config fi"):
+        engine(checkpoint, **rollout)._build()
