@@ -1,8 +1,9 @@
 """Measures how far the same bfloat16 weights are apart when other kernels compute them.
 
 A difference d of the means of two Gaussians of the same scale, over that scale, makes a log-ratio of standard deviation
-|d| and mean -|d|^2 / 2 nats. Random weights give velocities of any size, so all are scaled to the base's root mean
-square of 1, about that of a trained model. The relative error of the velocity does not depend on the latents' size.
+|d| and mean -|d|^2 / 2 nats. Random weights give velocities of any size, so all are divided by the root mean square of
+the base's. The quickstart's trained model has one of 1.1 to 1.8 at steps 0 to 4, and its nats are as much larger. The
+relative error of the velocity depends on neither that size nor the number of latents.
 """
 
 from __future__ import annotations

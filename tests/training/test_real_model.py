@@ -9,11 +9,12 @@ import torch
 from omni_async.training.device import rank_device
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
+from omni_async.types import SdeWindow
 from omni_async.weights.buckets import as_tensor, unpack
 from omni_async.weights.lora import merged_weights
 from omni_async.weights.shards import whole
 from tests.fakes import load_model
-from tests.training.drawn import random_group
+from tests.training.drawn import drawn_by_an_engine, random_group
 from tests.training.training_world import (
     CPU,
     LORA,
@@ -83,6 +84,19 @@ def test_in_float32_gradients_are_those_of_the_cpu(checkpoint, device, backend):
         return {name: gradient.cpu() for name, gradient in trained(engine, group)[1].items()}
 
     assert_gradients(gradients_on(device, backend), gradients_on("cpu", "plain"), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [pytest.param("cpu", "fsdp2", marks=pytest.mark.thorough), *ACCELERATED]
+)
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+async def test_the_trainer_finds_the_log_probs_of_the_engine_on_its_device(checkpoint, device, backend, dtype, most):
+    """`most`: of a difference per latent element; of bfloat16 it is the default of trainer.max_mismatch."""
+    engine, _ = with_group(checkpoint, device, backend=backend, dtype=dtype, cfg=3.0)
+    group = await drawn_by_an_engine(engine.policy, engine.config, engine.device, SdeWindow(1, 2))
+    recorded = torch.stack([sample["log_probs"] for sample in group.trajectories])
+    difference = (log_probs(engine, group) - recorded).abs()
+    assert difference.max() < most
 
 
 @pytest.mark.parametrize(
