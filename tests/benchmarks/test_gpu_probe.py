@@ -142,6 +142,7 @@ def test_the_list_has_every_section_and_their_limits_leave_time_to_start(capsys:
     assert sum(10 + one.limit_s for one in gpu_probe.SECTIONS.values()) <= 600
 
 
+@pytest.mark.timeout(900)  # eight processes, each of which imports torch
 @pytest.mark.parametrize(
     "device",
     [
