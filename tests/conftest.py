@@ -174,8 +174,9 @@ def slice_of(request: pytest.FixtureRequest) -> Callable[[str, int, int], range]
 
 
 @pytest.fixture(autouse=True)
-def accelerators(request: pytest.FixtureRequest) -> None:
-    """Skips a test marked `gpu`, or `gpu(devices=n)`, where torch sees fewer accelerators."""
+def accelerators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips a test marked `gpu`, or `gpu(devices=n)`, where torch sees fewer accelerators. Others compute float32 in
+    full: TF32, torch's default for convolutions on CUDA, is off by up to 1e-3 from what a CPU computes."""
     marker = request.node.get_closest_marker("gpu")
     if marker is not None:
         import torch
@@ -183,6 +184,7 @@ def accelerators(request: pytest.FixtureRequest) -> None:
         wanted, found = marker.kwargs.get("devices", 1), torch.accelerator.device_count()
         if found < wanted:
             pytest.skip(f"needs {wanted} accelerator{'s' * (wanted > 1)}: torch {torch.__version__} sees {found} here")
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,17 @@ def test_counting_imports_no_torch() -> None:
     program = "import sys; from omni_async.accelerator import *; most_accelerators(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout == "False\n"
+
+
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("environment", [{}, HIDDEN], ids=["visible", "hidden"])
+def test_accelerators_that_a_variable_hides_are_none_to_a_process(environment: dict[str, str]) -> None:
+    code = "from omni_async.accelerator import require_accelerator; require_accelerator('placement.rollout.gpus', 1)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert ("sees no accelerator here" in done.stderr) == bool(environment), done.stderr
+    assert done.returncode == bool(environment)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 # Namespaces and libraries that torch has for one maker each.
@@ -49,3 +56,27 @@ def test_the_check_finds_code_and_leaves_comments_and_docstrings_alone() -> None
     ):
         assert [*names_of_one_maker(source)], source
     assert not [*names_of_one_maker('"""Runs on cuda."""\n# nccl too\ndef f():\n    """On cuda."""\n    g()')]
+
+
+# What a machine may lack that has torch, a GPU and the packages that docs/devices.md names.
+LACKS = ["ray", "vllm", "vllm_omni", "mlflow", "rapidocr", "onnxruntime", "rapidfuzz", "av", "soundfile", "playwright"]
+COLLECT = (
+    "import runpy, sys; sys.modules.update(dict.fromkeys({lacks})); runpy.run_module('pytest', run_name='__main__')"
+)
+
+
+@pytest.mark.thorough
+def test_the_tests_for_accelerators_are_found_without_ray_and_vllm() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [arguments] = re.findall(r"-m pytest (-m gpu .*)", makefile)
+    command = f'{sys.executable} -c "$COLLECT" --collect-only {arguments.replace("$$", "$")}'
+    environment = os.environ | {"COLLECT": COLLECT.format(lacks=LACKS)}
+    done = subprocess.run(
+        command, shell=True, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    files = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}
+    skipped = re.compile(rf'importorskip\("({"|".join(LACKS)})"')
+    expected = {path for path, text in files.items() if ".mark.gpu" in text and not skipped.search(text)}
+    found = {ROOT / line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert found == expected - {Path(__file__)}

@@ -15,7 +15,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from tensordict import TensorDict
 
-from benchmarks import profiles, stage_profile
+from benchmarks import gpu_probe, profiles, stage_profile
 from benchmarks.stage_profile_measure import Bench, Measured
 from benchmarks.stage_profile_model import PUBLISHED, SCHEDULER, RandomQwenImage, tiny_architecture
 from benchmarks.stage_profile_report import to_markdown
@@ -164,8 +164,10 @@ def test_engine_and_trainer_hold_the_same_weights_and_prompts_have_the_length_as
     assert conditioning["negative_prompt_embeds"].shape == (3, policy.text_width)
 
 
-def test_it_needs_neither_ray_nor_vllm_nor_mlflow() -> None:
-    absent = ("ray", "vllm", "vllm_omni", "mlflow", "rapidocr", "onnxruntime", "matplotlib")
-    code = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport benchmarks.stage_profile"
+def test_it_and_the_probe_need_neither_ray_nor_vllm_nor_mlflow() -> None:
+    absent = ("ray", "vllm", "vllm_omni", "mlflow", "rapidocr", "onnxruntime", "matplotlib", "aiohttp")
+    modules = {section.function.partition(":")[0] for section in gpu_probe.SECTIONS.values()}
+    wanted = ", ".join(["benchmarks.stage_profile", *sorted(modules)])
+    code = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport {wanted}"
     done = subprocess.run([sys.executable, "-c", code], cwd=profiles.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

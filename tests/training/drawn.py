@@ -1,5 +1,6 @@
 """Draws groups of a family's tiny checkpoint as an engine would, and random ones."""
 
+import asyncio
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from omni_async.components import compute_velocity
 from omni_async.config import Config
 from omni_async.policy import Policy, modalities_of
+from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SdeWindow
@@ -36,6 +38,22 @@ def drawn(policy: Policy, config: Config, window: SdeWindow) -> GroupBatch:
     number = len(trajectories)
     advantages, seeds = [1.0, -0.5, 0.25, -0.75][:number], list(range(1, number + 1))
     return GroupBatch(0, spec, trajectories, advantages, seeds, [[0] * window.size] * number, size=number)
+
+
+async def drawn_by_an_engine(policy: Policy, config: Config, device: torch.device, window: SdeWindow) -> GroupBatch:
+    """Draws a group with the diffusers engine on `device`, in the configuration's dtype."""
+    rollout, number = config.rollout, config.rollout.group_size
+    options = {"window": window, "num_inference_steps": rollout.num_inference_steps}
+    requests = [make_request(rollout.sampling, i, **options) for i in range(number)]
+    dtype = getattr(torch, config.model.dtype)
+    engine = DiffusersEngine("engine", policy, dtype=dtype, max_batch=number, device=device)
+    await engine.start()
+    try:
+        made = await asyncio.gather(*map(engine.generate, requests))
+    finally:
+        await engine.close()
+    trajectories, staleness = [one.tensors for one in made], [[0] * window.size] * number
+    return GroupBatch(0, rollout.sampling, trajectories, [1.0] * number, range(number), staleness, size=number)
 
 
 def conditioning_of(policy: Policy, spec: Any, sample: int, generator: torch.Generator) -> TensorDict:
