@@ -337,6 +337,10 @@ class Trainer(Section, kw_only=True, frozen=True):
     compile: bool = False
     """Compile the repeated layers of each component with torch.compile."""
     updates: Updates = 100
+    gather: Literal["layer", "step"] = "layer"
+    """When ranks gather the weights that they share. `layer`: before every pass of a layer, freed after it. `step`:
+    once per optimizer step, kept until it; a device then holds all weights in `model.dtype`. Both give the same
+    bits."""
     """Policy updates in this run."""
     groups_per_update: Alive = 4
     """P: prompt groups per update."""
