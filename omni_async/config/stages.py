@@ -351,6 +351,9 @@ class Trainer(Section, kw_only=True, frozen=True):
     max_mismatch: Positive | None = 0.01
     """Most that log-probs of engine and trainer may differ by in the first update, where they hold the same weights,
     per latent element. Rounding is far below it, bfloat16's too; above it the run fails. Null: only warn."""
+    groups_per_micro_batch: Alive = 1
+    """Prompt groups whose rows share micro-batches, for a `micro_batch_size` above a rank's rows of one group. Groups
+    wait for each other. It must divide the groups of an optimizer step; groups of different buckets never share."""
     streaming: Literal["auto", "on", "off"] = "auto"
     """Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is
     exact."""
