@@ -127,7 +127,11 @@ def _allocate(
     for entry in sorted(key for key in stored if key.startswith(_OPTIMIZER)):
         key, name = entry.removeprefix(_OPTIMIZER).split(".", 1)
         parameter = parameters[name]
-        value = torch.zeros(()) if key == "step" else torch.zeros_like(parameter, requires_grad=False)
+        if key == "step":
+            value = torch.zeros((), device=parameter.device if fused else "cpu")
+        else:
+            value = torch.zeros_like(parameter, requires_grad=False)
         optimizer.state[parameter][key] = value
         tensors[entry] = value
     return tensors
+    fused = optimizer.defaults.get("fused")  # then a step's number is on the device of its parameter

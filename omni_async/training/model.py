@@ -77,7 +77,7 @@ class ModuleBackend:
         self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
         for auxiliary in stored_policies(objective, config):
             self.auxiliary.keep_copy(auxiliary)
-        self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values())
+        self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values(), device)
         # Checkpoints are written while ranks train: their collectives must not meet those of training.
         self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None
 
