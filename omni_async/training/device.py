@@ -75,6 +75,17 @@ def largest_over_ranks(values: list[int]) -> list[int]:
 
 
 def sum_over_ranks(value: float) -> float:
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `device`, without waiting for the device's earlier work.
+
+    A copy from pageable memory would wait for all of it."""
+    if device.type == "cpu":
+        return tensor
+    if torch.accelerator.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
     """Return the sum of every rank's value. Collective where there are several ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
