@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,9 +22,19 @@ def rank_device(rank: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
+    expand_segments()
     index = rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
+
+
+def expand_segments() -> None:
+    """Let the device's allocator grow its segments, unless the environment configures it.
+
+    Texts of other lengths need blocks of other sizes for every group, and segments of fixed sizes fragment. Call it
+    before the first allocation."""
+    if not any(name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") for name in os.environ):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def collective_backend(device: torch.device) -> str:
@@ -64,17 +75,6 @@ def init_lone_process_group(device: torch.device) -> None:
     dist.init_process_group(collective_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
-def largest_over_ranks(values: list[int]) -> list[int]:
-    """Return the largest value over all ranks at each position. Collective where there are several ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    found: list[int] = tensor.tolist()
-    return found
-
-
-def sum_over_ranks(value: float) -> float:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on `device`, without waiting for the device's earlier work.
 
@@ -86,6 +86,17 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def largest_over_ranks(values: list[int]) -> list[int]:
+    """Return the largest value over all ranks at each position. Collective where there are several ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    found: list[int] = tensor.tolist()
+    return found
+
+
+def sum_over_ranks(value: float) -> float:
     """Return the sum of every rank's value. Collective where there are several ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
