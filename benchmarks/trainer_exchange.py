@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+# First of all: importing omni_async makes torchvision importable with a CPU build of torch.
 import omni_async  # noqa: F401  # isort: skip
 import torch
 from tensordict import TensorDict

@@ -68,8 +68,8 @@ def joined(groups: Sequence[GroupBatch]) -> GroupBatch:
     """Join groups into one batch, so that their rows share micro-batches.
 
     Args:
-        groups: at least one, of one spec, in the order in which their samples were dealt over the ranks. Padding of
-            another rank's samples is dropped where this rank has samples of any group."""
+        groups: at least one, all with the same spec, in the order in which their samples were dealt over the ranks.
+            Padding is dropped if this rank has samples of any group."""
     own = [group for group in groups if group.counts] or groups[:1]
     weights = [row for group in own for row in group.weights or ()]
     return replace(
