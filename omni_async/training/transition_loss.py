@@ -25,6 +25,7 @@ from omni_async.config.schema import Config
 from omni_async.families import SamplingSpec
 from omni_async.policy import modalities_of
 from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
+from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, calls_of, check_group, find_step
 from omni_async.training.row_loss import LossOfObjective
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
@@ -77,10 +78,11 @@ class ProximalPasses:
         Args:
             keys: of the rows, as `row_keys` returns them.
             found: these rows; their means are kept where `keep_means` says so."""
+        means = found.mean.cpu() if found.mean is not None and self._keep_means else None
+        log_probs, kappas = found.log_prob.cpu(), None if found.kappa is None else found.kappa.cpu()
         for i, key in enumerate(keys):
-            mean = found.mean[i].cpu() if found.mean is not None and self._keep_means else None
-            kappa = None if found.kappa is None else found.kappa[i].cpu()
-            self._rows[key] = Proximal(found.log_prob[i].cpu(), mean, kappa)
+            mean, kappa = (None if rows is None else rows[i] for rows in (means, kappas))
+            self._rows[key] = Proximal(log_probs[i], mean, kappa)
 
     def recall(self, keys: Sequence[RowKey], device: torch.device) -> Proximal | None:
         """Return rows of a pass, or None if there was none.
@@ -93,9 +95,9 @@ class ProximalPasses:
         found = [self._rows[key] for key in keys]
         means, kappas = [p.mean for p in found if p.mean is not None], [p.kappa for p in found if p.kappa is not None]
         return Proximal(
-            torch.stack([p.log_prob for p in found]).to(device),
-            torch.stack(means).to(device) if means else None,
-            torch.stack(kappas).to(device) if kappas else None,
+            send(torch.stack([p.log_prob for p in found]), device),
+            send(torch.stack(means), device) if means else None,
+            send(torch.stack(kappas), device) if kappas else None,
         )
 
     def clear(self) -> None:
@@ -115,9 +117,13 @@ def sample_drifts(
     rows: dict[int, list[int]] = {}
     for i in sorted(range(len(row_ids)), key=row_ids.__getitem__):
         rows.setdefault(row_ids[i][0], []).append(i)
+    nats, kappas = log_ratio.tolist(), None if kappa is None else kappa.tolist()
+
+    def of(values: list[float], own: list[int]) -> tuple[float, ...]:
+        return tuple(values[row] for row in own)
+
     return [
-        SampleDrift(tuple(log_ratio[own].tolist()), None if kappa is None else tuple(kappa[own].tolist()), num_elements)
-        for own in rows.values()
+        SampleDrift(of(nats, own), None if kappas is None else of(kappas, own), num_elements) for own in rows.values()
     ]
 
 

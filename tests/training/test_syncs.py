@@ -68,6 +68,20 @@ def test_a_micro_batch_reads_a_few_numbers_and_a_step_two(changes, read):
     assert stepping.found == {"read": 1, "fetched": 1}, "the gradient's norm, and all metrics together"
 
 
+def test_a_proximal_pass_fetches_the_rows_of_a_micro_batch_together():
+    own = {"backend": "plain", "trainer.peak_tflops": 1.0, "trainer.optimizer.fused": False}
+    config = make_config(**own, correction={"mode": "decoupled", "weights": "importance", "normalise": True}, size=4)
+    group = tiny_group(started(config).policy, config)
+    engine = started(config, device=META)
+    with Syncs() as passing:
+        engine.recompute_proximal(group)
+    assert passing.found["fetched"] == 2 * 2 + 2, "log-probs and KL of two micro-batches, and the group's drifts"
+    assert passing.found["sent"] == 0
+    with Syncs() as accumulating:
+        engine.accumulate(group, 0.1)
+    assert accumulating.found["sent"] == accumulating.found["fetched"] == 0
+
+
 def test_metrics_of_a_device_come_in_one_copy_and_in_order():
     values = [torch.empty(2, device=META), torch.tensor([7.0]), torch.empty(1, device=META, dtype=torch.float64)]
     with Syncs() as syncs:
