@@ -22,6 +22,11 @@ def problems(config: Config) -> Iterator[str]:
             f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
             f" {config.rollout.group_size}"
         )
+    if kind.paired and config.trainer.groups_per_micro_batch > 1:
+        yield (
+            f"trainer.groups_per_micro_batch: {objective.name} deals the noise draws of one pair over the ranks; use 1,"
+            f" and more algorithm.forward.draws to fill a micro-batch, got {config.trainer.groups_per_micro_batch}"
+        )
     if config.algorithm.settings and objective.settings is None:
         yield (
             f"algorithm.settings: these are settings of an objective of another package, and {objective.name!r} has"

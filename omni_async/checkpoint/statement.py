@@ -37,7 +37,7 @@ FREE = (
     *(f"reward.servers.*.{key}" for key in ("replicas", "resources", "urls", "access")),
     *("buffer.trajectories", "buffer.groups", "buffer.max_bytes"),
     *(f"weights.{key}" for key in ("transport", "bucket_mb", "timeout_s")),
-    *(f"trainer.{key}" for key in ("backend", "workers", "sequence_parallel", "shard", "offload", "compile")),
+    *(f"trainer.{key}" for key in ("backend", "workers", "sequence_parallel", "shard", "gather", "offload", "compile")),
     *(f"trainer.{key}" for key in ("updates", "max_mismatch", "streaming", "gradient_checkpointing", "peak_tflops")),
     *("validation.share", "roles.*.workers", "roles.*.resources"),
 )

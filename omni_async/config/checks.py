@@ -163,6 +163,11 @@ def _training(c: Config) -> Iterator[str]:
         yield (
             f"trainer.steps_per_update: {t.steps_per_update} does not divide groups_per_update = {t.groups_per_update}"
         )
+    elif t.groups_per_update // t.steps_per_update % t.groups_per_micro_batch:
+        yield (
+            f"trainer.groups_per_micro_batch: {t.groups_per_micro_batch} does not divide the"
+            f" {t.groups_per_update // t.steps_per_update} groups of an optimizer step; use a divisor"
+        )
     if t.sequence_parallel > 1 and t.compile:
         yield (
             "trainer.compile: layers whose attention exchanges tokens are not compiled, and trainer.sequence_parallel ="

@@ -160,6 +160,8 @@ class Validation(Section, kw_only=True, frozen=True):
     """Updates between validation rounds; the first (version 0) and the last version are always validated."""
     prompts: Plain
     """Prompts never trained on."""
+    limit: InMemory | None = None
+    """Most prompts of a round, spread evenly over the file and the same in every round; null: all of them."""
     samples_per_prompt: Annotated[int, most(10_000, ge=1)] = 1
     """Seeds per prompt."""
     num_inference_steps: NumSteps = 20

@@ -331,6 +331,9 @@ class Optimizer(Section, kw_only=True, frozen=True):
     """Optimizer steps of linear warm-up."""
     max_grad_norm: Positive | None = 1.0
     """Clip the gradient's global norm; null leaves it."""
+    fused: bool | None = None
+    """AdamW in one kernel, without temporary copies of the weights; its last bits differ. Null: on accelerators whose
+    torch has the kernel."""
 
 
 class Ema(Section, kw_only=True, frozen=True):
@@ -354,6 +357,10 @@ class Trainer(Section, kw_only=True, frozen=True):
     """Ranks that hold one copy of the weights together (HSDP); null spreads it over all of them."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in host memory between their uses."""
+    gather: Literal["layer", "step"] = "layer"
+    """When ranks gather the weights that they share. `layer`: before every pass of a layer, freed after it. `step`:
+    once per optimizer step, kept until it; a device then holds all weights in `model.dtype`. Both give the same
+    bits."""
     compile: bool = False
     """Compile the repeated layers of each component with torch.compile."""
     updates: Updates = 100
@@ -364,6 +371,9 @@ class Trainer(Section, kw_only=True, frozen=True):
     """Optimizer steps an update is cut into."""
     micro_batch_size: InMemory = 8
     """Rows (sample x trained step) per forward and backward on one rank."""
+    groups_per_micro_batch: Alive = 1
+    """Prompt groups whose rows share micro-batches, for a `micro_batch_size` above a rank's rows of one group. Groups
+    wait for each other. It must divide the groups of an optimizer step; groups of different buckets never share."""
     max_mismatch: Positive | None = 0.01
     """Most that log-probs of engine and trainer may differ by in the first update, where they hold the same weights,
     per latent element. Rounding is far below it, bfloat16's too; above it the run fails. Null: only warn."""

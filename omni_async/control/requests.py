@@ -40,6 +40,13 @@ def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
         )
 
 
+def spread(prompts: Sequence[Prompt], limit: int | None) -> Sequence[Prompt]:
+    """Return at most `limit` prompts, evenly spread and in order; None: all."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    return [prompts[position * len(prompts) // limit] for position in range(limit)]
+
+
 class RequestFactory:
     """A maker of sample requests.
 
@@ -76,12 +83,13 @@ class RequestFactory:
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
         """Return the requests of a round.
 
-        They have the same prompts and seeds every round, so that rounds differ by the policy alone."""
+        They have the same prompts and seeds every round, so that rounds differ by the policy alone. A prompt's seeds do
+        not depend on `validation.limit`."""
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []
         requests = []
-        for prompt in prompts:
+        for prompt in spread(prompts, validation.limit):
             first = self._request("validation", version, prompt, validation.num_inference_steps)
             seeds = sample_seeds(seed, prompt.index, "validation", validation.samples_per_prompt)
             requests += _copies(first, f"v{version}.p{prompt.index}", seeds)

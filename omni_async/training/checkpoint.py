@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -33,12 +34,29 @@ AUXILIARY = "auxiliary."
 _OPTIMIZER = "optimizer."
 
 
+def build_stager(device: torch.device) -> DefaultStager:
+    """Build what copies tensors to host memory. It keeps that memory, pinned for an accelerator, for later checkpoints.
+
+    Args:
+        device: where the tensors are."""
+    accelerated = device.type != "cpu" and torch.accelerator.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=accelerated,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=accelerated,
+        )
+    )
+
+
 def begin_save(
     folder: Path,
     parameters: Mapping[str, nn.Parameter],
     auxiliary: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
+    stager: DefaultStager,
 ) -> Future[Any]:
     """Copy what is to be saved; the future is done when this rank's files are in `folder`.
 
@@ -47,13 +65,20 @@ def begin_save(
         parameters: the trained ones, by name.
         auxiliary: tensors of the further policies, as `<which>.<name>`.
         optimizer: that of the parameters.
-        group: the ranks' group on the CPU, used for nothing else meanwhile; None with a single rank."""
+        group: the ranks' group on the CPU, used for nothing else meanwhile; None with a single rank.
+        stager: the same one for every checkpoint. The earlier one must have been written."""
     tensors = _weights(parameters, auxiliary) | {
         key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
     }
     writer = HuggingFaceStorageWriter(str(folder / FOLDER), save_distributed=True)
-    saving = async_save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-    assert isinstance(saving, Future), "the writer stages by itself"
+    saving = async_save(
+        tensors,
+        storage_writer=writer,
+        process_group=group,
+        async_stager=stager,
+        no_dist=not dist.is_initialized(),
+    )
+    assert isinstance(saving, Future), "tensors are copied before it returns"
     return saving
 
 
@@ -124,10 +149,14 @@ def _allocate(
     """Give the optimizer zeroed state of the stored kinds, which the checkpoint is read into."""
     optimizer.state.clear()
     tensors = {}
+    fused = optimizer.defaults.get("fused")  # then a step's number is on the device of its parameter
     for entry in sorted(key for key in stored if key.startswith(_OPTIMIZER)):
         key, name = entry.removeprefix(_OPTIMIZER).split(".", 1)
         parameter = parameters[name]
-        value = torch.zeros(()) if key == "step" else torch.zeros_like(parameter, requires_grad=False)
+        if key == "step":
+            value = torch.zeros((), device=parameter.device if fused else "cpu")
+        else:
+            value = torch.zeros_like(parameter, requires_grad=False)
         optimizer.state[parameter][key] = value
         tensors[entry] = value
     return tensors

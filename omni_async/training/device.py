@@ -25,9 +25,19 @@ def rank_device(rank: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
+    expand_segments()
     index = rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
+
+
+def expand_segments() -> None:
+    """Let the device's allocator grow its segments, unless the environment configures it.
+
+    Texts of other lengths need blocks of other sizes for every group, and segments of fixed sizes fragment. Call it
+    before the first allocation."""
+    if not any(name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") for name in os.environ):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def collective_backend(device: torch.device) -> str:
@@ -71,6 +81,17 @@ def init_process_group(rank: int, world: int, init_method: str, timeout: float, 
 def init_lone_process_group(device: torch.device) -> None:
     """Make a process group of one, which needs no address: FSDP2 requires a group even for a single rank."""
     dist.init_process_group(collective_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `device`, without waiting for the device's earlier work.
+
+    A copy from pageable memory would wait for all of it."""
+    if device.type == "cpu":
+        return tensor
+    if torch.accelerator.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def largest_over_ranks(values: list[int]) -> list[int]:

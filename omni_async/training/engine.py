@@ -34,7 +34,7 @@ from omni_async.training import TrainingError
 from omni_async.training.backends.base import build_backend
 from omni_async.training.device import rank_device, sum_of_rows, sum_over_ranks
 from omni_async.training.flops import FlopMeter, peak_tflops
-from omni_async.training.groups import GroupBatch
+from omni_async.training.groups import GroupBatch, joined
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import ModuleBackend
 from omni_async.training.optimizer import clip_factor, ema_decay, learning_rate
@@ -68,6 +68,7 @@ class TrainEngine:
         self._objective = find_objective(config.algorithm.name)
         self._metrics = Metrics(layout)
         self._has_rows = False
+        self._waiting: list[tuple[GroupBatch, float]] = []  # groups, with their row weights, of one spec
 
     def setup(self) -> None:
         """Load the model and build the optimizer. With several ranks, join the process group first."""
@@ -94,7 +95,19 @@ class TrainEngine:
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         """Add `row_weight` times the gradient of the summed row losses of `group`, over all ranks.
 
-        ValueError for an unusable group, before any gradient is touched."""
+        The group waits until `trainer.groups_per_micro_batch` of them can share micro-batches, at most for `step`.
+        ValueError for an unusable group, before any gradient of it is touched."""
+        if self._waiting and (self._waiting[0][0].spec, self._waiting[0][1]) != (group.spec, row_weight):
+            self._accumulate_waiting()
+        self._waiting.append((group, row_weight))
+        if len(self._waiting) == self.config.trainer.groups_per_micro_batch:
+            self._accumulate_waiting()
+
+    def _accumulate_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        group, row_weight = joined([one for one, _ in waiting]), waiting[0][1]
         for rows, counts in self._loss.batches(group):
             done = self._flops.flops if self._flops is not None else 0
             self._model.backward(self._loss.losses(group, rows, counts), row_weight if counts else 0.0)
@@ -115,6 +128,7 @@ class TrainEngine:
 
         `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser.
         TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated."""
+        self._accumulate_waiting()
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")
         loss_scale = grad_scale * self._normalise()
@@ -173,6 +187,7 @@ class TrainEngine:
 
     def discard(self) -> None:
         """Forget everything accumulated since the last step, gradients and metrics."""
+        self._waiting = []
         self._model.discard()
         self._metrics.clear()
         if self._flops is not None:

@@ -26,6 +26,7 @@ from omni_async.config.algorithm import Forward
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
 from omni_async.sde.noise import generator_of, standard_normal
+from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, Needs, check_group
 from omni_async.training.row_loss import LossOfObjective
 
@@ -85,13 +86,11 @@ def build_rows(
         device: where the rows are put."""
     trajectories = [group.trajectories[sample] for sample, _ in row_ids]
     return ForwardRows(
-        final=torch.stack([t["final"] for t in trajectories]).to(device),
-        noise=torch.stack([draws[sample].noises[k] for sample, k in row_ids]).to(device),
-        sigma=torch.stack([draws[sample].sigmas[k] for sample, k in row_ids]).to(device),
-        advantage=torch.tensor([group.advantages[sample] for sample, _ in row_ids], dtype=torch.float32, device=device),
-        staleness=torch.tensor(
-            [max(group.staleness[sample], default=0) for sample, _ in row_ids], dtype=torch.int64, device=device
-        ),
+        final=send(torch.stack([t["final"] for t in trajectories]), device),
+        noise=send(torch.stack([draws[sample].noises[k] for sample, k in row_ids]), device),
+        sigma=send(torch.stack([draws[sample].sigmas[k] for sample, k in row_ids]), device),
+        advantage=send(torch.tensor([group.advantages[s] for s, _ in row_ids], dtype=torch.float32), device),
+        staleness=send(torch.tensor([max(group.staleness[s], default=0) for s, _ in row_ids]), device),
         conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
         needs=needs,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tensordict import TensorDict
@@ -35,7 +35,8 @@ class GroupBatch:
         holds a TensorDict of these for each: its trained steps are those of all calls, one call after the other.
     size: the samples of the whole group, on all ranks together.
     counts: False where this rank has none of them, and one of another rank's here: it is computed, because that is
-        collective, and adds nothing."""
+        collective, and adds nothing.
+    members: (group, sample number) of each trajectory where several groups are joined; None: all are of `group`."""
 
     group: int
     spec: SamplingSpec
@@ -46,6 +47,7 @@ class GroupBatch:
     size: int
     weights: Sequence[Sequence[float]] | None = None
     counts: bool = True
+    members: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.trajectories), len(self.advantages), len(self.seeds), len(self.staleness)}
@@ -55,6 +57,31 @@ class GroupBatch:
             raise ValueError(
                 f"a group needs one advantage, seed, staleness and weight per trajectory, got {sorted(lengths)} of them"
             )
+
+    @property
+    def sample_ids(self) -> Sequence[tuple[int, int]]:
+        """Return (group, sample number) of each trajectory, the same before and after groups are joined."""
+        return self.members or [(self.group, sample) for sample in range(len(self.trajectories))]
+
+
+def joined(groups: Sequence[GroupBatch]) -> GroupBatch:
+    """Join groups into one batch, so that their rows share micro-batches.
+
+    Args:
+        groups: at least one, all with the same spec, in the order in which their samples were dealt over the ranks.
+            Padding is dropped if this rank has samples of any group."""
+    own = [group for group in groups if group.counts] or groups[:1]
+    weights = [row for group in own for row in group.weights or ()]
+    return replace(
+        own[0],
+        trajectories=[trajectory for group in own for trajectory in group.trajectories],
+        advantages=[advantage for group in own for advantage in group.advantages],
+        seeds=[seed for group in own for seed in group.seeds],
+        staleness=[staleness for group in own for staleness in group.staleness],
+        size=sum(group.size for group in groups),
+        weights=None if own[0].weights is None else weights,
+        members=[member for group in own for member in group.sample_ids],
+    )
 
 
 class Drawn:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -95,7 +95,7 @@ class Metrics:
         keys = self._recorded()
         if not keys:
             return {}
-        tables = [_table(self._rows.get(key, ())) for key in keys]
+        tables = _tables([self._rows.get(key, []) for key in keys])
         self.clear()
         sizes = [num_steps if by_step else 1 for by_step, _, _ in keys]
         tops = torch.cat([_tops(*table, key[2], n) for key, table, n in zip(keys, tables, sizes, strict=True)])
@@ -121,11 +121,24 @@ class Metrics:
         return sorted(set[_Key]().union(*of_ranks))
 
 
-def _table(records: Iterable[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
-    """Return the values of all records together, (R,) float64 on the CPU, and the denoising steps they belong to."""
-    records = list(records)
-    steps = [step for _, its in records for step in its]
-    return torch.cat([_NOTHING, *(values.cpu() for values, _ in records)]), torch.tensor(steps, dtype=torch.int64)
+def _tables(of_keys: Sequence[Sequence[tuple[Tensor, list[int]]]]) -> list[tuple[Tensor, Tensor]]:
+    """Return of each key the values of its records, (R,) float64 on the CPU, and the denoising step of each."""
+    values = _on_host([values for records in of_keys for values, _ in records])
+    tables = []
+    for records in of_keys:
+        own, values = values[: len(records)], values[len(records) :]
+        steps = [step for _, its in records for step in its]
+        tables.append((torch.cat([_NOTHING, *own]), torch.tensor(steps, dtype=torch.int64)))
+    return tables
+
+
+def _on_host(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors (n,) on the CPU. Values of a device come in one copy, because each copy waits for the device."""
+    away = [one.double() for one in values if one.device.type != "cpu"]
+    if not away:
+        return [*values]
+    fetched = iter(torch.cat(away).cpu().split([len(one) for one in away]))
+    return [one if one.device.type == "cpu" else next(fetched) for one in values]
 
 
 def _tops(values: Tensor, steps: Tensor, reduction: Reduction, num_steps: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -77,9 +77,11 @@ class ModuleBackend:
         self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
         for auxiliary in stored_policies(objective, config):
             self.auxiliary.keep_copy(auxiliary)
-        self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values())
+        self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values(), device)
         # Checkpoints are written while ranks train: their collectives must not meet those of training.
         self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None
+        self._stager = checkpoint.build_stager(self.weights_device)
+        self._saving: Future[Any] | None = None
 
     def loading(self, dtype: torch.dtype) -> Loading:
         """Build the components, weights in `dtype`."""
@@ -160,9 +162,11 @@ class ModuleBackend:
         return {diffusers_name(name): p for name, p in named if is_injected_adapter(name) == adapters}
 
     def begin_save(self, folder: Path) -> Future[Any]:
-        return checkpoint.begin_save(
-            folder, self.trainable, self.auxiliary.tensors(), self.optimizer, self._saving_group
+        wait([self._saving] if self._saving is not None else [])  # it is written from the memory that is filled now
+        self._saving = checkpoint.begin_save(
+            folder, self.trainable, self.auxiliary.tensors(), self.optimizer, self._saving_group, self._stager
         )
+        return self._saving
 
     def load(self, folder: Path) -> None:
         checkpoint.load(folder, self.trainable, self.auxiliary.tensors(), self.optimizer)

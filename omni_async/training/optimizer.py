@@ -15,12 +15,34 @@ from torch.distributed.tensor import DTensor
 from omni_async.config.schema import Optimizer, Trainer
 
 
-def build_optimizer(config: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """Build the optimizer.
+
+    Args:
+        config: `trainer.optimizer`.
+        parameters: the trained ones; under `trainer.offload` they are on the CPU.
+        device: where the rank computes."""
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    fused = config.fused
+    if fused is None:
+        fused = device.type != "cpu" and has_fused_adamw(device)
     return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        parameters,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=fused or None,  # None leaves torch its default, which False would change
     )
+
+
+def has_fused_adamw(device: torch.device) -> bool:
+    """Return whether this torch has the fused AdamW kernel for the type of `device`."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
 
 
 def learning_rate(trainer: Trainer, step: int) -> float:

@@ -25,6 +25,7 @@ from omni_async.config.schema import Config
 from omni_async.families import SamplingSpec
 from omni_async.policy import modalities_of
 from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
+from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, calls_of, check_group, find_step
 from omni_async.training.row_loss import LossOfObjective
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
@@ -56,40 +57,47 @@ def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor) -> P
     return Proximal(log_prob.detach(), step.mean.detach(), kappa)
 
 
+RowKey = tuple[int, int, int]  # group, sample, number among the sample's trained rows
+
+
+def row_keys(group: GroupBatch, rows: TransitionRows) -> list[RowKey]:
+    """Return the keys of rows, which do not change when groups are joined."""
+    return [(*group.sample_ids[sample], n) for sample, n in rows.row_ids]
+
+
 class ProximalPasses:
-    """The results of proximal passes over this rank's samples, by group and row id; on the CPU."""
+    """The results of proximal passes over this rank's samples, by row; on the CPU."""
 
     def __init__(self, keep_means: bool) -> None:
         self._keep_means = keep_means
-        self._rows: dict[int, dict[tuple[int, int], Proximal]] = {}
+        self._rows: dict[RowKey, Proximal] = {}
 
-    def remember(self, group: int, row_ids: Sequence[tuple[int, int]], found: Proximal) -> None:
+    def remember(self, keys: Sequence[RowKey], found: Proximal) -> None:
         """Keep the rows of a pass.
 
         Args:
-            group: the group's number.
-            row_ids: as `TransitionRows` has them.
+            keys: of the rows, as `row_keys` returns them.
             found: these rows; their means are kept where `keep_means` says so."""
-        rows = self._rows.setdefault(group, {})
-        for i, row_id in enumerate(row_ids):
-            mean = found.mean[i].cpu() if found.mean is not None and self._keep_means else None
-            kappa = None if found.kappa is None else found.kappa[i].cpu()
-            rows[row_id] = Proximal(found.log_prob[i].cpu(), mean, kappa)
+        means = found.mean.cpu() if found.mean is not None and self._keep_means else None
+        log_probs, kappas = found.log_prob.cpu(), None if found.kappa is None else found.kappa.cpu()
+        for i, key in enumerate(keys):
+            mean, kappa = (None if rows is None else rows[i] for rows in (means, kappas))
+            self._rows[key] = Proximal(log_probs[i], mean, kappa)
 
-    def recall(self, group: int, row_ids: Sequence[tuple[int, int]], device: torch.device) -> Proximal | None:
-        """Return rows of a pass, or None if the group had none.
+    def recall(self, keys: Sequence[RowKey], device: torch.device) -> Proximal | None:
+        """Return rows of a pass, or None if there was none.
 
         Args:
-            group, row_ids: as `remember` took them; all of these rows were in the pass.
+            keys: as `remember` took them; either all of these rows were in a pass, or none.
             device: where the rows are put."""
-        if group not in self._rows:
+        if keys[0] not in self._rows:
             return None
-        found = [self._rows[group][row_id] for row_id in row_ids]
+        found = [self._rows[key] for key in keys]
         means, kappas = [p.mean for p in found if p.mean is not None], [p.kappa for p in found if p.kappa is not None]
         return Proximal(
-            torch.stack([p.log_prob for p in found]).to(device),
-            torch.stack(means).to(device) if means else None,
-            torch.stack(kappas).to(device) if kappas else None,
+            send(torch.stack([p.log_prob for p in found]), device),
+            send(torch.stack(means), device) if means else None,
+            send(torch.stack(kappas), device) if kappas else None,
         )
 
     def clear(self) -> None:
@@ -109,9 +117,13 @@ def sample_drifts(
     rows: dict[int, list[int]] = {}
     for i in sorted(range(len(row_ids)), key=row_ids.__getitem__):
         rows.setdefault(row_ids[i][0], []).append(i)
+    nats, kappas = log_ratio.tolist(), None if kappa is None else kappa.tolist()
+
+    def of(values: list[float], own: list[int]) -> tuple[float, ...]:
+        return tuple(values[row] for row in own)
+
     return [
-        SampleDrift(tuple(log_ratio[own].tolist()), None if kappa is None else tuple(kappa[own].tolist()), num_elements)
-        for own in rows.values()
+        SampleDrift(of(nats, own), None if kappas is None else of(kappas, own), num_elements) for own in rows.values()
     ]
 
 
@@ -162,7 +174,7 @@ class TransitionLoss(LossOfObjective):
             )
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows, group.spec)
-        passed = self._passes.recall(group.group, rows.row_ids, rows.latents.device)
+        passed = self._passes.recall(row_keys(group, rows), rows.latents.device)
         proximal = passed or under_current(rows, step, value)
         old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
         drift = self._drift(rows, step.scale, proximal)
@@ -202,7 +214,7 @@ class TransitionLoss(LossOfObjective):
             if not counts:
                 continue
             proximal = under_current(rows, step, value)
-            self._passes.remember(group.group, rows.row_ids, proximal)
+            self._passes.remember(row_keys(group, rows), proximal)
             row_ids += rows.row_ids
             drifts.append(self._drift(rows, step.scale, proximal))
         if not drifts:

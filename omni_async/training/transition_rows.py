@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -16,6 +17,7 @@ from torch import Tensor
 from omni_async.algorithms.kinds import num_trained
 from omni_async.policy import Policy
 from omni_async.sde.noise import generator_of
+from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, MicroBatch, Needs, find_step
 
 
@@ -86,22 +88,25 @@ def build_rows(
     steps = [int(t["steps"][k]) for t, k in found]
 
     def stacked(name: str, shift: int = 0) -> Tensor:
-        return torch.stack([t[name][k + shift] for t, k in found]).to(device)
+        return send(torch.stack([t[name][k + shift] for t, k in found]), device)
 
     def sigma(position: list[int]) -> Tensor:
-        return torch.stack([t["sigmas"][i] for (t, _), i in zip(found, position, strict=True)]).to(device)
+        return send(torch.stack([t["sigmas"][i] for (t, _), i in zip(found, position, strict=True)]), device)
+
+    def numbers(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return send(torch.tensor(values, dtype=dtype), device)
 
     weight = None
     if group.weights is not None:
-        weight = torch.tensor([group.weights[sample][n] for sample, n in row_ids], dtype=torch.float64, device=device)
+        weight = numbers([group.weights[sample][n] for sample, n in row_ids], torch.float64)
     return TransitionRows(
         latents=stacked("latents"),
         next_latents=stacked("latents", 1),
         behaviour_mean=stacked("means") if "means" in found[0][0] else None,
         behaviour_log_prob=stacked("log_probs"),
         behaviour_by_modality=stacked("modality_log_probs") if "modality_log_probs" in found[0][0] else None,
-        advantage=torch.tensor([group.advantages[sample] for sample, _ in pairs], dtype=torch.float32, device=device),
-        staleness=torch.tensor([group.staleness[sample][k] for sample, k in pairs], dtype=torch.int64, device=device),
+        advantage=numbers([group.advantages[sample] for sample, _ in pairs], torch.float32),
+        staleness=numbers([group.staleness[sample][k] for sample, k in pairs], torch.int64),
         weight=weight,
         sigma=sigma(steps),
         sigma_next=sigma([i + 1 for i in steps]),

@@ -35,6 +35,7 @@ import pytest
         ("stage_profile --out out --model tiny --repeats 1 --pixels 40", "rollout.sampling.height"),
         ("stage_profile --out out --model tiny --repeats 1 --steps 1", "num_inference_steps"),
         ("swap --repeats 0", "expected numbers of at least 1"),
+        ("trainer_exchange --ranks 3", "--ranks: expected 2 or 4, which divide a group of 4, got 3"),
         ("weights --sizes 0", "--sizes"),
         ("weights --window -1", "--window"),
         ("weights --transports pigeon", "--transports"),

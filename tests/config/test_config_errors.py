@@ -296,6 +296,10 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["weights.publish_every=3", "staleness.max_updates=1"], "1 is smaller than weights.publish_every - 1 = 2"),
         (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
         (["trainer.steps_per_update=3"], "trainer.steps_per_update: 3 does not divide groups_per_update = 4"),
+        (
+            ["trainer.steps_per_update=2", "trainer.groups_per_micro_batch=4"],
+            "trainer.groups_per_micro_batch: 4 does not divide the 2 groups of an optimizer step; use a divisor",
+        ),
         (["trainer.backend=plain", "trainer.workers=2"], "'plain' is one rank, got trainer.workers = 2"),
         (["trainer.backend=fsdp"], "expected one of ['fsdp2', 'plain'] or 'auto', got 'fsdp'; did you mean 'fsdp2'?"),
         (["trainer.offload=true", "trainer.backend=plain"], "'plain' leaves weights where ... trainer.backend: fsdp2"),

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from omni_async.config.schema import Role
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
+from omni_async.control.requests import RequestFactory
 from omni_async.control.versions import WeightMismatch
 from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
 from tests.patience import PATIENCE
@@ -151,6 +152,19 @@ def test_validation_comes_first_at_every_multiple_and_last() -> None:
     assert all(r.noise_level == 0 and r.window is None and r.fields == () for r in requests)
     first, last = ({r.sample_id.split(".", 1)[1]: r.seed for r in requests if r.group == version} for version in (0, 7))
     assert first == last, "rounds differ by the policy alone"
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompts"), [(1, [0]), (3, [0, 2, 4]), (5, [0, 1, 2, 4, 5]), (7, [*range(7)]), (9, [*range(7)])]
+)
+def test_a_limit_takes_prompts_from_the_whole_file_and_leaves_their_seeds(limit: int, prompts: list[int]) -> None:
+    def seeds(**validation: Any) -> dict[int, int]:
+        factory = RequestFactory(make_config(validation=validation))
+        return {request.prompt.index: request.seed for request in factory.validation(3, tuple(make_prompts(7)))}
+
+    limited, whole = seeds(limit=limit), seeds()
+    assert list(limited) == prompts
+    assert limited.items() <= whole.items()
 
 
 class ScoresValidationLast(Run):

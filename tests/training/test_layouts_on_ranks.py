@@ -32,9 +32,9 @@ WORLD = 4
 LORA = {"rank": 2, "alpha": 64.0, "target_modules": ["to_q", "to_v"]}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded": {"gradient_checkpointing": True},
-    "hsdp": {"shard": 2},
+    "hsdp": {"shard": 2, "gather": "step"},
     "offloaded": {"offload": True, "ema": {"every": 1}},
-    "hsdp lora": {"shard": 2, "offload": True, "gradient_checkpointing": True},
+    "hsdp lora": {"shard": 2, "gather": "step", "offload": True, "gradient_checkpointing": True},
 }
 
 

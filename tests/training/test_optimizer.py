@@ -30,7 +30,7 @@ def test_warm_up_then_the_schedule_over_all_optimizer_steps(schedule, rates):
 )
 def test_configured_values_reach_the_optimizer(options, kind):
     config = make_config(**{"trainer.optimizer": options}).trainer.optimizer
-    built = build_optimizer(config, [torch.nn.Parameter(torch.ones(2))])
+    built = build_optimizer(config, [torch.nn.Parameter(torch.ones(2))], torch.device("cpu"))
     assert type(built) is kind
     assert {"name": config.name, **built.defaults}.items() >= options.items()
 
@@ -40,3 +40,19 @@ def test_clipping_is_torchs():
     assert gradient_norm(grads) == 5.0
     assert clip_factor(5.0, None) == clip_factor(5.0, 10.0) == 1.0
     assert clip_factor(5.0, 1.0) == pytest.approx(0.2)
+
+
+def test_the_fused_kernel_is_for_accelerators_unless_the_recipe_decides(monkeypatch):
+    def fused(given: bool | None, device: str) -> bool | None:
+        config = make_config(**{"trainer.optimizer": {"fused": given}}).trainer.optimizer
+        return build_optimizer(config, [torch.nn.Parameter(torch.ones(2))], torch.device(device)).defaults["fused"]
+
+    # The meta device has the kernel, as an accelerator's torch may have.
+    assert [fused(None, "cpu"), fused(None, "meta"), fused(False, "meta"), fused(True, "cpu")] == [
+        None,
+        True,
+        None,
+        True,
+    ]
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: False)
+    assert fused(None, "meta") is None

@@ -58,6 +58,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "awm": {"ratio": "sum_first", "off_policy": True, "ema_coef": 0.5},
         "ema": {"every": 1},
     },
+    "gathered once": {"kl_coef": 0.05, "trainer.gather": "step"},
+    "whole lora": {"lora": LORA, "trainer.shard": 1},
+    "fused": {"optimizer": "adamw", "trainer.optimizer.fused": True, "trainer.optimizer.eps": 1e-4},
     "dpo": {**FORWARD, "name": "diffusion_dpo", "dpo": {"beta": 2.0}, "forward": {"draws": 6}},
 }
 VARIANTS |= {EXPERTS + name: VARIANTS[name] for name in ("full", "lora", "share of steps", "nft")}

@@ -59,8 +59,17 @@ class Fsdp2Backend(ModuleBackend):
         offload = OffloadPolicy()
         if self.config.trainer.offload:
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        # None frees a layer's weights after its forward pass and keeps those of the root, which backward needs first.
+        reshard = False if self.config.trainer.gather == "step" else None
         for part in (*repeated_layers(component), component):
-            fully_shard(part, mesh=self._mesh, mp_policy=precision, offload_policy=offload)
+            root = fully_shard(
+                part,
+                mesh=self._mesh,
+                reshard_after_forward=reshard,
+                mp_policy=precision,
+                offload_policy=offload,
+            )
+        root.set_reshard_after_backward(reshard is None)
         # fully_shard moves what it shards; buffers of modules without parameters stay behind.
         for buffer in component.buffers():
             if not buffer.is_meta:

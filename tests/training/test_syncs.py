@@ -1,0 +1,90 @@
+"""Counts what makes the host wait for its device in a rank's update.
+
+The engine runs on the meta device, whose tensors have no values. Every number that the host reads, and every copy
+between host and device that waits, would be a synchronisation on an accelerator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omni_async.training.metrics import _on_host
+from tests.fakes import tiny_group
+from tests.training.training_world import NFT, make_config, started
+
+aten = torch.ops.aten
+META = torch.device("meta")
+
+
+class Syncs(TorchDispatchMode):
+    """A counter of synchronisations. Numbers that are read are true or 1, and copies count from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op is aten._local_scalar_dense.default and args[0].is_meta:
+            self.found["read"] += 1
+            return True if args[0].dtype == torch.bool else 1
+        if op is aten._to_copy.default and "device" in kwargs:
+            given, device = args[0], torch.device(kwargs["device"])
+            if given.is_meta and device.type == "cpu":
+                self.found["fetched"] += 1
+                return torch.arange(given.numel(), dtype=given.dtype).reshape(given.shape)
+            if not given.is_meta and device.type == "meta" and not kwargs.get("non_blocking"):
+                self.found["sent"] += 1
+        return op(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        # Checks of log-ratios, KL and sigmas, and the fake policy's choice of its component.
+        ({}, 4),
+        # Both checks again for whole samples, and the sums of the normaliser.
+        ({"correction": {"mode": "decoupled", "kappa_nats": 0.2}}, 7),
+        (NFT, 2),
+    ],
+)
+def test_a_micro_batch_reads_a_few_numbers_and_a_step_two(changes, read):
+    own = {"backend": "plain", "trainer.peak_tflops": 1.0, "trainer.optimizer.fused": False}
+    config = make_config(**own, **changes, size=4)
+    groups = [tiny_group(started(config).policy, config, seed) for seed in (0, 1)]
+    engine = started(config, device=META)
+    batches = [rows for group in groups for rows, _ in engine._loss.batches(group)]
+    with Syncs() as accumulating:
+        for group in groups:
+            engine.accumulate(group, 0.1)
+    assert accumulating.found == {"read": read * len(batches)}
+    with Syncs() as stepping:
+        engine.step()
+    assert stepping.found == {"read": 1, "fetched": 1}, "the gradient's norm, and all metrics together"
+
+
+def test_a_proximal_pass_fetches_the_rows_of_a_micro_batch_together():
+    own = {"backend": "plain", "trainer.peak_tflops": 1.0, "trainer.optimizer.fused": False}
+    config = make_config(**own, correction={"mode": "decoupled", "weights": "importance", "normalise": True}, size=4)
+    group = tiny_group(started(config).policy, config)
+    engine = started(config, device=META)
+    with Syncs() as passing:
+        engine.recompute_proximal(group)
+    assert passing.found["fetched"] == 2 * 2 + 2, "log-probs and KL of two micro-batches, and the group's drifts"
+    assert passing.found["sent"] == 0
+    with Syncs() as accumulating:
+        engine.accumulate(group, 0.1)
+    assert accumulating.found["sent"] == accumulating.found["fetched"] == 0
+
+
+def test_metrics_of_a_device_come_in_one_copy_and_in_order():
+    values = [torch.empty(2, device=META), torch.tensor([7.0]), torch.empty(1, device=META, dtype=torch.float64)]
+    with Syncs() as syncs:
+        found: list[Tensor] = _on_host(values)
+    assert [one.tolist() for one in found] == [[0, 1], [7], [2]]
+    assert syncs.found == {"fetched": 1}
