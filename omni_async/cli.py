@@ -59,6 +59,14 @@ masked):
 
   omni-async check recipes/quickstart/quickstart.yaml
   omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
+
+With --device, estimate the memory of every role on such an accelerator instead, and refuse what does not fit. This
+needs no accelerator, no prompts and no weights: where model.path has no checkpoint, the configuration of the published
+model of that name is taken:
+
+  omni-async check recipes/qwen_image_ocr/flow_grpo_lora.yaml --device h100-80g
+  omni-async check recipes/qwen_image_ocr/flow_grpo_full.yaml --device h200 trainer.workers=4
+  omni-async check recipes/wan22_dance/dance_grpo.yaml --device 48
 """
 
 _LIST = """\
@@ -139,6 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
     )
+    devices = "h100-80g, h200, h800, ascend-64g or a number of GiB"
+    check.add_argument("--device", help=f"estimate the memory on such an accelerator alone: {devices}")
     add_init(add_command(commands, "init", "write a recipe for your model, prompts and reward", INIT))
     listed = add_command(commands, "list", "list model families, engines, algorithms, scorers, recipes and more", _LIST)
     listed.add_argument("what", nargs="?", choices=_LISTED, metavar="WHAT", help=f"one of {', '.join(_LISTED)}")
@@ -209,7 +219,8 @@ def _run(options: argparse.Namespace) -> int:
             case "train":
                 return _train(load(options.recipe, options.overrides))
             case "check":
-                return _check(load(options.recipe, options.overrides), not options.no_probe)
+                config = load(options.recipe, options.overrides)
+                return _check(config, not options.no_probe) if options.device is None else _fit(config, options.device)
             case "init":
                 from omni_async.scaffold.init import init
 
@@ -343,6 +354,15 @@ def _check(config: Config, probe: bool) -> int:
             _tell(note)
         said = [f"# {line}" for line in tried.answers]
     return _say("\n".join([resolved_yaml(config).rstrip(), *said]))
+
+
+def _fit(config: Config, device: str) -> int:
+    from omni_async.memory.command import memory_report
+
+    with contextlib.redirect_stdout(sys.stderr):  # what a family's module prints is no part of the table
+        text, refusal = memory_report(config, device)
+    _say(text)
+    return 0 if refusal is None else _refuse(refusal)
 
 
 def _docs(out: Path) -> int:

@@ -135,6 +135,21 @@ class BuildsEmpty(Protocol):
 
 
 @runtime_checkable
+class Foreseeable(Protocol):
+    """A policy whose memory can be estimated from configuration files, without weights and prompts. Optional."""
+
+    def long_conditioning(self, spec: Any, tokens: int) -> TensorDict:
+        """Make conditioning of one sample, batch size [], of a text of `tokens` tokens and all images that it may have.
+
+        As `blank_conditioning`, whose texts are short. Texts of fixed length stay as they are."""
+
+    def build_codec(self, dtype: torch.dtype, engine: str) -> ForeseeableCodec:
+        """Build the codec of `load_codec` as the engine `engine` holds it, with its tensors on the meta device.
+
+        It decodes and does not encode: it has no tokenizers."""
+
+
+@runtime_checkable
 class ReadsLess(Protocol):
     """A codec whose conditioning does not depend on all of a spec. Optional.
 
@@ -173,6 +188,21 @@ class HasModalities(Protocol):
 def modalities_of(policy: Policy, spec: Any) -> dict[str, slice]:
     """Return the policy's modalities, none where its latents are of one medium."""
     return policy.modalities(spec) if isinstance(policy, HasModalities) else {}
+
+
+class ForeseeableCodec(Protocol):
+    """The codec of a `Foreseeable` policy.
+
+    models: all of its models. encoders: the models for `encode` alone."""
+
+    models: Sequence[torch.nn.Module]
+    encoders: Sequence[torch.nn.Module]
+
+    def most_at_once(self, spec: Any) -> int:
+        """Return how many samples `decode` computes together, however many it is given."""
+
+    def decode(self, latents: torch.Tensor, spec: Any) -> list[Media]:
+        """See `Codec`."""
 
 
 class Codec(Protocol):

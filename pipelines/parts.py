@@ -5,6 +5,7 @@ diffusers and transformers, which take seconds to import, are imported when a mo
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from importlib import import_module
@@ -53,6 +54,27 @@ def empty_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
     # Without diffusers' own `to`, which would speak of parts to be kept in float32.
     return nn.Module.to(part, dtype).eval()
+
+
+def empty_model(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
+    """Build a diffusers or transformers model that `load_part` loads, with all tensors on the meta device.
+
+    Args:
+        cls, path, folder, dtype: as `load_part` takes them; only the configuration is read."""
+    with torch.device("meta"):  # tied weights stay tied
+        if hasattr(cls, "load_config"):
+            part = cls.from_config(cls.load_config(path, subfolder=folder, local_files_only=True))
+        elif hasattr(cls, "config_class"):
+            part = cls(cls.config_class.from_pretrained(path, subfolder=folder, local_files_only=True))
+        else:
+            from transformers import AutoConfig
+
+            part = cls.from_config(AutoConfig.from_pretrained(path, subfolder=folder, local_files_only=True))
+    return nn.Module.to(part, dtype).eval()
+
+
+# No VAE saves time on more pixels than this at once, and its memory grows with them.
+_PIXELS_AT_ONCE = 1024 * 1024
 
 
 def latent_grid(spec: Any, pixels: int) -> tuple[int, int]:
@@ -110,6 +132,7 @@ class DiffusersPolicy(ABC):
 
     denoiser: name of the denoisers' class in diffusers.
     parts: the other parts as `module.Class`, by folder, which is also their argument of `codec`.
+    float32_parts: the parts that vLLM-Omni loads in float32, whatever the engine's dtype.
     codec: class of the family's codec.
     text_rules: how the tensors of a text are stacked (`omni_async.components.stack_rows`).
     shared_rules: how those are that do not depend on the text, such as an image's.
@@ -117,6 +140,7 @@ class DiffusersPolicy(ABC):
 
     denoiser: str
     parts: ClassVar[Mapping[str, str]]
+    float32_parts: ClassVar[tuple[str, ...]] = ()
     codec: type[DiffusersCodec]
     text_rules: ClassVar[Mapping[str, Rule]]
     shared_rules: ClassVar[Mapping[str, Rule]] = {}
@@ -151,6 +175,10 @@ class DiffusersPolicy(ABC):
     def blank_shared(self, spec: Any) -> dict[str, Tensor]:
         """Return the tensors of `shared_rules`, with nothing in them."""
         return {}
+
+    def long_shared(self, spec: Any) -> dict[str, Tensor]:
+        """Return the tensors of `shared_rules` of a prompt with everything the spec allows, such as an image."""
+        return self.blank_shared(spec)
 
     def scale(self, spec: Any, component: str) -> float:
         """Return the scale of the guidance as `combine` takes it; 1 where there is none."""
@@ -234,6 +262,24 @@ class DiffusersPolicy(ABC):
     def blank_conditioning(self, spec: Any) -> TensorDict:
         return make_conditioning(spec.guided, lambda branch: self.blank_text(spec), self.blank_shared(spec))
 
+    def long_conditioning(self, spec: Any, tokens: int) -> TensorDict:
+        def long_text(branch: str) -> dict[str, Tensor]:
+            text = self.blank_text(spec)
+            rules = self.text_rules
+            return {n: t if rules[n] == "same" else t[:1].expand(tokens, *t.shape[1:]) for n, t in text.items()}
+
+        return make_conditioning(spec.guided, long_text, self.long_shared(spec))
+
+    def build_codec(self, dtype: torch.dtype, engine: str) -> DiffusersCodec:
+        found = {}
+        for folder, cls in self.parts.items():
+            library, _, name = cls.rpartition(".")
+            is_model = not folder.startswith(("tokenizer", "processor"))
+            own = torch.float32 if engine == "vllm_omni" and folder in self.float32_parts else dtype
+            made = empty_model(getattr(import_module(library), name), self.path, folder, own) if is_model else None
+            found[folder] = made
+        return self.codec(**found)
+
     def load_codec(self, dtype: torch.dtype) -> DiffusersCodec:
         found = {}
         for folder, cls in self.parts.items():
@@ -261,11 +307,11 @@ class DiffusersCodec(ABC):
     def __init__(self, *, vae: Any, **parts: Any) -> None:
         self.vae = vae
         models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-        self._models = [vae, *models.values()]
+        self.models = [vae, *models.values()]
         self.encoders = [model for name, model in models.items() if name not in self.decoders]
 
     def to(self, device: Any) -> Self:
-        for model in self._models:
+        for model in self.models:
             model.to(device)
         return self
 
@@ -286,6 +332,11 @@ class DiffusersCodec(ABC):
     def encode_shared(self, prompt: Prompt, spec: Any) -> dict[str, Tensor]:
         """Return a prompt's tensors of the policy's `shared_rules`. ValueError for one that the model cannot take."""
         return {}
+
+    def most_at_once(self, spec: Any) -> int:
+        """Return how many samples pass the VAE together: those of 1024 x 1024 pixels, frames included, or one."""
+        [pixels] = [math.prod(part.shape) // 3 for part in spec.media() if part.part in ("image", "video")]
+        return max(1, _PIXELS_AT_ONCE // pixels)
 
     @abstractmethod
     def decode(self, latents: Tensor, spec: Any) -> list[Media]:
@@ -311,7 +362,8 @@ class ImageCodec(DiffusersCodec):
     def decode(self, latents: Tensor, spec: Any) -> list[Media]:
         config = self.vae.config
         maps = self.to_maps(latents, spec) / config.scaling_factor + config.shift_factor
-        return as_images(self.vae.decode(maps.to(self.vae.device, self.vae.dtype), return_dict=False)[0])
+        batches = maps.to(self.vae.device, self.vae.dtype).split(self.most_at_once(spec))
+        return [media for batch in batches for media in as_images(self.vae.decode(batch, return_dict=False)[0])]
 
     @torch.no_grad()
     def encode_media(self, media: list[Media], spec: Any) -> Tensor:

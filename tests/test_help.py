@@ -37,7 +37,7 @@ def examples_of(parser: argparse.ArgumentParser) -> list[list[str]]:
 
 PARSERS = [*parsers()]
 EXAMPLES = sorted({tuple(words) for parser in PARSERS for words in examples_of(parser)})
-CHEAP = [words for words in EXAMPLES if words[0] in ("check", "list", "docs")]
+CHEAP = [words for words in EXAMPLES if words[0] in ("check", "list", "docs") and "--device" not in words]
 CHEAP += [words for words in EXAMPLES if words[0] == "init" and "recipes/quickstart/checkpoint" in words]
 CHEAP += [
     words for words in EXAMPLES if words[:3] == ("score", "recipes/quickstart/quickstart.yaml", "recipes/tiny/images")

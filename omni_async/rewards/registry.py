@@ -276,6 +276,11 @@ def _all_arguments(config: schema.Scorer, scorer: type) -> dict[str, Any]:
     return bound.arguments
 
 
+def arguments_of(config: schema.Scorer) -> dict[str, Any]:
+    """Return the keyword arguments that the scorer is built with, defaults included. ScorerConfigError as `check`."""
+    return _all_arguments(config, _load(config.name))
+
+
 def check_files(config: schema.Scorer) -> None:
     """Raise `ScorerConfigError` if a built-in scorer's `check_params` misses a file that its parameters name.
 

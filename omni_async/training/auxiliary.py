@@ -107,18 +107,23 @@ def add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
     Raises:
         ValueError: no layer is called as `lora.target_modules`."""
     components.requires_grad_(False)
+    # Every rank shards what it initialised itself, so all must draw the same numbers.
+    with torch.random.fork_rng(devices=[]), _without_meta(components):
+        torch.manual_seed(seed)
+        inject_adapters(components, lora)
+
+
+def inject_adapters(components: nn.Module, lora: Lora) -> None:
+    """Add float32 adapters to frozen components, each on the device of its layer. ValueError as `add_adapters`."""
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         target_modules=list(lora.target_modules),
     )
-    # Every rank shards what it initialised itself, so all must draw the same numbers.
-    with torch.random.fork_rng(devices=[]), _without_meta(components):
-        torch.manual_seed(seed)
-        try:
-            inject_adapter_in_model(config, components, ADAPTER)
-        except ValueError as error:
-            raise ValueError(f"model.lora.target_modules: {error}") from error
+    try:
+        inject_adapter_in_model(config, components, ADAPTER)
+    except ValueError as error:
+        raise ValueError(f"model.lora.target_modules: {error}") from error
     _require_bound(components, lora.target_modules)
     for name, parameter in components.named_parameters():
         if is_injected_adapter(name):

@@ -22,7 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective, stored_policies
 from omni_async.components import compute_velocity
-from omni_async.config.schema import Config
+from omni_async.config.schema import Config, Lora
 from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy, RoundsTime
 from omni_async.training import TrainingError, checkpoint, sequence_parallel
@@ -55,7 +55,7 @@ class ModuleBackend:
         self.components = loading.components
         self.digest = loading.digest(self.dtype) if layout.rank == 0 else ""
         if self.lora is not None:
-            add_adapters(self.components, self.lora, config.run.seed)
+            self.add_adapters(self.lora)
         else:
             self.components.requires_grad_(True)
         for component in self.components.values():
@@ -86,6 +86,10 @@ class ModuleBackend:
     def loading(self, dtype: torch.dtype) -> Loading:
         """Build the components, weights in `dtype`."""
         return WholeModel(self.policy, dtype)
+
+    def add_adapters(self, lora: Lora) -> None:
+        """Freeze the components and add what is trained in their place."""
+        add_adapters(self.components, lora, self.config.run.seed)
 
     def place(self, component: nn.Module) -> None:
         """Put one component, which may have no memory yet, where it is trained, whole or in parts."""

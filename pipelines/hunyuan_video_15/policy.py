@@ -37,12 +37,13 @@ class HunyuanVideo15Codec(DiffusersCodec):
         [embeds, mask], [glyphs, glyph_mask] = _without_padding(embeds, mask), _without_padding(glyphs, glyph_mask)
         return {"embeds": embeds, "mask": mask, "glyphs": glyphs, "glyph_mask": glyph_mask}
 
+    def most_at_once(self, spec: HunyuanVideo15Sampling) -> int:
+        return 1  # the VAE's attention has a mask for one video and fails on more
+
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: HunyuanVideo15Sampling) -> list[Media]:
         maps = latents.to(self.vae.device, self.vae.dtype) / self.vae.config.scaling_factor
-        # The VAE's attention has a mask for one video and fails on more.
-        frames = [self.vae.decode(one, return_dict=False)[0] for one in maps.split(1)]
-        return as_videos(torch.cat(frames), spec.fps)
+        return [m for one in maps.split(1) for m in as_videos(self.vae.decode(one, return_dict=False)[0], spec.fps)]
 
     @torch.no_grad()
     def encode_media(self, media: list[Media], spec: HunyuanVideo15Sampling) -> Tensor:
@@ -74,6 +75,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         "text_encoder_2": "transformers.T5EncoderModel",
         "vae": "diffusers.AutoencoderKLHunyuanVideo15",
     }
+    float32_parts: ClassVar = ("vae",)
     codec = HunyuanVideo15Codec
     text_rules: ClassVar = {"embeds": "pad", "mask": "pad", "glyphs": "pad", "glyph_mask": "pad"}
     rounds_time = True

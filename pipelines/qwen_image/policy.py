@@ -31,8 +31,6 @@ from pipelines.qwen_image.sampling import MAX_TEXT_TOKENS, NUM_TEMPLATE_TOKENS, 
 from pipelines.sampling import read_config
 
 PATCH = 2
-# The VAE saves no time on more pixels than this at once, and takes memory for them.
-_PIXELS_AT_ONCE = 1024 * 1024
 
 
 class QwenImageCodec(DiffusersCodec):
@@ -80,13 +78,13 @@ class QwenImageCodec(DiffusersCodec):
         rows, columns = latent_grid(spec, self._pixels_per_token)
         maps = unpack_patches(latents, rows, columns)[:, :, None].to(self.vae.device, self.vae.dtype)
         mean, std = latent_statistics(self.vae, maps)
-        parts = torch.split(maps, _rows_at_once(spec))
-        return as_images(torch.cat([single_frame.decode(self.vae, part * std + mean) for part in parts]))
+        batches = maps.split(self.most_at_once(spec))
+        return [m for batch in batches for m in as_images(single_frame.decode(self.vae, batch * std + mean))]
 
     @torch.no_grad()
     def encode_media(self, media: list[Media], spec: QwenImageSampling) -> Tensor:
-        parts = torch.split(stack_pixels(media, spec), _rows_at_once(spec))
-        return pack_patches(torch.cat([self.encode_pixels(part) for part in parts]))
+        batches = stack_pixels(media, spec).split(self.most_at_once(spec))
+        return pack_patches(torch.cat([self.encode_pixels(batch) for batch in batches]))
 
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, H, W) in [-1, 1] to latents (B, 16, H / 8, W / 8) float32."""
@@ -147,7 +145,3 @@ class QwenImagePolicy(DiffusersPolicy):
 
     def blank_text(self, spec: QwenImageSampling) -> dict[str, Tensor]:
         return {"embeds": torch.zeros(1, self.text_width), "mask": torch.ones(1, dtype=torch.bool)}
-
-
-def _rows_at_once(spec: QwenImageSampling) -> int:
-    return max(1, _PIXELS_AT_ONCE // (spec.height * spec.width))

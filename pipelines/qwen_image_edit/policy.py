@@ -127,6 +127,10 @@ class QwenImageEditPolicy(QwenImagePolicy):
     def blank_shared(self, spec: QwenImageEditSampling) -> dict[str, Tensor]:
         return {"image": torch.zeros(0, 0, self.in_channels)}
 
+    def long_shared(self, spec: QwenImageEditSampling) -> dict[str, Tensor]:
+        side = math.ceil(math.sqrt(spec.image_area) / self.pixels_per_token)
+        return {"image": torch.zeros(side, side, self.in_channels)}
+
 
 def fitted(image: PromptImage, area: int) -> Image:
     """Read a prompt's image and resize it to about `area` pixels, as diffusers' pipeline does.

@@ -44,7 +44,10 @@ class Wan22Codec(DiffusersCodec):
     def decode(self, latents: Tensor, spec: Wan22Sampling) -> list[Media]:
         maps = latents.to(self.vae.device, self.vae.dtype)
         mean, std = latent_statistics(self.vae, maps)
-        return as_videos(self.vae.decode(maps * std + mean, return_dict=False)[0], spec.fps)
+        batches = (maps * std + mean).split(self.most_at_once(spec))
+        return [
+            media for batch in batches for media in as_videos(self.vae.decode(batch, return_dict=False)[0], spec.fps)
+        ]
 
     def encode_media(self, media: list[Media], spec: Wan22Sampling) -> Tensor:
         return self.encode_videos(stack_pixels(media, spec).transpose(1, 2))

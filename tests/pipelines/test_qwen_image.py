@@ -11,8 +11,7 @@ from torch.testing import assert_close
 
 from omni_async.media import Media
 from omni_async.types import Prompt
-from pipelines import single_frame
-from pipelines.qwen_image import policy as policy_module
+from pipelines import parts, single_frame
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
@@ -122,7 +121,7 @@ def test_an_image_always_has_the_same_latents(codec):
 def test_large_batches_are_cut_and_keep_their_order(codec, monkeypatch):
     images = random_images(5)
     whole = encode(codec, images)
-    monkeypatch.setattr(policy_module, "_PIXELS_AT_ONCE", 2 * 64 * 32)
+    monkeypatch.setattr(parts, "_PIXELS_AT_ONCE", 2 * 64 * 32)
     assert_close(encode(codec, images), whole, rtol=0, atol=1e-5)
 
 

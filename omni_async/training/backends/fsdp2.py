@@ -55,7 +55,7 @@ class Fsdp2Backend(ModuleBackend):
             precision = MixedPrecisionPolicy(
                 param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-            component.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
+            component.register_forward_pre_hook(partial(cast_inputs, self.dtype), with_kwargs=True)
         offload = OffloadPolicy()
         if self.config.trainer.offload:
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
@@ -97,7 +97,7 @@ def _mesh(device: torch.device, layout: ParallelLayout) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _cast_inputs(
+def cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast a denoiser's inputs to the dtype that it computes in, except the time.

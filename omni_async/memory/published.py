@@ -1,0 +1,44 @@
+"""Finds the configuration of a recipe's model: that of its checkpoint, or the one of a published model.
+
+A family's package has a folder `published` next to its policy, with a folder for each published model: the JSON files
+of the checkpoint, and nothing else. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from omni_async.config import Config, ConfigError
+from omni_async.config.load import family_of
+from omni_async.families import PipelineFamily, find_family
+
+_FOLDER = "published"
+
+
+def find_model(config: Config) -> tuple[PipelineFamily, Path, str]:
+    """Return a recipe's family, the folder of its model's configuration files, and a sentence on where these are.
+
+    ConfigError if there is neither a checkpoint at `model.path` nor a published model of its folder's name."""
+    path = Path(config.model.path)
+    try:
+        family = find_family(config.model.pipeline or family_of(path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if (path / "model_index.json").is_file():
+        return family, path, f"configuration of {path}"
+    known = published_models(family)
+    if path.name not in known:
+        raise ConfigError(
+            f"model.path: {path} has no model_index.json, and {path.name!r} is no published model of"
+            f" {family.name}; expected one of {', '.join(known) or 'none'}; name a folder so, or copy the checkpoint's"
+            " JSON files there"
+        )
+    return family, known[path.name], f"no checkpoint at {path}: configuration of the published {path.name}"
+
+
+def published_models(family: PipelineFamily) -> dict[str, Path]:
+    """Return the folders with the configuration of a family's published models, by name."""
+    package = family.policy.partition(":")[0].rpartition(".")[0]
+    folder = Path(str(files(package))) / _FOLDER
+    return {path.name: path for path in sorted(folder.iterdir())} if folder.is_dir() else {}
