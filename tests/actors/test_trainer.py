@@ -293,7 +293,7 @@ def test_ratios_leave_an_engine_whose_rounding_the_clip_cannot_bear_and_a_resume
     )
     resumed = {"checkpoint.resume": str(tmp_path / "auto" / "update-000001")}
     assert ratios(Stage(tmp_path / "resumed", 4, metrics=[mismatch(0.03)], **AUTO, **resumed).play()) == [True] * 4
-    explicit = Stage(tmp_path / "bypass", 4, metrics=rounds, **BYPASS, **resumed).play()
+    explicit = Stage(tmp_path / "bypass", 4, metrics=rounds, **AUTO | BYPASS | resumed).play()
     assert ratios(explicit) == [False] * 4
     [said] = (phase for phase in explicit.desk.phases if "engine and trainer" in phase)
     assert said.startswith("warning: update 2: ") and "mode auto or none" in said
