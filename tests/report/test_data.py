@@ -263,7 +263,7 @@ def test_the_first_mismatch_of_engine_and_trainer_stands_next_to_the_drift(tmp_p
     damaged = {**first, "engine_mismatch_velocity": "much", "log_ratio_nats/variance": None, "fresh_fraction": 0}
     stale = {"fresh_fraction": 0.0, "log_ratio_nats/variance": 25.0}
     for update, line in enumerate([damaged, first, stale, damaged], start=1):
-        append_jsonl(run / "metrics.jsonl", {"update": update, "wall_s": 60.0 * update, **line})
+        append_jsonl(run / "metrics.jsonl", {"update": update, "wall_s": 60.0 * update, "finished": 1e9, **line})
     shown = texts(section("correction", run))
     assert "log-ratio -2.5 ± 3 nats, velocity error 0.03 of its rms, 62% of the rows outside" in shown
     assert "stale rows drift by 5 nats" in shown
