@@ -202,21 +202,22 @@ class Trainer:
         """Report once how far engine and trainer are apart under the same weights, and every fault.
 
         Returns the largest relative velocity error that rounding explains, as a metric, if they were compared."""
-        found, decided = Mismatch.of(metrics), self.rule.learn(metrics)
+        found = Mismatch.of(metrics)
         if found is None or not self._draws:
             return {}
+        decided = self.rule.learn(metrics)
+        outcome = f"; {decided}" if decided else ""
         honest = HONEST_ERROR[self.config.model.dtype]
         where = f"update {self._version}: engine and trainer, same weights: {found.shown}"
         if found.velocity > honest:
             await self.coordinator.phase(
                 f"warning: {where}; rounding in {self.config.model.dtype} explains {honest:g}: their schedule, time,"
-                " guidance or weights differ (`omni-async parity` shows where)"
+                f" guidance or weights differ (`omni-async parity` shows where){outcome}"
             )
         elif not self._compared:
             held = found.clipped > CLIPPED_AT_MOST and decided is None
-            advice = "algorithm.correction.mode auto or none would take ratios to the trainer's own policy"
-            outcome = advice if held else decided
-            await self.coordinator.phase(f"{'warning: ' if held else ''}{where}" + (f"; {outcome}" if outcome else ""))
+            advice = "; algorithm.correction.mode auto or none would take ratios to the trainer's own policy"
+            await self.coordinator.phase(f"warning: {where}{advice}" if held else f"{where}{outcome}")
         self._compared = True
         return {"engine_mismatch_honest": honest}
 

@@ -299,6 +299,16 @@ def test_ratios_leave_an_engine_whose_rounding_the_clip_cannot_bear_and_a_resume
     assert said.startswith("warning: update 2: ") and "mode auto or none" in said
 
 
+def test_a_fault_is_reported_with_what_it_decides_and_an_emulated_engine_decides_nothing(tmp_path):
+    metrics = [mismatch(0.4, clipped=0.9), mismatch(0.4, clipped=0.9)]
+    stage = Stage(tmp_path / "fault", 4, metrics=metrics, **AUTO).play()
+    first, second = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
+    assert first.startswith("warning: ") and first.endswith("from the next update on")
+    assert second.startswith("warning: ") and second.endswith("shows where)")
+    emulated = {"rollout.engine": "emulated"}
+    assert ratios(Stage(tmp_path / "emulated", 4, metrics=metrics, **AUTO, **emulated).play()) == [False] * 4
+
+
 def test_an_engine_that_rounds_like_the_trainer_leaves_auto_as_it_is_for_good(tmp_path):
     metrics = [mismatch(0.001, clipped=0.1), mismatch(0.001, clipped=0.9)]
     stage = Stage(tmp_path, 8, metrics=metrics, **AUTO).play()
