@@ -207,7 +207,8 @@ class TrainGroup(msgspec.Struct, frozen=True):
     `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `spec` is the
     `SamplingSpec` that all samples were drawn by. `seeds` draw a sample's training noise and its subset of steps; the
     two samples of a preference pair share one. `weights[i][k]`, where given, are importance weights made from the whole
-    update, and replace what the trainer would compute from the group alone."""
+    update, and replace what the trainer would compute from the group alone. `proximal_ratio`: the ratio is taken to the
+    proximal policy, whatever `algorithm.correction` has it taken to."""
 
     group: int
     version: int
@@ -216,6 +217,7 @@ class TrainGroup(msgspec.Struct, frozen=True):
     seeds: tuple[int, ...]
     step_versions: tuple[VersionSpans, ...]
     weights: tuple[tuple[float, ...], ...] | None = None
+    proximal_ratio: bool = False
 
 
 class SampleDrift(msgspec.Struct, frozen=True):

@@ -151,6 +151,11 @@ class UpdateRule(Protocol):
             tracer: where its spans are recorded.
             preempt: returns whether to give the update up if it has not changed the weights yet."""
 
+    def learn(self, metrics: dict[str, float]) -> str | None:
+        """Take an update's metrics into account, once it is made.
+
+        Returns a sentence for the console if they decide how later updates are made, else None."""
+
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
 

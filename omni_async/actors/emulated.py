@@ -229,6 +229,9 @@ class EmulatedRule:
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> EmulatedUpdate:
         return EmulatedUpdate(self.config, self.plan, self.rank, version, tracer, preempt)
 
+    def learn(self, metrics: dict[str, float]) -> str | None:
+        """Return None: no metric decides anything here."""
+
     def state(self) -> dict[str, Any]:
         return {}
 

@@ -109,6 +109,7 @@ class Rank:
             staleness=tuple(tuple(batch.version - v for v in batch.step_versions[i]) for i in mine),
             size=len(batch.seeds),
             weights=tuple(batch.weights[i] for i in mine) if batch.weights is not None else None,
+            proximal_ratio=batch.proximal_ratio,
             counts=share.counts,
         )
 

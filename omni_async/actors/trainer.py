@@ -21,6 +21,7 @@ from omni_async.actors.publisher import WeightPublisher
 from omni_async.aio.clock import Clock
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.algorithms.kinds import trajectory_fields
+from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, HONEST_ERROR, Mismatch
 from omni_async.algorithms.registry import find_objective
 from omni_async.checkpoint.best import is_due
 from omni_async.checkpoint.state import fitting, read_state
@@ -32,7 +33,6 @@ from omni_async.training import TrainingError
 from omni_async.types import ReadyGroup, UpdateReport, WeightReport
 from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
 
-_MISMATCH_NATS = 1.0
 _STORE_TIMEOUT_S = 60.0  # for this process's own connection to the store that it serves
 
 
@@ -70,6 +70,7 @@ class Trainer:
         self._plan = plan_updates(self.config)
         self._version = 0
         self._preempt = False
+        self._compared = False  # engine and trainer, under the same weights
         self._saved: int | None = None
         self._updated: float | None = None  # when the last update was made
         self._store_of_ranks: Any = None  # serves the ranks' process group until it is released
@@ -147,7 +148,7 @@ class Trainer:
             return False
         self._require_same_arithmetic(metrics)
         self._version += 1
-        await self._warn(metrics)
+        metrics |= await self._compare(metrics)
         metrics = self._with_utilisation(metrics, self._computing_s - computed_before)
         trained = tuple(group.group for group in update.groups)
         return await self.coordinator.update_done(
@@ -190,23 +191,40 @@ class Trainer:
         for rounding; with another sign, time, guidance or schedule, or weights that did not arrive, reward would only
         move by chance."""
         most, mismatch = self.config.trainer.max_mismatch, metrics.get("engine_mismatch", 0.0)
-        drawn = self.config.rollout.engine != "emulated"  # whose samples are of no policy
-        if drawn and self._version == 0 and most is not None and mismatch > most:
+        if self._draws and self._version == 0 and most is not None and mismatch > most:
             raise TrainingError(
                 f"the first update's samples are not the policy's: under the same weights, log-probs of engine and"
                 f" trainer differ by up to {mismatch:.2g} per latent element (trainer.max_mismatch is {most:g});"
                 f" `omni-async parity` shows where they part"
             )
 
-    async def _warn(self, metrics: dict[str, float]) -> None:
-        """Report a mismatch of engine and trainer on fresh samples that is larger than the policy's own drift."""
-        mismatch = metrics.get("engine_mismatch_nats", 0.0)
-        if mismatch > _MISMATCH_NATS:
+    async def _compare(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Report once how far engine and trainer are apart under the same weights, and every fault.
+
+        Returns the largest relative velocity error that rounding explains, as a metric, if they were compared."""
+        found = Mismatch.of(metrics)
+        if found is None or not self._draws:
+            return {}
+        decided = self.rule.learn(metrics)
+        outcome = f"; {decided}" if decided else ""
+        honest = HONEST_ERROR[self.config.model.dtype]
+        where = f"update {self._version}: engine and trainer, same weights: {found.shown}"
+        if found.velocity > honest:
             await self.coordinator.phase(
-                f"warning: update {self._version}: engine and trainer differ by up to {mismatch:.2g} nats on samples of"
-                " the same weights; importance ratios are not to be trusted (model.dtype, attention kernels,"
-                " guidance?)"
+                f"warning: {where}; rounding in {self.config.model.dtype} explains {honest:g}: their schedule, time,"
+                f" guidance or weights differ (`omni-async parity` shows where){outcome}"
             )
+        elif not self._compared:
+            held = found.clipped > CLIPPED_AT_MOST and decided is None
+            advice = "; algorithm.correction.mode auto or none would take ratios to the trainer's own policy"
+            await self.coordinator.phase(f"warning: {where}{advice}" if held else f"{where}{outcome}")
+        self._compared = True
+        return {"engine_mismatch_honest": honest}
+
+    @property
+    def _draws(self) -> bool:
+        """Whether engines draw samples of the policy: emulated ones do not."""
+        return self.config.rollout.engine != "emulated"
 
     async def _publish(self) -> None:
         """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher.

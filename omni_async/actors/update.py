@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from omni_async.actors.api import Abandoned, RankApi, Tracer
-from omni_async.actors.plan import Plan
+from omni_async.actors.plan import Plan, plan_updates
 from omni_async.algorithms.advantages import (
     RewardHistory,
     aggregate_advantages,
@@ -24,7 +24,9 @@ from omni_async.algorithms.advantages import (
     tracked_rewards,
 )
 from omni_async.algorithms.correction import Drift, correct, loss_factor, normaliser
+from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, Mismatch
 from omni_async.config import Config
+from omni_async.config.algorithm import Correction, automatic_correction
 from omni_async.control.seeds import derive
 from omni_async.layout import ParallelLayout
 from omni_async.reward_formula import RewardFormula
@@ -35,7 +37,10 @@ Weights = list[list[float]]  # by sample and trained step
 
 @dataclass(eq=False)
 class PolicyGradient:
-    """An `UpdateRule` that updates by gradients on the ranks."""
+    """An `UpdateRule` that updates by gradients on the ranks.
+
+    Under `algorithm.correction.mode: auto` the first update that has fresh rows decides for the rest of the run whether
+    ratios are taken to the engines' policy. The decision is part of the state, so that a resumed run keeps it."""
 
     config: Config
     plan: Plan
@@ -43,15 +48,41 @@ class PolicyGradient:
 
     def __post_init__(self) -> None:
         self._history = RewardHistory()
+        self._rounds: bool | None = None  # None: not decided
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> Update:
-        return Update(self.config, self.plan, self.ranks, tracer, version, self._history, preempt)
+        return Update(self.config, self.plan, self.ranks, tracer, version, self._history, preempt, self._rounds is True)
+
+    def learn(self, metrics: dict[str, float]) -> str | None:
+        found = Mismatch.of(metrics)
+        if found is None or self._rounds is not None or self.config.algorithm.correction.mode != "auto":
+            return None
+        self._decide(found.clipped > CLIPPED_AT_MOST)
+        before, after = (self._correction(rounds) for rounds in (False, self._rounds is True))
+        if before == after:
+            return f"algorithm.correction.mode auto stays {after.mode}"
+        without = " without kappa_nats" if before.mode == after.mode else ", ratios to the trainer's own policy,"
+        return f"algorithm.correction.mode auto becomes {after.mode}{without} from the next update on"
+
+    def _decide(self, rounds: bool) -> None:
+        self._rounds = rounds
+        if rounds:
+            algorithm = replace(self.config.algorithm, correction=self._correction(True))
+            self.config = replace(self.config, algorithm=algorithm)
+            self.plan = plan_updates(self.config)
+
+    def _correction(self, rounds: bool) -> Correction:
+        return automatic_correction(self.config.staleness.max_updates, rounds)
 
     def state(self) -> dict[str, Any]:
-        return {"reward_history": self._history.state()} if self.config.algorithm.advantage.track_prompts else {}
+        tracked = self.config.algorithm.advantage.track_prompts
+        history = {"reward_history": self._history.state()} if tracked else {}
+        return history if self._rounds is None else history | {"rounds": self._rounds}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._history = RewardHistory.from_state(state.get("reward_history", {}))
+        if self.config.algorithm.correction.mode == "auto" and "rounds" in state:
+            self._decide(state["rounds"] is True)
 
 
 @dataclass(eq=False)
@@ -65,6 +96,7 @@ class Update:
     version: int
     history: RewardHistory
     preempt: Callable[[], bool] = lambda: False
+    proximal_ratio: bool = False
 
     def __post_init__(self) -> None:
         self._layout = ParallelLayout.of(self.config.trainer)
@@ -168,6 +200,7 @@ class Update:
             advantages=tuple(advantages),
             seeds=tuple(derive("train", self.config.run.seed, str(name)) for name in names),
             step_versions=tuple(sample.step_versions for sample in samples),
+            proximal_ratio=self.proximal_ratio,
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
@@ -183,7 +216,7 @@ class Update:
     async def _accumulate(self, group: ReadyGroup, advantages: list[float], weights: Weights | None = None) -> None:
         batch = self._batch(group, advantages)
         if weights is not None:
-            batch = msgspec.structs.replace(batch, weights=tuple(tuple(row) for row in weights))
+            batch = replace(batch, weights=tuple(tuple(row) for row in weights))
         with self.tracer.span("train", version=self.version, group=group.group):
             await asyncio.gather(*(rank.accumulate(batch, self._row_weight) for rank in self.ranks))
 

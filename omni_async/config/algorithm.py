@@ -38,10 +38,11 @@ class Correction(Section, kw_only=True, frozen=True):
 
     mode: Literal["auto", "none", "bypass", "decoupled", "interpolated"] = "auto"
     """`auto`: bypass up to S = 4, decoupled with tempered weights and kappa_nats 2 beyond: what served best at this
-    staleness.max_updates. `bypass`: ratio to the behaviour policy. `decoupled`: ratio to the proximal policy (the
-    weights at the start of the update), times an importance weight proximal / behaviour. `interpolated`: the same with
-    the proximal log-prob estimated from the other two. `none`: ratio to the proximal policy and no weight, as if
-    samples were fresh."""
+    staleness.max_updates. Where rounding alone puts more than a quarter of the first update's rows outside the clip
+    range or the mask, `auto` becomes decoupled, without kappa_nats. `bypass`: ratio to the behaviour policy.
+    `decoupled`: ratio to the proximal policy (the weights at the start of the update), times an importance weight
+    proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other two. `none`:
+    ratio to the proximal policy and no weight, as if samples were fresh."""
     weights: Literal["none", "importance", "tempered"] = "none"
     """`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), gamma in (0, 1] chosen
     from the update so that the effective sample size of the rows no mask drops is `ess_target`."""
@@ -96,11 +97,17 @@ class Correction(Section, kw_only=True, frozen=True):
 _BYPASS_UP_TO = 4
 
 
-def automatic_correction(max_updates: int) -> Correction:
-    """Return the correction that mode `auto` stands for at a staleness budget of `max_updates`."""
+def automatic_correction(max_updates: int, rounds: bool = False) -> Correction:
+    """Return the correction that mode `auto` resolves to.
+
+    Args:
+        max_updates: the staleness budget.
+        rounds: engine and trainer round so differently that a ratio between them, or a bound on its KL, holds back
+            rows that no update has moved (`omni_async.algorithms.mismatch`)."""
     if max_updates <= _BYPASS_UP_TO:
-        return Correction(mode="bypass")
-    return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0, kappa_nats=2.0)
+        return Correction(mode="decoupled" if rounds else "bypass")
+    kappa_nats = None if rounds else 2.0
+    return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0, kappa_nats=kappa_nats)
 
 
 class Mix(Section, kw_only=True, frozen=True):

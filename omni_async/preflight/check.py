@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import psutil
 from msgspec.structs import replace
 
 from omni_async.actors.plan import Plan, require_trainable
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.checkpoint.contents import contents_of
 from omni_async.config import Config, ConfigError
@@ -114,8 +116,19 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
     if not elsewhere:  # last: what is wrong with the recipe also shows on a machine that is too small
         check_vllm(config)
         require_accelerators(config)
-    read = RunInputs(config, family, tuple(prompts), tuple(validation), notes=tuple(limits.notes))
+    notes = (*limits.notes, *_precision_notes(config))
+    read = RunInputs(config, family, tuple(prompts), tuple(validation), notes=notes)
     return _from_checkpoint(read)
+
+
+def _precision_notes(config: Config) -> Iterator[str]:
+    """Yield a warning where the recipe insists on ratios between an engine and a trainer that round."""
+    mode, ratio = config.algorithm.correction.mode, find_kind(find_objective(config.algorithm.name).kind).ratio
+    if config.model.dtype != "float32" and mode in ("bypass", "interpolated") and ratio:
+        yield (
+            f"warning: algorithm.correction.mode: {mode} takes ratios between engine and trainer, whose"
+            f" {config.model.dtype} kernels may differ by more than the clip range; auto measures that"
+        )
 
 
 def _check_services(config: Config) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, Mismatch
+from omni_async.ranges import finite
 from omni_async.report.blocks import Axis, Block, Chart, Mark, Section, Series, Text, series, thin, thinning_note
 from omni_async.report.seeds import with_bands
 from omni_async.report.shown import Shown, axes, positions, tabs
@@ -53,7 +56,22 @@ _DIAGNOSTICS = (
         "engine_mismatch_nats",
         "Mismatch of engine and trainer",
         "nats",
-        "Of rows of staleness 0, which both compute with the same weights: numerical noise. A warning above 1.",
+        "The largest log-ratio of rows of staleness 0, which both compute with the same weights.",
+    ),
+    _Diagnostic(
+        "engine_mismatch_velocity",
+        "Mismatch as a velocity error",
+        "fraction",
+        "What those log-ratios imply, relative to the velocity. It does not grow with the resolution.",
+        0,
+    ),
+    _Diagnostic(
+        "engine_mismatch_clipped",
+        "Rows clipped before any update",
+        "fraction",
+        "Fresh rows outside the clip range: the mismatch alone puts them there.",
+        0,
+        1,
     ),
     _Diagnostic("approx_kl", "Step size, approximate KL", "", "How far one update moved the policy on its own data."),
     _Diagnostic(
@@ -65,6 +83,8 @@ _MOST_STEPS = 128
 _PER_STEP = re.compile(r"(?P<name>.+)/step_(?P<step>\d+)")
 _STEP_TITLES = {
     "log_ratio_nats/variance": ("Drift per denoising step", "nats²"),
+    "engine_mismatch_nats/mean": ("Mismatch of engine and trainer per denoising step, mean", "nats"),
+    "engine_mismatch_nats/variance": ("Mismatch of engine and trainer per denoising step, variance", "nats²"),
     "ess": ("Effective sample size per denoising step", "fraction"),
     "kappa_nats": ("Exact KL per denoising step", "nats"),
     "weight/mean": ("Importance weight per denoising step", ""),
@@ -75,12 +95,12 @@ _STEP_TITLES = {
 def correction(shown: Sequence[Shown]) -> Section:
     """Return the section of the drift's diagnostics, all runs in each chart."""
     lead = "Off-policy data are fine while the policies stay close. These say how close they are."
-    blocks: list[Block] = []
+    blocks: list[Block] = [Text(sentence) for run in shown if (sentence := _at_the_start(run)) is not None]
     for one in _DIAGNOSTICS:
         curves = with_bands([run for run in shown if run.has(one.key)], lambda run: run.points(one.key))  # noqa: B023
         if any(curve.y for curve in curves):
             y = Axis("", one.unit, one.low, one.high)
-            marks = [Mark("warning", 1.0)] if one.key == "engine_mismatch_nats" else []
+            marks = [Mark("warning", CLIPPED_AT_MOST)] if one.key == "engine_mismatch_clipped" else []
             note = thinning_note(curves)
             blocks.append(
                 Chart(
@@ -97,6 +117,22 @@ def correction(shown: Sequence[Shown]) -> Section:
     if not blocks:
         blocks = [Text("This objective records no drift, or there is no update yet.", tone="nothing")]
     return Section("correction", "Drift and correction", lead, blocks)
+
+
+def _at_the_start(one: Shown) -> str | None:
+    """Return a run's first mismatch next to its drift, in words; None if it recorded none."""
+    updates = [_numbers(line) for line in one.run.updates]
+    found = next((found for line in updates if (found := Mismatch.of(line)) is not None), None)
+    if found is None:
+        return None
+    stale = [line for line in updates if line.get("fresh_fraction") == 0]
+    drifts = [abs(line["log_ratio_nats/variance"]) for line in stale if "log_ratio_nats/variance" in line]
+    drift = f"; stale rows drift by {fmean(drifts) ** 0.5:.2g} nats" if drifts else ""
+    return f"{one.label}: engine and trainer under the same weights: {found.shown}{drift}."
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {name: number for name, value in line.items() if (number := finite(value)) is not None}
 
 
 def steps(shown: Sequence[Shown]) -> Section:

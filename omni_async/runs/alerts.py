@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from omni_async.algorithms.mismatch import CLIPPED_AT_MOST
 from omni_async.runs.seen import Seen
 from omni_async.runs.trends import share_at_least, trend
 
@@ -122,18 +123,33 @@ def zero_variance(seen: Seen) -> Alert | None:
 
 
 def engine_mismatch(seen: Seen) -> Alert | None:
-    """Report that engine and trainer disagree about samples of the same weights."""
-    level = seen.level("engine_mismatch_nats", np.nanmax)
-    if level is None or level <= 1.0:
+    """Report that engine and trainer compute different policies of the same weights."""
+    error, honest = seen.measured("engine_mismatch_velocity"), seen.measured("engine_mismatch_honest")
+    if error is None or honest is None or error <= honest:
         return None
     return Alert(
         "engine_mismatch",
         "problem",
-        f"Engine and trainer disagree by up to {level:.2g} nats about samples that both took with the same weights:"
-        " the importance ratio corrects for a difference that is none of the policy.",
-        "Compare the two with `omni-async parity`; use the same dtype on both sides, and"
-        " algorithm.correction.mode: decoupled until it is found.",
+        f"With the same weights, the velocities of engine and trainer differ by {error:.0%} of their size; rounding"
+        f" explains {honest:.0%}. The run does not train the policy that draws its samples.",
+        "Stop the run and compare the two with `omni-async parity`: schedule, time, guidance or weights differ.",
         "integrate-a-model.md",
+    )
+
+
+def mismatch_clipped(seen: Seen) -> Alert | None:
+    """Report that rounding alone puts rows outside the clip range."""
+    share, error = seen.measured("engine_mismatch_clipped"), seen.measured("engine_mismatch_velocity")
+    if share is None or share <= CLIPPED_AT_MOST:
+        return None
+    std = (seen.measured("engine_mismatch_nats/variance") or 0.0) ** 0.5
+    return Alert(
+        "mismatch_clipped",
+        "warning",
+        f"{share:.0%} of the rows are outside the clip range before any update: rounding alone moves log-ratios by"
+        f" {std:.2g} nats (a velocity error of {error or 0.0:.1%}).",
+        "Set algorithm.correction.mode: auto or none, so that ratios are taken to the trainer's own policy.",
+        "algorithms/correction.md#bfloat16-engines",
     )
 
 
@@ -341,6 +357,7 @@ CHECKS: tuple[Callable[[Seen], Alert | None], ...] = (
     no_progress,
     repeated_faults,
     engine_mismatch,
+    mismatch_clipped,
     reward_falls,
     reward_flat,
     zero_variance,

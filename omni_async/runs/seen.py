@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,11 +56,17 @@ class Seen:
         values = self.updates.column(name, 1)
         return float(values[-1]) if len(values) else 0.0
 
-    def level(self, name: str, of: Callable[[npt.NDArray[np.float64]], np.floating] = np.median) -> float | None:
-        """Return the median, or what `of` computes, of a metric in the newest updates; None if too few have it."""
+    def measured(self, name: str) -> float | None:
+        """Return the median of a metric over the newest updates that have it; None if none has."""
+        values = self.updates.column(name)
+        values = values[np.isfinite(values)][-_RECENT:]
+        return float(np.median(values)) if len(values) else None
+
+    def level(self, name: str) -> float | None:
+        """Return the median of a metric in the newest updates; None if too few have it."""
         values = self.updates.column(name, _RECENT)
         values = values[np.isfinite(values)]
-        return float(of(values)) if len(values) >= 3 else None
+        return float(np.median(values)) if len(values) >= 3 else None
 
 
 def seen_of_run(run: Run) -> Seen:

@@ -37,11 +37,15 @@ _PIECE = 2**14
 
 @dataclass(frozen=True)
 class Transition:
-    """The Gaussian of a step: mean (B, ...), std (B,) the references' std_dev_t, scale (B,) that of x'; x's dtype."""
+    """The Gaussian of a step: mean (B, ...), std (B,) the references' std_dev_t, scale (B,) that of x'; x's dtype.
+
+    nats_per_velocity (B,) float64 is f = |b| sqrt(D) / scale. Velocities that differ by an rms e have a log-ratio of
+    the whole sample that is normal, in nats, with mean -(f e)^2 / 2 and variance (f e)^2."""
 
     mean: Tensor
     std: Tensor
     scale: Tensor
+    nats_per_velocity: Tensor
 
 
 def transition(
@@ -83,7 +87,8 @@ def transition(
         of_x = 1 + g.square() / (2 * s) * dt
         of_v = (1 + g.square() * (1 - s) / (2 * s)) * dt
     mean = x * _column(of_x, x) + v.to(x.dtype) * _column(of_v, x)
-    return Transition(mean, std.to(x.dtype), scale.to(x.dtype))
+    nats_per_velocity = of_v.abs() * math.sqrt(math.prod(x.shape[1:])) / scale
+    return Transition(mean, std.to(x.dtype), scale.to(x.dtype), nats_per_velocity)
 
 
 def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:

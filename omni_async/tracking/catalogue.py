@@ -207,7 +207,7 @@ _POLICY = (
     Metric(
         "engine_mismatch_nats",
         Group.POLICY,
-        "largest |L| of rows of staleness 0, where engine and trainer hold the same weights (a warning above 1 nat)",
+        "largest |L| of rows of staleness 0, where engine and trainer hold the same weights",
         "nats",
         "down",
     ),
@@ -216,6 +216,28 @@ _POLICY = (
         Group.POLICY,
         "the same per latent element (the first update fails above `trainer.max_mismatch`)",
         "nats",
+        "down",
+    ),
+    Metric("engine_mismatch_nats/mean", Group.POLICY, "mean L of these rows, which rounding makes negative", "nats"),
+    Metric("engine_mismatch_nats/variance", Group.POLICY, "variance of L of these rows", "nats²", "down"),
+    Metric(
+        "engine_mismatch_velocity",
+        Group.POLICY,
+        "rms error of the velocity that these L imply, relative to its rms; does not depend on the resolution",
+        "fraction",
+        "down",
+    ),
+    Metric(
+        "engine_mismatch_honest",
+        Group.POLICY,
+        "the largest such error that rounding in `model.dtype` explains (an alert above it)",
+        "fraction",
+    ),
+    Metric(
+        "engine_mismatch_clipped",
+        Group.POLICY,
+        "share of these rows that the clip range or a mask takes, before any update has moved them",
+        "fraction",
         "down",
     ),
     Metric("fresh_fraction", Group.POLICY, "how many rows those are", "fraction"),
@@ -237,6 +259,8 @@ _STEPS = tuple(
     Metric(f"{name}/step_{_STEP}", Group.STEPS, f"{text} of that denoising step alone")
     for name, text in {
         "log_ratio_nats/variance": "variance of the log-ratios in nats",
+        "engine_mismatch_nats/mean": "mean L of rows of staleness 0",
+        "engine_mismatch_nats/variance": "variance of L of rows of staleness 0",
         "ess": "effective sample size",
         "kappa_nats": "D kappa in nats",
         "weight/mean": "mean importance weight",

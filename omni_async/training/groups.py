@@ -34,6 +34,7 @@ class GroupBatch:
     forward-process ones final (*shape), sigmas and conditioning. One of several calls (`omni_async.rollout.calls`)
         holds a TensorDict of these for each: its trained steps are those of all calls, one call after the other.
     size: the samples of the whole group, on all ranks together.
+    proximal_ratio: the ratio is taken to the proximal policy, whatever algorithm.correction has it taken to.
     counts: False where this rank has none of them, and one of another rank's here: it is computed, because that is
         collective, and adds nothing.
     members: (group, sample number) of each trajectory where several groups are joined; None: all are of `group`."""
@@ -46,6 +47,7 @@ class GroupBatch:
     staleness: Sequence[Sequence[int]]
     size: int
     weights: Sequence[Sequence[float]] | None = None
+    proximal_ratio: bool = False
     counts: bool = True
     members: Sequence[tuple[int, int]] | None = None
 

@@ -21,7 +21,7 @@ from omni_async.layout import ParallelLayout
 from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows
 
-Reduction = Literal["mean", "max", "absmax", "variance", "ess"]
+Reduction = Literal["mean", "max", "absmax", "rms", "variance", "ess"]
 _Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
 
 # What names of the run's own metrics begin with (docs/run-directory.md).
@@ -29,7 +29,8 @@ _Key: TypeAlias = tuple[bool, str, Reduction]  # the first: by step
 _OF_THE_RUN = {
     "update", "reward", "staleness", "images", "images_per_s", "update_s", "wall_s", "loss", "grad_norm", "lr",
     "advantage_abs", "log_prob", "log_ratio_nats", "ess", "gamma", "kappa_nats", "row_staleness",
-    "engine_mismatch_nats", "engine_mismatch", "fresh_fraction", "weight", "masked", "busy", "buffers", "finished",
+    "engine_mismatch_nats", "engine_mismatch", "engine_mismatch_velocity", "engine_mismatch_clipped",
+    "engine_mismatch_honest", "fresh_fraction", "weight", "masked", "busy", "buffers", "finished",
     "conservation", "encoder", "score_cache", "scorer", "flops", "peak_tflops", "tflops", "mfu", "stage_s",
 }
 # fmt: on
@@ -163,4 +164,6 @@ def _reduced(sums: Tensor, reduction: Reduction, top: float) -> float:
         return top
     if reduction == "variance":
         return max(0.0, squares / count - (total / count) ** 2)
+    if reduction == "rms":
+        return math.sqrt(squares / count)
     return float(total**2 / (count * squares) if reduction == "ess" else total / count)

@@ -27,6 +27,7 @@ from omni_async.policy import modalities_of
 from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, calls_of, check_group, find_step
+from omni_async.training.mismatch import Rows, clipped_rows, record_mismatch
 from omni_async.training.row_loss import LossOfObjective
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
@@ -173,10 +174,11 @@ class TransitionLoss(LossOfObjective):
                 "reference", rows.latents, rows.sigma, rows.conditioning, group.spec, rows.needs
             )
             reference = self._transition(rows, velocity).mean
-        step, value = self._current(rows, group.spec)
+        step, value, velocity = self._current(rows, group.spec)
+        mode = "decoupled" if group.proximal_ratio else self._correction.mode
         passed = self._passes.recall(row_keys(group, rows), rows.latents.device)
         proximal = passed or under_current(rows, step, value)
-        old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
+        old_log_prob, old_mean = self._old(mode, rows, value.detach(), proximal)
         drift = self._drift(rows, step.scale, proximal)
         weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
         output = self._computed(
@@ -199,7 +201,10 @@ class TransitionLoss(LossOfObjective):
         if counts:
             self._record_drift(rows, drift)
             self._record_modalities(rows, step, group.spec)
-            self._record_mismatch(rows, self._nats(rows, step.scale, proximal.log_prob))
+            if self._first_step:  # later steps of an update have moved away on purpose
+                nats = self._nats(rows, step.scale, proximal.log_prob)
+                found = Rows(nats, step.nats_per_velocity, velocity, rows.num_elements, rows.steps, rows.fresh)
+                record_mismatch(self._metrics, found, clipped_rows(output.metrics, weight, nats))
             if weight is not None:
                 self._record_weights(rows, weight)
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
@@ -210,7 +215,7 @@ class TransitionLoss(LossOfObjective):
         row_ids: list[tuple[int, int]] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
-            step, value = self._current(rows, group.spec)
+            step, value, _ = self._current(rows, group.spec)
             if not counts:
                 continue
             proximal = under_current(rows, step, value)
@@ -238,10 +243,11 @@ class TransitionLoss(LossOfObjective):
     def _steps_per_sample(self, rows: TransitionRows) -> int:
         return 1 + max(n for _, n in rows.row_ids) if self._whole_samples else 1
 
-    def _current(self, rows: TransitionRows, spec: SamplingSpec) -> tuple[Transition, Tensor]:
+    def _current(self, rows: TransitionRows, spec: SamplingSpec) -> tuple[Transition, Tensor, Tensor]:
+        """Return the Gaussians, the log-probs and the velocities of the policy in training."""
         velocity = self._model.velocity(rows.latents, rows.sigma, rows.conditioning, spec, rows.needs)
         step = self._transition(rows, velocity)
-        return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
+        return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale), velocity
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:
         # Unrounded, as the engines have it.
@@ -250,9 +256,10 @@ class TransitionLoss(LossOfObjective):
             self._sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level
         )
 
-    def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
-        """Return log-prob and mean of the policy that the ratio is taken to."""
-        mode = self._correction.mode
+    def _old(
+        self, mode: str, rows: TransitionRows, current: Tensor, proximal: Proximal
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log-prob and mean of the policy that the ratio is taken to in a mode of `algorithm.correction`."""
         if mode in ("decoupled", "none"):
             return proximal.log_prob, proximal.mean
         if mode == "bypass":
@@ -318,15 +325,6 @@ class TransitionLoss(LossOfObjective):
             self._metrics.record(f"log_prob/{name}", value)
             self._metrics.record(f"log_ratio_nats/{name}/mean", nats)
             self._metrics.record(f"log_ratio_nats/{name}/absmax", nats, "absmax")
-
-    def _record_mismatch(self, rows: TransitionRows, nats: Tensor) -> None:
-        """Record the log-ratios between engine and trainer under the same weights."""
-        if self._first_step:  # later steps of an update have moved away on purpose
-            fresh = rows.staleness == 0
-            mismatch = torch.where(fresh, nats, 0.0)
-            self._metrics.record("engine_mismatch_nats", mismatch, "absmax")
-            self._metrics.record("engine_mismatch", mismatch / rows.num_elements, "absmax")
-            self._metrics.record("fresh_fraction", fresh.double())
 
     def _record_weights(self, rows: TransitionRows, weight: Tensor) -> None:
         record, by_step = self._metrics.record, self._metrics.record_by_step

@@ -26,7 +26,8 @@ class TransitionRows:
     """R rows on the trainer's device, float32 but for log-probs and weights (float64) and staleness (int64).
 
     Latents, next_latents and behaviour_mean (R, *shape), behaviour_by_modality (R, M), all other tensors (R,). `steps`,
-    `row_ids`, each (sample, number among the sample's trained rows), and `needs` stay on the host."""
+    `fresh`, the rows of staleness 0 by number, `row_ids`, each (sample, number among the sample's trained rows), and
+    `needs` stay on the host."""
 
     latents: Tensor
     next_latents: Tensor
@@ -41,6 +42,7 @@ class TransitionRows:
     sigma_max: Tensor
     conditioning: TensorDict
     steps: list[int]
+    fresh: list[int]
     row_ids: list[tuple[int, int]]
     needs: Needs
 
@@ -113,6 +115,7 @@ def build_rows(
         sigma_max=sigma([1] * len(steps)),
         conditioning=policy.stack_conditioning([t["conditioning"] for t, _ in found]).to(device),
         steps=steps,
+        fresh=[row for row, (sample, k) in enumerate(pairs) if group.staleness[sample][k] == 0],
         row_ids=row_ids,
         needs=Needs([needs[i] for i in batch.rows], batch.calls),
     )

@@ -374,7 +374,7 @@ class AccountingRank:
         self.lost: set[Any] = set()
         self.setup_calls: list[tuple[str | None, str | None]] = []
         self._layout, self._rows = ParallelLayout(rank, world, sequence), rows
-        self._drifts, self._metrics = drifts or {}, metrics
+        self.drifts, self._metrics = drifts or {}, metrics
 
     @property
     def groups(self) -> list[list[float]]:
@@ -394,7 +394,7 @@ class AccountingRank:
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         self.recomputed.append(batch)
         self.log.append("proximal")
-        return [self._drifts[self.fetched[batch.group][i]] for i in self.mine[batch.group]]
+        return [self.drifts[self.fetched[batch.group][i]] for i in self.mine[batch.group]]
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         size = len(self.fetched[batch.group])

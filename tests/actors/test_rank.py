@@ -96,6 +96,7 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
         seeds=tuple(numbers),
         step_versions=tuple(VersionSpans.of((7 - i, 6 - i)) for i in numbers),
         weights=tuple((float(i), float(i)) for i in numbers) if weights else None,
+        proximal_ratio=weights,
     )
 
 
@@ -143,6 +144,7 @@ async def test_samples_are_dealt_round_robin_one_that_does_not_count_where_there
     assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == taken
     assert [*group.staleness] == [(i, i + 1) for i in taken]
     assert group.weights == (tuple((float(i), float(i)) for i in taken) if weights else None)
+    assert group.proximal_ratio == batch.proximal_ratio == weights
     assert [drift.log_ratio for drift in drifts] == [(float(i),) for i in taken]
     assert engine.calls[-1] == "accumulate 0.25"
 

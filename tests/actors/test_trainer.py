@@ -33,13 +33,15 @@ from omni_async.checkpoint.state import write_state
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.rounds import Round
 from omni_async.store import LocalStore, ObjectStore
-from omni_async.types import ReadyGroup
+from omni_async.types import ReadyGroup, SampleDrift
 from omni_async.weights.snapshot import Snapshot
 from tests.loops import play, settle
 
 RAMP = [0.0, 1.0, 2.0, 3.0]
 ONE = {"trainer.updates": 1}
 EACH = {"checkpoint.every": 1}
+BYPASS = {"algorithm.correction": {"mode": "bypass"}}
+AUTO = {"algorithm.correction": {"mode": "auto"}, "model.dtype": "bfloat16"}
 
 
 class Publications:
@@ -249,13 +251,86 @@ async def test_rewards_of_an_update_that_was_cut_off_are_not_remembered_and_a_hi
     assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
 
 
-def test_an_engine_that_computes_something_else_is_told_of_update_by_update(tmp_path):
-    found = [{"engine_mismatch_nats": nats} for nats in (0.02, 1.7, 1.0, 31.4159)]
-    stage = Stage(tmp_path, 10, metrics=found, **{"trainer.updates": 5}).play()  # the last says nothing of it
-    first, second = (phase for phase in stage.desk.phases if phase.startswith("warning"))
-    assert "update 2: engine and trainer differ by up to 1.7 nats on samples of the same weights" in first
-    assert "update 4: engine and trainer differ by up to 31 nats" in second
-    assert "reward_history" not in stage.state("update-000005").rule, "that was not asked for"
+def mismatch(velocity: float, clipped: float = 0.0, nats: float = 1.0) -> dict[str, float]:
+    by_step = {"engine_mismatch_nats/mean/step_01": -nats / 2, "engine_mismatch_nats/variance/step_01": nats**2}
+    of_rows = {"engine_mismatch_nats/mean": -nats / 2, "engine_mismatch_nats/variance": nats**2}
+    return {**by_step, **of_rows, "engine_mismatch_velocity": velocity, "engine_mismatch_clipped": clipped}
+
+
+def test_engine_and_trainer_are_compared_once_and_a_fault_of_theirs_is_reported_each_time(tmp_path):
+    found = [mismatch(0.004), mismatch(0.005), {}, mismatch(0.4, nats=31.4159)]
+    stage = Stage(tmp_path, 10, metrics=found, **{"trainer.updates": 5, **BYPASS}).play()
+    once, fault = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
+    assert once == (
+        "update 1: engine and trainer, same weights: log-ratio -0.5 ± 1 nats (step 1 -0.5 ± 1), velocity error 0.004 of"
+        " its rms, 0% of the rows outside the clip range before any update"
+    )
+    assert fault.startswith("warning: update 4: engine and trainer, same weights: log-ratio -16 ± 31 nats")
+    assert "velocity error 0.4 of its rms" in fault and "rounding in float32 explains 0.01" in fault
+    honest = ["engine_mismatch_honest" in report.metrics for report in stage.desk.updates]
+    assert honest == [True, True, False, True, False]
+    assert stage.state("update-000005").rule == {}, "nothing was to be decided or remembered"
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("float32", True), ("bfloat16", False)])
+def test_an_error_that_bfloat16_explains_is_a_fault_in_float32(tmp_path, dtype, warned):
+    stage = Stage(tmp_path, 2, metrics=[mismatch(0.03, nats=4.6)], **ONE, **{"model.dtype": dtype}).play()
+    [phase] = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
+    assert phase.startswith("warning: ") == warned
+
+
+def ratios(stage: Stage) -> list[bool]:
+    return [batch.proximal_ratio for batch in stage.ranks[0].batches]
+
+
+def test_ratios_leave_an_engine_whose_rounding_the_clip_cannot_bear_and_a_resumed_run_keeps_to_that(tmp_path):
+    rounds = [mismatch(0.03, clipped=0.62)] + [mismatch(0.03)] * 3
+    stage = Stage(tmp_path / "auto", 6, metrics=rounds, **AUTO, **EACH, **{"trainer.updates": 3}).play()
+    assert ratios(stage) == [False] * 2 + [True] * 4
+    [said] = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
+    assert said.startswith("update 1: ") and said.endswith(
+        "algorithm.correction.mode auto becomes decoupled, ratios to the trainer's own policy, from the next update on"
+    )
+    resumed = {"checkpoint.resume": str(tmp_path / "auto" / "update-000001")}
+    assert ratios(Stage(tmp_path / "resumed", 4, metrics=[mismatch(0.03)], **AUTO, **resumed).play()) == [True] * 4
+    explicit = Stage(tmp_path / "bypass", 4, metrics=rounds, **AUTO | BYPASS | resumed).play()
+    assert ratios(explicit) == [False] * 4
+    [said] = (phase for phase in explicit.desk.phases if "engine and trainer" in phase)
+    assert said.startswith("warning: update 2: ") and "mode auto or none" in said
+
+
+def test_a_fault_is_reported_with_what_it_decides_and_an_emulated_engine_decides_nothing(tmp_path):
+    metrics = [mismatch(0.4, clipped=0.9), mismatch(0.4, clipped=0.9)]
+    stage = Stage(tmp_path / "fault", 4, metrics=metrics, **AUTO).play()
+    first, second = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
+    assert first.startswith("warning: ") and first.endswith("from the next update on")
+    assert second.startswith("warning: ") and second.endswith("shows where)")
+    emulated = {"rollout.engine": "emulated"}
+    assert ratios(Stage(tmp_path / "emulated", 4, metrics=metrics, **AUTO, **emulated).play()) == [False] * 4
+
+
+def test_an_engine_that_rounds_like_the_trainer_leaves_auto_as_it_is_for_good(tmp_path):
+    metrics = [mismatch(0.001, clipped=0.1), mismatch(0.001, clipped=0.9)]
+    stage = Stage(tmp_path, 8, metrics=metrics, **AUTO).play()
+    assert ratios(stage) == [False] * 8
+    assert stage.state("update-000004").rule == {"rounds": False}
+
+
+def test_several_steps_of_an_update_get_a_proximal_pass_once_ratios_leave_the_engine(tmp_path):
+    stage = Stage(tmp_path, 4, metrics=[mismatch(0.03, clipped=0.62)], **AUTO, **{"trainer.steps_per_update": 2})
+    samples = [f"trajectory {group}.{i}" for group in (2, 3) for i in range(4)]
+    stage.ranks[0].drifts = dict.fromkeys(samples, SampleDrift((0.0, 0.0), None, 1))
+    stage.play()
+    assert [batch.group for batch in stage.ranks[0].recomputed] == [2, 3], "those of the second update"
+
+
+def test_beyond_the_budget_of_bypass_the_mask_goes_where_it_takes_rows_that_no_update_moved(tmp_path):
+    changes = {**AUTO, "staleness.max_updates": 8}
+    rule = PolicyGradient(make_config(**changes), plan_updates(make_config(**changes)), [])
+    assert rule.config.correction.kappa_nats == 2.0
+    assert "decoupled without kappa_nats" in rule.learn(mismatch(0.03, clipped=0.5))
+    assert rule.config.correction.kappa_nats is None and rule.config.correction.weights == "tempered"
+    assert rule.learn(mismatch(0.03, clipped=0.0)) is None, "it is decided once"
 
 
 async def test_a_first_update_whose_samples_are_not_the_policys_fails_before_anything_is_published(tmp_path):

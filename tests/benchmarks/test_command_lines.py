@@ -29,6 +29,7 @@ import pytest
         ("overlap_profiles --steps 0", "expected at least 1"),
         ("overlap_simulated nowhere", "no emulated recipe is called 'nowhere'"),
         ("overlap_simulated --seeds 0", "at least 1"),
+        ("precision --updates 0", "--updates and --seeds: expected at least 1"),
         ("publish_loss --family qwen_image --sampling '[{height: 50}]'", "$.height"),
         ("stage_profile --out out --model tiny --repeats 1 --batches 0", "--batches"),
         ("stage_profile --out out --model tiny --repeats 1 --rest no_such", "no_such"),

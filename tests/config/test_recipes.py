@@ -10,7 +10,8 @@ import pytest
 import yaml
 from recipe import MINIMAL, load_text
 
-from omni_async.algorithms.registry import objective_names
+from omni_async.algorithms.kinds import find_kind
+from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
 from omni_async.families import MediaShape, find_family
@@ -65,6 +66,13 @@ def test_a_recipe_of_published_numbers_opens_with_their_source_and_what_deviates
     assert re.search(r"^# Source: \S+/\S+, \S+", header, flags=re.M), "a repository and a path in it"
     assert re.search(r"arXiv \d{4}\.\d{5}", header)
     assert re.search(r"^# Deviations:\n#   - ", header, flags=re.M)
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=name_of)
+def test_a_bfloat16_recipe_does_not_insist_on_ratios_between_engine_and_trainer(path: Path) -> None:
+    config = load(path)
+    if config.model.dtype == "bfloat16" and find_kind(find_objective(config.algorithm.name).kind).ratio:
+        assert config.algorithm.correction.mode in ("auto", "none", "decoupled")
 
 
 @pytest.mark.parametrize("path", [*PUBLISHED, *EMULATED], ids=name_of)

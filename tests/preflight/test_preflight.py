@@ -49,6 +49,16 @@ def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "mode", "warned"),
+    [("bfloat16", "bypass", True), ("bfloat16", "auto", False), ("float32", "bypass", False)],
+)
+def test_ratios_between_kernels_that_round_are_warned_of(tmp_path, dtype, mode, warned):
+    config = write_world(tmp_path, model={"dtype": dtype}, algorithm={"correction": {"mode": mode}})
+    notes = [note for note in preflight(config).notes if "algorithm.correction.mode: bypass takes ratios" in note]
+    assert bool(notes) == warned
+
+
+@pytest.mark.parametrize(
     ("sections", "said"),
     [
         (

@@ -48,6 +48,22 @@ def published(kind, x, v, s, s_next, s_max, n):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sigma_one", [False, True])
+def test_a_velocity_error_moves_the_log_ratio_by_as_many_nats_as_the_transition_states(kind, sigma_one):
+    x, v, *numbers, noise = example(3, 4, sigma_one=sigma_one)
+    other = v + 0.01 * torch.randn(v.shape, generator=torch.Generator().manual_seed(4), dtype=v.dtype)
+    one, two = transition(kind, x, v, *numbers), transition(kind, x, other, *numbers)
+    scale = one.scale[:, None, None]
+    x_next = one.mean + scale * noise
+    values = [log_prob(kind, x_next, step.mean, step.scale) for step in (one, two)]
+    nats = nats_per_log_prob(kind, one.scale, v[0].numel()) * (values[1] - values[0])
+    std = one.nats_per_velocity * (other - v).square().flatten(1).mean(1).sqrt()
+    toward = ((two.mean - one.mean) / scale * noise).flatten(1).sum(1)  # normal with this standard deviation
+    torch.testing.assert_close(nats, toward - std.square() / 2, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(((two.mean - one.mean) / scale).flatten(1).norm(dim=1), std)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sigma_one", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
 def test_a_transition_is_the_published_formula(kind, sigma_one, dtype, tolerance):
     x, v, *numbers, _ = example(1, 4, dtype, sigma_one)
