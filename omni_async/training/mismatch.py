@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from omni_async.training.device import send
 from omni_async.training.metrics import Metrics
 
 
@@ -41,7 +42,7 @@ def record_mismatch(metrics: Metrics, rows: Rows, clipped: Tensor) -> None:
         rows: those of a micro-batch.
         clipped: (R,), 1 for rows that the clip range or the correction takes."""
     of_fresh = torch.zeros_like(rows.nats)
-    fresh = torch.tensor(rows.fresh, dtype=torch.int64, device=rows.nats.device)
+    fresh = send(torch.tensor(rows.fresh, dtype=torch.int64), rows.nats.device)
     of_fresh[fresh] = rows.nats[fresh]
     metrics.record("engine_mismatch_nats", of_fresh, "absmax")
     metrics.record("engine_mismatch", of_fresh / rows.num_elements, "absmax")
