@@ -208,7 +208,7 @@ class Trainer:
         decided = self.rule.learn(metrics)
         outcome = f"; {decided}" if decided else ""
         honest = HONEST_ERROR[self.config.model.dtype]
-        where = f"update {self._version}: engine and trainer, same weights: {found.shown}"
+        where = f"engine and trainer, same weights, update {self._version}: {found.shown}"
         if found.velocity > honest:
             await self.coordinator.phase(
                 f"warning: {where}; rounding in {self.config.model.dtype} explains {honest:g}: their schedule, time,"

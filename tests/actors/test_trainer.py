@@ -262,10 +262,10 @@ def test_engine_and_trainer_are_compared_once_and_a_fault_of_theirs_is_reported_
     stage = Stage(tmp_path, 10, metrics=found, **{"trainer.updates": 5, **BYPASS}).play()
     once, fault = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
     assert once == (
-        "update 1: engine and trainer, same weights: log-ratio -0.5 ± 1 nats (step 1 -0.5 ± 1), velocity error 0.004 of"
-        " its rms, 0% of the rows outside the clip range before any update"
+        "engine and trainer, same weights, update 1: log-ratio -0.5 ± 1 nats (step 1 -0.5 ± 1), velocity error 0.004"
+        " of its rms, 0% of the rows outside the clip range before any update"
     )
-    assert fault.startswith("warning: update 4: engine and trainer, same weights: log-ratio -16 ± 31 nats")
+    assert fault.startswith("warning: engine and trainer, same weights, update 4: log-ratio -16 ± 31 nats")
     assert "velocity error 0.4 of its rms" in fault and "rounding in float32 explains 0.01" in fault
     honest = ["engine_mismatch_honest" in report.metrics for report in stage.desk.updates]
     assert honest == [True, True, False, True, False]

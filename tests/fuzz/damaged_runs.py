@@ -37,6 +37,7 @@ from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.media import Media
 from omni_async.simulation.what_if import measured_step
+from omni_async.types import WeightReport
 from tests.fuzz import damage
 from tests.recorded_runs import place
 
@@ -157,8 +158,8 @@ class _Black:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    async def start(self) -> None:
-        pass
+    async def start(self) -> WeightReport:
+        return WeightReport("rollout-0", 0, "")
 
     async def close(self) -> None:
         pass

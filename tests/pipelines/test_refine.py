@@ -22,7 +22,7 @@ from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.failures import Discreet
 from omni_async.rewards.probe import Probe
 from omni_async.store import LocalStore
-from omni_async.types import Prompt, Score
+from omni_async.types import Prompt, Score, WeightReport
 from pipelines.refine import REFINE, Refine, build
 from tests.config.recipe import MINIMAL, complaint, load_text
 from tests.images import as_media
@@ -207,8 +207,8 @@ async def test_a_judge_that_hangs_at_its_trial_is_reported(monkeypatch: pytest.M
         return Refine(2, "{read}", "slow", shown(Hanging()), Reward(timeout_s=0.01))
 
     class Engine:
-        async def start(self) -> None:
-            pass
+        async def start(self) -> WeightReport:
+            return WeightReport("rollout-0", 0, "")
 
     class Desk:
         said: ClassVar[list[str]] = []
@@ -261,8 +261,8 @@ async def test_a_run_whose_judge_is_wrong_ends_before_a_sample_is_drawn():
     class Engine:
         closed = False
 
-        async def start(self) -> None:
-            pass
+        async def start(self) -> WeightReport:
+            return WeightReport("rollout-0", 0, "")
 
         async def close(self) -> None:
             self.closed = True
