@@ -288,7 +288,7 @@ def test_ratios_leave_an_engine_whose_rounding_the_clip_cannot_bear_and_a_resume
     stage = Stage(tmp_path / "auto", 6, metrics=rounds, **AUTO, **EACH, **{"trainer.updates": 3}).play()
     assert ratios(stage) == [False] * 2 + [True] * 4
     [said] = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
-    assert said.startswith("update 1: ") and said.endswith(
+    assert said.startswith("engine and trainer, same weights, update 1: ") and said.endswith(
         "algorithm.correction.mode auto becomes decoupled, ratios to the trainer's own policy, from the next update on"
     )
     resumed = {"checkpoint.resume": str(tmp_path / "auto" / "update-000001")}
@@ -296,7 +296,7 @@ def test_ratios_leave_an_engine_whose_rounding_the_clip_cannot_bear_and_a_resume
     explicit = Stage(tmp_path / "bypass", 4, metrics=rounds, **AUTO | BYPASS | resumed).play()
     assert ratios(explicit) == [False] * 4
     [said] = (phase for phase in explicit.desk.phases if "engine and trainer" in phase)
-    assert said.startswith("warning: update 2: ") and "mode auto or none" in said
+    assert said.startswith("warning: engine and trainer, same weights, update 2: ") and "mode auto or none" in said
 
 
 def test_a_fault_is_reported_with_what_it_decides_and_an_emulated_engine_decides_nothing(tmp_path):
