@@ -14,7 +14,7 @@ from omni_async.memory.amounts import GIB, Amount, Estimate, Shared
 from omni_async.memory.engine import MeasuredEngine, estimate_engine, estimate_reader, largest_spec
 from omni_async.memory.published import find_model
 from omni_async.memory.scorers import estimate_scorers
-from omni_async.memory.trainer import MeasuredTrainer, estimate_trainer, rows_of
+from omni_async.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
 from omni_async.policy import BuildsEmpty, Foreseeable, Policy, load_policy
 
 TEXT_TOKENS = 128
@@ -77,8 +77,7 @@ def _shared(config: Config, policy: Policy, measured: MeasuredTrainer) -> list[S
     if config.weights.transport == "collective":
         shared.append(Shared("versions that engines receive", config.rollout.workers * version))
     shared.append(Shared("page cache of the denoisers' files, on each machine with engines", base))
-    optimizer = measured.trained * 4 * 3
-    return [*shared, Shared("checkpoint on its way to disk, over all ranks", optimizer)]
+    return [*shared, Shared("last checkpoint, over all ranks", checkpoint_bytes(config, measured))]
 
 
 def _sample(config: Config, policy: Policy) -> int:

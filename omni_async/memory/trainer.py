@@ -129,7 +129,7 @@ def _group(config: Config, policy: Policy, tokens: int) -> GroupBatch:
     rollout, objective = config.rollout, find_objective(config.algorithm.name)
     fields, spec = trajectory_fields(objective, config), largest_spec(config, policy)
     paired = find_kind(objective.kind).paired
-    number = 2 if paired else ParallelLayout.of(config.trainer).most(rollout.group_size)
+    number = 2 if paired else _samples(config)
     sigmas = policy.sigmas(rollout.num_inference_steps, spec)
     first, size = 0, 0
     if find_kind(objective.kind).noisy:
@@ -158,12 +158,17 @@ def rows_of(config: Config) -> int:
     """Return the most rows of one micro-batch of a rank, before whole samples are considered."""
     rollout = config.rollout
     objective = find_objective(config.algorithm.name)
-    samples = ParallelLayout.of(config.trainer).most(rollout.group_size)
     if find_kind(objective.kind).noisy:
         each = sde_of(config).window.size
     else:
         each = num_draws(rollout.num_inference_steps, config.algorithm.forward, config.algorithm.timestep_fraction)
-    return min(config.trainer.micro_batch_size, samples * each)
+    return min(config.trainer.micro_batch_size, _samples(config) * each)
+
+
+def _samples(config: Config) -> int:
+    """Return the most samples whose rows share the micro-batches of a rank."""
+    shared = config.trainer.groups_per_micro_batch * config.rollout.group_size
+    return ParallelLayout.of(config.trainer).most(shared)
 
 
 def estimate_trainer(config: Config, measured: MeasuredTrainer, context: int) -> Amount:
@@ -175,13 +180,16 @@ def estimate_trainer(config: Config, measured: MeasuredTrainer, context: int) ->
     size = getattr(torch, config.model.dtype).itemsize
     weights = m.frozen * size // shard + m.trained * _MASTER // shard
     states = m.trained * _MASTER * (1 + _moments(config) + _copies(config)) // shard
-    if shard > 1:
+    if shard > 1 and trainer.gather == "step":
+        gathered = (m.frozen + m.trained) * size
+    elif shard > 1:
         gathered = (_GATHERED_AT_ONCE * m.largest + m.rest) * size
     else:  # one rank casts its own
         gathered = (_GATHERED_AT_ONCE * m.largest_trained + m.rest_trained) * (size if size < _MASTER else 0)
     reduced = m.largest_trained * (size + _MASTER)
     batch = m.peak // trainer.sequence_parallel
-    step = 0 if trainer.offload else m.trained * _MASTER // shard  # temporaries of the optimizer's arithmetic
+    # A fused optimizer has no temporaries, and those of offloaded weights are on the host.
+    step = 0 if trainer.offload or _fused(config) else m.trained * _MASTER // shard
     host = _published(config, m, shard)
     if trainer.offload:
         host, weights, states = host + weights + states, 0, 0
@@ -195,6 +203,18 @@ def estimate_trainer(config: Config, measured: MeasuredTrainer, context: int) ->
         host=host,
         helps=tuple(_helps(config, batch, weights + states, shard)),
     )
+
+
+def checkpoint_bytes(config: Config, measured: MeasuredTrainer) -> int:
+    """Return the bytes that all ranks keep in host memory once they have written a checkpoint."""
+    layout = ParallelLayout.of(config.trainer)
+    stored = stored_policies(find_objective(config.algorithm.name), config)
+    replicas = layout.world_size // layout.shard_size
+    return measured.trained * _MASTER * (1 + _moments(config) + len(stored)) * replicas
+
+
+def _fused(config: Config) -> bool:
+    return config.trainer.optimizer.name == "adamw" and config.trainer.optimizer.fused is not False
 
 
 def _moments(config: Config) -> int:
@@ -224,6 +244,8 @@ def _helps(config: Config, batch: int, held: int, shard: int) -> list[str]:
         helps.append(f"trainer.gradient_checkpointing: true (activations are {batch / GIB:.1f} GiB)")
     if rows_of(config) > 1:
         helps.append(f"trainer.micro_batch_size: less than {rows_of(config)} ({batch / GIB:.1f} GiB a micro-batch)")
+    if shard > 1 and trainer.gather == "step":
+        helps.append("trainer.gather: layer (two layers are whole at once)")
     if trainer.shard is not None and trainer.shard < trainer.workers:
         helps.append(f"trainer.shard: null ({held * (1 - shard / trainer.workers) / GIB:.1f} GiB less)")
     helps.append(f"trainer.workers: more than {trainer.workers} (shards are {held / GIB:.1f} GiB)")

@@ -13,7 +13,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.memory.amounts import GIB, Amount
 from omni_async.memory.devices import DEVICES, bytes_of_device, shared_devices
 from omni_async.memory.engine import MeasuredEngine, estimate_engine
-from omni_async.memory.trainer import MeasuredTrainer, estimate_trainer
+from omni_async.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
 from omni_async.memory.verdict import judge, ways_out
 from tests.configs import build
 
@@ -104,7 +104,39 @@ def test_under_lora_frozen_weights_are_in_the_models_dtype():
     alone = recipe(**{"trainer.workers": 2, "trainer.shard": 1, "model.dtype": "bfloat16", "model.lora": lora})
     whole = estimate_trainer(alone, measured(MeasuredTrainer, **numbers, peak=0), context=0)
     assert whole.weights == 1440 + 320
-    assert whole.activations == 2 * 10 * 2 + 10 * 6 or whole.activations == 320  # the optimizer's temporaries
+    assert whole.activations == 2 * 10 * 2 + 10 * 6
+
+
+def test_an_optimizer_that_is_not_fused_has_temporaries():
+    numbers = {**TRAINED, "trained": 8000}
+    for fused, temporaries in ((None, 0), (True, 0), (False, 32_000)):
+        config = recipe(**{"trainer.optimizer.fused": fused})
+        amount = estimate_trainer(config, measured(MeasuredTrainer, **numbers, peak=0), context=0)
+        assert amount.activations == max(100 * 8, temporaries)  # the gradient of the largest layer, and its sum
+
+
+def test_weights_that_are_gathered_for_a_step_are_all_there():
+    ranks = {"trainer.workers": 4, "model.dtype": "bfloat16", "trainer.gather": "step"}
+    amount = estimate_trainer(recipe(**ranks), measured(MeasuredTrainer, **TRAINED, peak=5000), context=0)
+    assert amount.activations == 5000 + 800 * 2 + 100 * 6
+    assert "trainer.gather: layer (two layers are whole at once)" in amount.helps
+
+
+def test_groups_that_share_micro_batches_fill_them():
+    shared = {"rollout.group_size": 4, "trainer.workers": 2, "trainer.micro_batch_size": 16}
+    alone, both = (
+        rows_of(recipe(**shared, **{"trainer.groups_per_update": 2, "trainer.groups_per_micro_batch": groups}))
+        for groups in (1, 2)
+    )
+    assert both == 2 * alone <= 16
+
+
+def test_each_copy_of_the_weights_has_its_checkpoint_in_memory():
+    numbers = measured(MeasuredTrainer, **TRAINED)
+    ranks = {"trainer.workers": 4, "trainer.shard": 2}
+    assert checkpoint_bytes(recipe(**{"trainer.workers": 4}), numbers) == 800 * 4 * 3
+    assert checkpoint_bytes(recipe(**ranks), numbers) == 2 * 800 * 4 * 3
+    assert checkpoint_bytes(recipe(**ranks, **{"trainer.ema": {}}), numbers) == 2 * 800 * 4 * 4
 
 
 def test_what_is_offloaded_lies_in_host_memory():
