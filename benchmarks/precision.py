@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(cell: Cell) -> Row:
-    """Run a cell in a process of its own. RuntimeError with its output if it fails."""
+    """Run a cell in a separate process. RuntimeError with its output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         correction = CORRECTIONS[cell.correction]
         command = [sys.executable, "-m", "benchmarks.precision", "--factor", str(cell.factor), "--child"]

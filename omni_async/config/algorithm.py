@@ -38,7 +38,7 @@ class Correction(Section, kw_only=True, frozen=True):
 
     mode: Literal["auto", "none", "bypass", "decoupled", "interpolated"] = "auto"
     """`auto`: bypass up to S = 4, decoupled with tempered weights and kappa_nats 2 beyond: what served best at this
-    staleness.max_updates. Where rounding alone puts more than a quarter of the first update's rows outside the clip
+    staleness.max_updates. Where rounding alone puts more than 5 % of the first update's rows outside the clip
     range or the mask, `auto` becomes decoupled, without kappa_nats. `bypass`: ratio to the behaviour policy.
     `decoupled`: ratio to the proximal policy (the weights at the start of the update), times an importance weight
     proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other two. `none`:

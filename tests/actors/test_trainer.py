@@ -310,7 +310,7 @@ def test_a_fault_is_reported_with_what_it_decides_and_an_emulated_engine_decides
 
 
 def test_an_engine_that_rounds_like_the_trainer_leaves_auto_as_it_is_for_good(tmp_path):
-    metrics = [mismatch(0.001, clipped=0.1), mismatch(0.001, clipped=0.9)]
+    metrics = [mismatch(0.001, clipped=0.04), mismatch(0.001, clipped=0.9)]
     stage = Stage(tmp_path, 8, metrics=metrics, **AUTO).play()
     assert ratios(stage) == [False] * 8
     assert stage.state("update-000004").rule == {"rounds": False}

@@ -177,7 +177,7 @@ def test_rounding_that_the_clip_range_cannot_bear_is_a_warning_until_ratios_leav
     assert (alert.name, alert.level) == ("mismatch_clipped", "warning")
     assert "62% of the rows" in alert.says and "by 4 nats (a velocity error of 3.0%)" in alert.says
     assert names(seen([rounded(0.03, clipped=0.62)] + [rounded(0.03)] * 4)) == set()
-    assert names(seen([rounded(0.03, clipped=0.2)])) == set()
+    assert names(seen([rounded(0.03, clipped=0.04)])) == set()
 
 
 def test_a_starved_trainer_is_told_for_whom_it_waits() -> None:
