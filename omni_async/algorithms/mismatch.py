@@ -42,21 +42,22 @@ class Mismatch:
         if not {f"{name}/mean", f"{name}/variance", *rest} <= metrics.keys():
             return None
         steps = {}
-        for key in sorted(metrics):
+        for key in metrics:
             if (found := _STEP.fullmatch(key)) is not None:
                 variance = metrics.get(key.replace("/mean/", "/variance/"))
                 steps[int(found[1])] = metrics[key], None if variance is None else abs(variance) ** 0.5
         mean, variance = metrics[f"{name}/mean"], metrics[f"{name}/variance"]
-        return cls(mean, abs(variance) ** 0.5, steps, *(metrics[key] for key in rest))
+        by_step = dict(sorted(steps.items()))
+        return cls(mean, abs(variance) ** 0.5, by_step, *(metrics[key] for key in rest))
 
     @property
     def shown(self) -> str:
-        """Return the numbers in words, for the console."""
+        """Return the numbers in words. Steps are listed only if rounding takes rows."""
         by_step = ", ".join(
             f"step {step} {mean:.2g}" + (f" ± {std:.2g}" if std is not None else "")
             for step, (mean, std) in self.steps.items()
         )
-        steps = f" ({by_step})" if by_step else ""
+        steps = f" ({by_step})" if by_step and self.clipped > 0 else ""
         return (
             f"log-ratio {self.mean:.2g} ± {self.std:.2g} nats{steps}, velocity error {self.velocity:.2g} of its"
             f" rms, {self.clipped:.0%} of the rows outside the clip range before any update"

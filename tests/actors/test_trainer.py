@@ -262,8 +262,8 @@ def test_engine_and_trainer_are_compared_once_and_a_fault_of_theirs_is_reported_
     stage = Stage(tmp_path, 10, metrics=found, **{"trainer.updates": 5, **BYPASS}).play()
     once, fault = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
     assert once == (
-        "engine and trainer, same weights, update 1: log-ratio -0.5 ± 1 nats (step 1 -0.5 ± 1), velocity error 0.004"
-        " of its rms, 0% of the rows outside the clip range before any update"
+        "engine and trainer, same weights, update 1: log-ratio -0.5 ± 1 nats, velocity error 0.004 of its rms, 0% of"
+        " the rows outside the clip range before any update"
     )
     assert fault.startswith("warning: engine and trainer, same weights, update 4: log-ratio -16 ± 31 nats")
     assert "velocity error 0.4 of its rms" in fault and "rounding in float32 explains 0.01" in fault
@@ -291,6 +291,7 @@ def test_ratios_leave_an_engine_whose_rounding_the_clip_cannot_bear_and_a_resume
     assert said.startswith("engine and trainer, same weights, update 1: ") and said.endswith(
         "algorithm.correction.mode auto becomes decoupled, ratios to the trainer's own policy, from the next update on"
     )
+    assert "-0.5 ± 1 nats (step 1 -0.5 ± 1), velocity error 0.03" in said
     resumed = {"checkpoint.resume": str(tmp_path / "auto" / "update-000001")}
     assert ratios(Stage(tmp_path / "resumed", 4, metrics=[mismatch(0.03)], **AUTO, **resumed).play()) == [True] * 4
     explicit = Stage(tmp_path / "bypass", 4, metrics=rounds, **AUTO | BYPASS | resumed).play()
