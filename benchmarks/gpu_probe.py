@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.arguments import asked, command_parser
-from benchmarks.gpu_probe_run import Results, Section, Settings, run, to_markdown
+from benchmarks.gpu_probe_run import TABLE, Results, Section, Settings, run, to_markdown
 
 _HELP = """\
 Measure on one accelerator what the project's code costs, at Qwen-Image's published size and with random weights.
@@ -69,9 +69,29 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.layers = 1 if options.small else 60
     if options.layers < 1:
         parser.error(f"--layers: expected at least 1, got {options.layers}")
-    if options.out is not None and not options.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {options.out.parent}")
+    if options.out is not None:
+        _require_out(parser, options.out)
+    if options.device is None and not (options.list or options.small):
+        import torch
+
+        if not torch.accelerator.is_available():
+            parser.error(
+                f"torch {torch.__version__} sees no accelerator here; --small --device cpu runs the code at test size"
+            )
     return options
+
+
+def _require_out(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Refuse a place for the readings that does not exist, or whose table would replace another file."""
+    if not out.parent.is_dir():
+        parser.error(f"--out: there is no folder {out.parent}")
+    if out.suffix != ".json":
+        parser.error(f"--out: expected a name that ends in .json, got {out.name}")
+    table = out.with_suffix(".md")
+    if table.exists() and not (table.is_file() and table.read_bytes().startswith(TABLE.encode())):
+        parser.error(
+            f"--out: {table} would be replaced by the table of readings, and is no such table; use another name"
+        )
 
 
 if __name__ == "__main__":

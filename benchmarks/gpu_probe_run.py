@@ -26,6 +26,8 @@ _GRACE_S = 10.0  # of a process that has been killed
 Report = Callable[[dict[str, Any]], None]
 Status = Literal["done", "failed", "out of memory", "stopped"]
 
+TABLE = "| section | reading |"  # the first line of `to_markdown`
+
 
 class Section(msgspec.Struct, frozen=True):
     """A part of the probe: `module:name` of its function (Settings, Report), and the most seconds it may take."""
@@ -146,7 +148,7 @@ def shown(reading: Mapping[str, Any]) -> str:
 
 def to_markdown(results: Results) -> str:
     """Format all readings as a table."""
-    lines = ["| section | reading |", "|---|---|"]
+    lines = [TABLE, "|---|---|"]
     for name, outcome in results.sections.items():
         lines += [f"| {name} | {shown(reading)} |" for reading in outcome.readings]
         if outcome.error is not None:

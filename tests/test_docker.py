@@ -49,6 +49,7 @@ def test_the_base_has_torchs_cuda_and_the_compilers_that_build_kernels() -> None
     cuda = json.loads((ROOT / "tests" / "cuda_requirements.json").read_text(encoding="utf-8"))
     [toolkit] = [one.partition("==")[2] for one in cuda["torch"]["requires"] if one.startswith("cuda-toolkit==")]
     assert base == f"{toolkit}-devel-ubuntu24.04"
+    assert f'ENV NVIDIA_REQUIRE_CUDA="cuda>={toolkit.rpartition(".")[0]}"' in LINES, toolkit
     [packages] = [line for line in LINES if "apt-get install" in line]
     assert {"g++", "python3.12-dev"} <= {*packages.split()}
 

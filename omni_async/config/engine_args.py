@@ -33,8 +33,12 @@ _LOADED_ELSEWHERE = {
     *("enable_distributed_layerwise_offload", "diffusion_offload_config", "host_weight_runtime_mode"),
 }
 
+# Each holds further arguments, or names a file that does, and those would not be checked.
+_HOLD_OTHERS = {"stage_overrides", "deploy_config", "strategy_config", "stage_configs_path", "model_class_name"}
 # They skip or approximate computation that the trainer repeats exactly.
-_APPROXIMATE = {"cache_backend", "cache_config", "diffusion_kv_cache_dtype"}
+_APPROXIMATE = {"cache_backend", "cache_config", "diffusion_kv_cache_dtype", "fastvideo_vsa_topk"}
+_APPROXIMATE_ATTENTION = {"SAGE_ATTN", "SAGE_ATTN_3", "FASTVIDEO_VSA", "RAINFUSION_ATTN"}
+_NOT_THE_POLICY = "it approximates the denoiser, so samples would not be the trained policy's"
 
 
 def engine_problems(c: Config) -> Iterator[str]:
@@ -50,8 +54,12 @@ def engine_problems(c: Config) -> Iterator[str]:
                 f"{key}: new weights are loaded in place, into one worker in the engine's own process, which this"
                 " argument would change; leave it out, and use more rollout.workers"
             )
+        elif name in _HOLD_OTHERS:
+            yield f"{key}: it sets other arguments, which cannot be checked there; name them in rollout.engine_args"
         elif name in _APPROXIMATE:
-            yield (f"{key}: it approximates the denoiser, so samples would not be the trained policy's; leave it out")
+            yield f"{key}: {_NOT_THE_POLICY}; leave it out"
+    if rollout.attention_backend in _APPROXIMATE_ATTENTION:
+        yield f"rollout.attention_backend: {rollout.attention_backend}: {_NOT_THE_POLICY}; use auto or an exact one"
     if rollout.engine == "vllm_omni" or c.emulation is not None:
         return
     for name, value in (

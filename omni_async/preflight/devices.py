@@ -100,10 +100,11 @@ def check_object_store(config: Config) -> None:
             " cluster's nodes with `ray start --object-store-memory=BYTES`"
         )
     most = psutil.disk_usage(str(_SHARED_MEMORY)).free if _SHARED_MEMORY.is_dir() else 0
+    most = min(most, psutil.virtual_memory().available)
     if not _SMALLEST_STORE <= size <= most:
         raise ConfigError(
-            f"{key}: expected 75MiB to {size_text(most)}, which are free in {_SHARED_MEMORY}, got {asked}; lower it, or"
-            " enlarge the shared memory (docker run --shm-size)"
+            f"{key}: expected 75MiB to {size_text(most)}, which are free in memory and in {_SHARED_MEMORY}, got {asked};"
+            " lower it, or enlarge the shared memory (docker run --shm-size)"
         )
 
 

@@ -128,7 +128,7 @@ class VllmOmniEngine:
         )
         try:
             return AsyncOmni(**arguments)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             keys = "rollout.engine_args" if self._engine_args else "rollout.attention_backend"
             raise EngineError(
                 f"{self.name}: vLLM-Omni refuses to start, see {keys}: {one_line(str(error), 500)}"

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_async.accelerator import showing, visible_devices
+from omni_async.accelerator import showing, visible_devices, vllm_without_cpus
 from omni_async.aio.waiting import cancel
 from omni_async.config import ConfigError
 from omni_async.config.hub import how_to_get
@@ -75,6 +75,11 @@ class LocalServers:
             if not Path(server.model).exists():
                 raise ConfigError(f"reward.servers: {how_to_get(Path(server.model))}")
             gpus = math.ceil(server.resources.gpus)
+            if gpus == 0 and (installed := vllm_without_cpus()) is not None:
+                raise ConfigError(
+                    f"reward.servers: resources.gpus of {server.name!r}: 0 is the CPU, and the installed vLLM"
+                    f" {installed} runs on accelerators alone; set it to 1"
+                )
             for index in range(server.replicas):
                 mine = [*islice(free, gpus)]
                 if len(mine) < gpus:

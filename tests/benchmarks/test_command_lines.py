@@ -21,6 +21,9 @@ import pytest
         ("gpu_probe --only steps,nothing", "--only: no section is called 'nothing'; there are machine, attention,"),
         ("gpu_probe --layers 0", "--layers: expected at least 1, got 0"),
         ("gpu_probe --out nowhere/probe.json", "--out: there is no folder nowhere"),
+        ("gpu_probe --small --out probe.md", "--out: expected a name that ends in .json, got probe.md"),
+        ("gpu_probe --small --out notes.json", "notes.md would be replaced by the table of readings"),
+        ("gpu_probe", "sees no accelerator here; --small --device cpu runs the code at test size"),
         ("load_peak --ranks 1", "expected --layers >= 1 and --ranks >= 2"),
         ("lora_rollout nowhere", "no family is called 'nowhere'; there are qwen_image,"),
         ("lora_rollout --engine vllm_omni", "expected one family"),
@@ -49,6 +52,8 @@ def test_wrong_usage_starts_nothing(
     command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    (tmp_path / "notes.md").write_text("My notes\n")
     name, *arguments = shlex.split(command)
     try:
         code = import_module(f"benchmarks.{name}").main(arguments)

@@ -324,6 +324,11 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["rollout.batching=request", "schedule=async"], "weights.swap: 'step' (set by schedule: async) swaps between"),
         (["rollout={batching: request, engine: emulated}", "weights.swap=drain"], "engines vllm_omni and diffusers"),
         (["rollout.engine_args={dtype: half}"], "rollout.engine_args.dtype: the run sets it; use model.dtype"),
+        (
+            ["rollout.engine_args={stage_overrides: {'0': {dtype: bfloat16}}}"],
+            "rollout.engine_args.stage_overrides: it sets other arguments ... name them in rollout.engine_args",
+        ),
+        (["rollout.attention_backend=SAGE_ATTN"], "rollout.attention_backend: SAGE_ATTN: it approximates ... use auto"),
         (["rollout.engine_args={log_stats: true}"], "rollout.engine_args.log_stats: the run sets it; leave it out"),
         (
             ["rollout.engine_args={tensor_parallel_size: 2}"],

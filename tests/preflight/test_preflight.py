@@ -242,8 +242,10 @@ def test_vllm_on_the_cpu_is_refused_where_its_build_is_for_accelerators(tmp_path
         ({"runtime": "ray"}, "7.5GiB", None),
     ],
 )
-def test_an_object_store_that_ray_does_not_make_is_refused(tmp_path, monkeypatch, run, size, said):
-    monkeypatch.setattr(devices.psutil, "disk_usage", lambda path: SimpleNamespace(free=8 * 2**30))
+@pytest.mark.parametrize(("shared", "memory"), [(8, 64), (64, 8)])
+def test_an_object_store_that_ray_does_not_make_is_refused(tmp_path, monkeypatch, run, size, said, shared, memory):
+    monkeypatch.setattr(devices.psutil, "disk_usage", lambda path: SimpleNamespace(free=shared * 2**30))
+    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=memory * 2**30))
     config = write_world(tmp_path, run=run, placement={"object_store": size})
     if said is None:
         assert preflight(config).config.placement.store_bytes == 7.5 * 2**30

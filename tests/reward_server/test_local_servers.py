@@ -87,6 +87,7 @@ async def test_servers_that_scorers_ask_are_started_again_when_lost_until_they_d
             {"resources": Resources(gpus=1), "replicas": 2},
             "resources.gpus of 'qwen': the servers need 2 accelerators, torch sees 0 here; lower resources.gpus",
         ),
+        ("well", {}, "resources.gpus of 'qwen': 0 is the CPU, and the installed vLLM 0.30.0 runs on accelerators"),
     ],
 )
 async def test_a_server_that_cannot_be_started_is_named(
@@ -95,6 +96,8 @@ async def test_a_server_that_cannot_be_started_is_named(
     async def tell(text: str) -> None: ...
 
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
+    of_cuda = "0.30.0" if "runs on accelerators" in said else None
+    monkeypatch.setattr("omni_async.scoring.local_servers.vllm_without_cpus", lambda: of_cuda)
     await asyncio.to_thread(behaviour.write_text, does)
     with pytest.raises(ConfigError, match=said):
         async with local_servers(reward(tmp_path, **given), 2 if does == "silent" else 60, tell):

@@ -86,9 +86,10 @@ def test_vllm_omni_gets_the_keys_of_the_recipe(
         ({"attention_backend": "NO"}, r"rollout\.attention_b"),
     ],
 )
-def test_arguments_that_vllm_omni_refuses_are_named_with_their_key(monkeypatch, checkpoint, rollout, key):
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_arguments_that_vllm_omni_refuses_are_named_with_their_key(monkeypatch, checkpoint, rollout, key, error):
     def refuse(**arguments: Any) -> None:
-        raise ValueError("Unknown diffusion\nconfig field(s)")
+        raise error("Unknown diffusion\nconfig field(s)")
 
     monkeypatch.setattr("vllm_omni.AsyncOmni", refuse)
     with pytest.raises(EngineError, match=f"^e0: vLLM-Omni refuses to start, see {key}.*: Unknown diffusion config fi"):

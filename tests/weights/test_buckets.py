@@ -9,6 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights import buckets
 from omni_async.weights import digest as digest_module
 from omni_async.weights.buckets import BucketSet, dtype_name, dtype_of, unpack
@@ -52,6 +53,13 @@ def test_a_changed_table_of_contents_is_found(packed, change, message):
     tensors[2] = replace(tensors[2], **change)
     with pytest.raises(WeightError, match=message):
         verify(replace(packed[0], tensors=tuple(tensors)), packed[1])
+
+
+def test_a_piece_that_ends_within_an_element_is_found():
+    pieces = (Piece(0, 0, 10), Piece(0, 10, 14))
+    manifest = WeightManifest(3, "full", "", (TensorSpec("w", "float32", (6,), pieces),))
+    with pytest.raises(WeightError, match="version 3: a piece of 'w' ends within an element of float32"):
+        list(unpack(manifest, [np.zeros(24, np.uint8)]))
 
 
 def test_flipped_bytes_and_truncated_or_missing_buckets_are_found(packed):
