@@ -103,8 +103,8 @@ def check_object_store(config: Config) -> None:
     most = min(most, psutil.virtual_memory().available)
     if not _SMALLEST_STORE <= size <= most:
         raise ConfigError(
-            f"{key}: expected 75MiB to {size_text(most)}, which are free in memory and in {_SHARED_MEMORY}, got {asked};"
-            " lower it, or enlarge the shared memory (docker run --shm-size)"
+            f"{key}: expected 75MiB to {size_text(most)}, which are free in memory and {_SHARED_MEMORY}, got"
+            f" {asked}; lower it, or enlarge the shared memory (docker run --shm-size)"
         )
 
 

@@ -153,7 +153,8 @@ def unpack_pieces(
         pieces = [piece for piece in tensor_pieces(spec, writable, manifest.version) if len(piece)]
         if any(len(piece) % dtype.itemsize for piece in pieces):
             raise WeightError(
-                f"weights of version {manifest.version}: a piece of {spec.name!r} ends within an element of {spec.dtype}"
+                f"weights of version {manifest.version}: a piece of {spec.name!r} ends within an element of"
+                f" {spec.dtype}"
             )
         yield spec, [torch.from_numpy(piece).view(dtype) for piece in pieces] or [torch.empty(0, dtype=dtype)]
 
