@@ -214,8 +214,8 @@ class Trainer:
                 f"warning: {where}; rounding in {self.config.model.dtype} explains {honest:g}: their schedule, time,"
                 f" guidance or weights differ (`omni-async parity` shows where){outcome}"
             )
-        elif not self._compared:
-            held = found.clipped > CLIPPED_AT_MOST and decided is None
+        elif decided or not self._compared:
+            held = found.clipped > CLIPPED_AT_MOST and self.config.algorithm.correction.mode != "auto"
             advice = "; algorithm.correction.mode auto or none would take ratios to the trainer's own policy"
             await self.coordinator.phase(f"warning: {where}{advice}" if held else f"{where}{outcome}")
         self._compared = True

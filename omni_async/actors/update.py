@@ -34,13 +34,17 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step
 
+# Fewer rows of an update may be one or two, which decide nothing about the others.
+_FRESH_ENOUGH = 0.5
+
 
 @dataclass(eq=False)
 class PolicyGradient:
     """An `UpdateRule` that updates by gradients on the ranks.
 
-    Under `algorithm.correction.mode: auto` the first update that has fresh rows decides for the rest of the run whether
-    ratios are taken to the engines' policy. The decision is part of the state, so that a resumed run keeps it."""
+    Under `algorithm.correction.mode: auto` the first update whose rows are mostly fresh decides for the rest of the
+    run whether ratios are taken to the engines' policy. The decision is part of the state: a resumed run keeps it,
+    unless the recipe has changed in what it depends on."""
 
     config: Config
     plan: Plan
@@ -56,6 +60,8 @@ class PolicyGradient:
     def learn(self, metrics: dict[str, float]) -> str | None:
         found = Mismatch.of(metrics)
         if found is None or self._rounds is not None or self.config.algorithm.correction.mode != "auto":
+            return None
+        if metrics["fresh_fraction"] < _FRESH_ENOUGH:
             return None
         self._decide(found.clipped > CLIPPED_AT_MOST)
         before, after = (self._correction(rounds) for rounds in (False, self._rounds is True))
@@ -77,12 +83,24 @@ class PolicyGradient:
     def state(self) -> dict[str, Any]:
         tracked = self.config.algorithm.advantage.track_prompts
         history = {"reward_history": self._history.state()} if tracked else {}
-        return history if self._rounds is None else history | {"rounds": self._rounds}
+        return history if self._rounds is None else history | {"rounds": self._rounds, "rounds_of": self._measured}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._history = RewardHistory.from_state(state.get("reward_history", {}))
-        if self.config.algorithm.correction.mode == "auto" and "rounds" in state:
+        if self.config.algorithm.correction.mode == "auto" and state.get("rounds_of") == self._measured:
             self._decide(state["rounds"] is True)
+
+    @property
+    def _measured(self) -> dict[str, Any]:
+        """The keys that the decision depends on. Where a resumed run has others, it decides again."""
+        c, r = self.config, self.config.rollout
+        return {
+            "model.dtype": c.model.dtype,
+            "algorithm.clip_range": c.algorithm.clip_range,
+            "algorithm.clip_range_nats": c.algorithm.clip_range_nats,
+            "staleness.max_updates": c.staleness.max_updates,
+            "rollout": [r.engine, r.attention_backend, r.compile],
+        }
 
 
 @dataclass(eq=False)
@@ -142,7 +160,8 @@ class Update:
         if self._advantage.track_prompts and not self.plan.paired:
             rewards, weights = self._rewards(self.groups)
             self.history.commit(_prompt_ids(self.groups), tracked_rewards(rewards, weights, self._advantage))
-        return merged_metrics(self._step_metrics) | extra
+        left = {"proximal_ratio": 1.0} if self.proximal_ratio else {}
+        return merged_metrics(self._step_metrics) | extra | left
 
     async def _train_collected(self) -> dict[str, float]:
         weights, extra = self._weights() if self.plan.weigh else ([None] * len(self.groups), {})

@@ -168,6 +168,12 @@ def _training(c: Config) -> Iterator[str]:
             f"trainer.groups_per_micro_batch: {t.groups_per_micro_batch} does not divide the"
             f" {t.groups_per_update // t.steps_per_update} groups of an optimizer step; use a divisor"
         )
+    if t.optimizer.fused and t.optimizer.name != "adamw":
+        yield f"trainer.optimizer.fused: only adamw has one kernel, got {t.optimizer.name}; leave it out"
+    if t.gather == "step" and (t.workers if t.shard is None else t.shard) == 1:
+        yield (
+            "trainer.gather: step: one rank holds all weights and gathers none, and would hold them twice; use layer"
+        )
     if t.sequence_parallel > 1 and t.compile:
         yield (
             "trainer.compile: layers whose attention exchanges tokens are not compiled, and trainer.sequence_parallel ="

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from omni_async.actors.plan import require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.memory.amounts import GIB, Amount, Estimate
 from omni_async.memory.devices import bytes_of_device, shared_devices
@@ -24,6 +25,7 @@ def memory_report(config: Config, device: str) -> tuple[str, str | None]:
     capacity = bytes_of_device(device)
     if config.emulation is not None:
         raise ConfigError("emulation: an emulated run has no model; remove the section to estimate its memory")
+    require_trainable(config)
     shared = shared_devices(config)
     if not shared:
         raise ConfigError("--device: the recipe asks for no accelerator; set placement.rollout.gpus and the others")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from omni_async.config import Config, ConfigError
 from omni_async.entry_points import not_one_of
 from omni_async.memory.amounts import GIB
@@ -22,8 +20,8 @@ def bytes_of_device(text: str) -> int:
         number = float(text)
     except ValueError:
         raise ConfigError(f"--device: {not_one_of(text, DEVICES, ' or a number of GiB')}") from None
-    if not 0 < number < 1e6:
-        raise ConfigError(f"--device: expected a positive number of GiB, got {text}")
+    if not 0.001 <= number < 1e6:
+        raise ConfigError(f"--device: expected a number of GiB from 0.001 to a million, got {text}")
     return int(number * GIB)
 
 
@@ -36,15 +34,20 @@ def shared_devices(config: Config) -> list[tuple[str, ...]]:
     for number, bundle in enumerate(plan.bundles):
         if bundle.gpus == 0:
             continue
-        members = [slot for slot, actor in plan.actors.items() if actor.bundle == number and actor.gpus > 0]
+        members = {slot: actor.gpus for slot, actor in plan.actors.items() if actor.bundle == number and actor.gpus > 0}
         roles = [Worker.parse(slot).role for slot in members]
-        whole = math.floor(bundle.gpus)
-        if config.placement.colocated or whole == 0:
-            room = next((i for i, (used, _) in enumerate(found) if used + bundle.gpus <= 1), None)
-            if room is None:
-                found.append((bundle.gpus, roles))
-            else:
-                found[room] = found[room][0] + bundle.gpus, [*found[room][1], *roles]
+        if config.placement.colocated or bundle.gpus < 1:
+            _put(found, bundle.gpus, roles)
         else:
-            found += [(1.0, [role]) for role in roles]
+            for gpus, role in zip(members.values(), roles, strict=True):
+                _put(found, min(1.0, gpus), [role])
     return sorted({tuple(sorted(roles)) for _, roles in found})
+
+
+def _put(devices: list[tuple[float, list[str]]], gpus: float, roles: list[str]) -> None:
+    """Add processes to the first device that has room for `gpus` more."""
+    for i, (used, there) in enumerate(devices):
+        if used + gpus <= 1:
+            devices[i] = used + gpus, [*there, *roles]
+            return
+    devices.append((gpus, roles))

@@ -9,6 +9,7 @@ import torch
 from omni_async.algorithms.kinds import find_kind, trajectory_fields
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config, ConfigError
+from omni_async.config.redact import one_line
 from omni_async.families import PipelineFamily
 from omni_async.memory.amounts import GIB, Amount, Estimate, Shared
 from omni_async.memory.engine import MeasuredEngine, estimate_engine, estimate_reader, largest_spec
@@ -38,6 +39,10 @@ def estimate(config: Config, device: int) -> Estimate:
     except ValueError as error:
         text = str(error)
         raise ConfigError(text if text.partition(":")[0].count(".") else f"model.path: {text}") from None
+    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError) as error:
+        # A model or an objective of another package may need values, which the meta device lacks.
+        reason = f"{type(error).__name__}: {one_line(str(error), 300)}"
+        raise ConfigError(f"model.path: the memory of {path} cannot be estimated: {reason}") from None
     roles.append(estimate_trainer(config, measured, _CONTEXT))
     roles += estimate_scorers(config, _CONTEXT, device)
     rows, batch = rows_of(config), config.rollout.max_batch

@@ -40,5 +40,7 @@ def find_model(config: Config) -> tuple[PipelineFamily, Path, str]:
 def published_models(family: PipelineFamily) -> dict[str, Path]:
     """Return the folders with the configuration of a family's published models, by name."""
     package = family.policy.partition(":")[0].rpartition(".")[0]
+    if not package:  # a module outside packages has no folder next to it
+        return {}
     folder = Path(str(files(package))) / _FOLDER
     return {path.name: path for path in sorted(folder.iterdir())} if folder.is_dir() else {}

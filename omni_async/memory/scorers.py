@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
-from omni_async.config import Config
+from omni_async.config import Config, ConfigError
 from omni_async.config.reading import open_file
 from omni_async.config.stages import Scorer, Server
 from omni_async.config.tensor_files import read_header
@@ -57,8 +58,7 @@ def _server(server: Server, context: int, device: int) -> Amount:
     elements = _elements(server.model)
     several = max(1, math.ceil(server.resources.gpus))
     weights = None if elements is None else elements * 2 // several
-    arguments = dict(zip(server.args, server.args[1:], strict=False))
-    share = float(arguments.get(_SHARE, _VLLM_SHARE))
+    share = _share(server)
     cache = max(0, int(share * device) - (weights or 0) - context)
     helps = (f"reward.servers.args: {_SHARE}, less than {share:g} ({share * device / GIB:.1f} GiB)",)
     return Amount(
@@ -70,6 +70,19 @@ def _server(server: Server, context: int, device: int) -> Amount:
         context=context,
         helps=helps,
     )
+
+
+def _share(server: Server) -> float:
+    """Return the part of a device that vLLM takes. ConfigError if the arguments name none."""
+    words = [word for one in server.args for word in (one.split("=", 1) if one.startswith("--") else [one])]
+    given = dict(pairwise(words)).get(_SHARE, str(_VLLM_SHARE))
+    try:
+        share = float(given)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ConfigError(f"reward.servers.args: {_SHARE} of {server.name!r}: expected a number in (0, 1], got {given}")
+    return share
 
 
 def _weights(scorers: list[Scorer]) -> int | None:

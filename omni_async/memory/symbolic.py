@@ -39,6 +39,8 @@ class _Symbolic(TorchDispatchMode):
         given: dict[str, Any] = dict(kwargs or {})
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is _ATEN.equal.default and any(one.is_meta for one in args):
+            return True
         if func is _ATEN.index.Tensor:
             args = (args[0], [_positions(index) for index in args[1]])
         inputs = [one for one in tree_leaves((args, given)) if isinstance(one, Tensor)]

@@ -151,7 +151,9 @@ def _group(config: Config, policy: Policy, tokens: int) -> GroupBatch:
     calls = rollout.calls
     sample = call if calls == 1 else TensorDict({f"call{i}": call for i in range(calls)}, batch_size=[])
     staleness = [0] * max(1, calls * size)
-    return GroupBatch(0, spec, [sample] * number, [1.0] * number, [*range(number)], [staleness] * number, number)
+    advantages = [1.0, -1.0] if paired else [1.0] * number
+    seeds = [0] * number if paired else [*range(number)]  # the samples of a pair share their noise
+    return GroupBatch(0, spec, [sample] * number, advantages, seeds, [staleness] * number, number)
 
 
 def rows_of(config: Config) -> int:
@@ -180,11 +182,11 @@ def estimate_trainer(config: Config, measured: MeasuredTrainer, context: int) ->
     size = getattr(torch, config.model.dtype).itemsize
     weights = m.frozen * size // shard + m.trained * _MASTER // shard
     states = m.trained * _MASTER * (1 + _moments(config) + _copies(config)) // shard
-    if shard > 1 and trainer.gather == "step":
+    if trainer.gather == "step":
         gathered = (m.frozen + m.trained) * size
-    elif shard > 1:
+    elif backend.name != "plain":  # FSDP2 computes with a copy of a layer even where a rank holds it whole
         gathered = (_GATHERED_AT_ONCE * m.largest + m.rest) * size
-    else:  # one rank casts its own
+    else:
         gathered = (_GATHERED_AT_ONCE * m.largest_trained + m.rest_trained) * (size if size < _MASTER else 0)
     reduced = m.largest_trained * (size + _MASTER)
     batch = m.peak // trainer.sequence_parallel
@@ -244,7 +246,7 @@ def _helps(config: Config, batch: int, held: int, shard: int) -> list[str]:
         helps.append(f"trainer.gradient_checkpointing: true (activations are {batch / GIB:.1f} GiB)")
     if rows_of(config) > 1:
         helps.append(f"trainer.micro_batch_size: less than {rows_of(config)} ({batch / GIB:.1f} GiB a micro-batch)")
-    if shard > 1 and trainer.gather == "step":
+    if trainer.gather == "step":
         helps.append("trainer.gather: layer (two layers are whole at once)")
     if trainer.shard is not None and trainer.shard < trainer.workers:
         helps.append(f"trainer.shard: null ({held * (1 - shard / trainer.workers) / GIB:.1f} GiB less)")

@@ -140,7 +140,7 @@ def engine_mismatch(seen: Seen) -> Alert | None:
 def mismatch_clipped(seen: Seen) -> Alert | None:
     """Report that rounding alone puts rows outside the clip range."""
     share, error = seen.measured("engine_mismatch_clipped"), seen.measured("engine_mismatch_velocity")
-    if share is None or share <= CLIPPED_AT_MOST:
+    if share is None or share <= CLIPPED_AT_MOST or seen.last("proximal_ratio") == 1.0:
         return None
     std = (seen.measured("engine_mismatch_nats/variance") or 0.0) ** 0.5
     return Alert(

@@ -241,6 +241,7 @@ _POLICY = (
         "down",
     ),
     Metric("fresh_fraction", Group.POLICY, "how many rows those are", "fraction"),
+    Metric("proximal_ratio", Group.POLICY, "1 once `correction.mode: auto` takes ratios to the trainer's own policy"),
     Metric("weight/mean", Group.POLICY, "importance weights; only with `algorithm.correction` weights or masks"),
     Metric("weight/max", Group.POLICY, "the largest of them"),
     Metric("weight/variance", Group.POLICY, "their variance", better="down"),

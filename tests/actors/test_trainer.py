@@ -251,9 +251,10 @@ async def test_rewards_of_an_update_that_was_cut_off_are_not_remembered_and_a_hi
     assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
 
 
-def mismatch(velocity: float, clipped: float = 0.0, nats: float = 1.0) -> dict[str, float]:
+def mismatch(velocity: float, clipped: float = 0.0, nats: float = 1.0, fresh: float = 1.0) -> dict[str, float]:
     by_step = {"engine_mismatch_nats/mean/step_01": -nats / 2, "engine_mismatch_nats/variance/step_01": nats**2}
     of_rows = {"engine_mismatch_nats/mean": -nats / 2, "engine_mismatch_nats/variance": nats**2}
+    of_rows |= {"fresh_fraction": fresh}
     return {**by_step, **of_rows, "engine_mismatch_velocity": velocity, "engine_mismatch_clipped": clipped}
 
 
@@ -314,7 +315,27 @@ def test_an_engine_that_rounds_like_the_trainer_leaves_auto_as_it_is_for_good(tm
     metrics = [mismatch(0.001, clipped=0.04), mismatch(0.001, clipped=0.9)]
     stage = Stage(tmp_path, 8, metrics=metrics, **AUTO).play()
     assert ratios(stage) == [False] * 8
-    assert stage.state("update-000004").rule == {"rounds": False}
+    assert stage.state("update-000004").rule["rounds"] is False
+
+
+def test_a_few_fresh_rows_decide_nothing(tmp_path):
+    metrics = [mismatch(0.03, clipped=0.9, fresh=0.1), mismatch(0.03, clipped=0.9)]
+    stage = Stage(tmp_path, 6, metrics=metrics, **AUTO).play()
+    assert ratios(stage) == [False] * 4 + [True] * 2
+    first, decided = (phase for phase in stage.desk.phases if "engine and trainer" in phase)
+    assert "auto" not in first and "auto becomes decoupled" in decided
+
+
+def test_a_resumed_run_of_another_clip_range_decides_again(tmp_path):
+    honest = mismatch(0.001, clipped=0.04)
+    Stage(tmp_path / "before", 4, metrics=[honest], **AUTO, **EACH).play()
+    resumed = {"checkpoint.resume": str(tmp_path / "before" / "update-000001"), "trainer.updates": 3}
+    kept = Stage(tmp_path / "kept", 4, metrics=[mismatch(0.001, clipped=0.9)], **AUTO, **resumed).play()
+    assert ratios(kept) == [False] * 4
+    assert not any("mode auto or none" in phase for phase in kept.desk.phases), "the recipe has auto"
+    narrow = {**AUTO, **resumed, "algorithm.clip_range": 1e-6}
+    changed = Stage(tmp_path / "changed", 4, metrics=[mismatch(0.001, clipped=0.9)], **narrow).play()
+    assert ratios(changed) == [False] * 2 + [True] * 2
 
 
 def test_several_steps_of_an_update_get_a_proximal_pass_once_ratios_leave_the_engine(tmp_path):

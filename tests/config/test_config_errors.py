@@ -324,6 +324,11 @@ EMULATED = ["run.runtime=inprocess", "rollout.engine=emulated"]
         (["rollout.batching=request", "schedule=async"], "weights.swap: 'step' (set by schedule: async) swaps between"),
         (["rollout={batching: request, engine: emulated}", "weights.swap=drain"], "engines vllm_omni and diffusers"),
         (["rollout.engine_args={dtype: half}"], "rollout.engine_args.dtype: the run sets it; use model.dtype"),
+        (["trainer.gather=step"], "trainer.gather: step: one rank holds all weights ... use layer"),
+        (
+            ["trainer.optimizer={name: sgd, fused: true}"],
+            "trainer.optimizer.fused: only adamw has one kernel, got sgd",
+        ),
         (
             ["rollout.engine_args={stage_overrides: {'0': {dtype: bfloat16}}}"],
             "rollout.engine_args.stage_overrides: it sets other arguments ... name them in rollout.engine_args",

@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.memory_table import DEVICE, PAGE, ROOT, published_recipes, rows_of
 from omni_async.config import ConfigError, load
@@ -58,6 +59,10 @@ def test_published_models_are_installed_with_the_package():
             for pattern in patterns
         ), file
         assert isinstance(json.loads(file.read_text()), dict)
+
+
+def test_a_family_outside_packages_has_no_published_models():
+    assert published_models(replace(find_family("qwen_image"), policy="my_policy:MyPolicy")) == {}
 
 
 def test_a_checkpoint_that_is_there_counts(tmp_path):

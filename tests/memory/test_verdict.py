@@ -10,14 +10,18 @@ import pytest
 
 from omni_async import cli
 from omni_async.config import Config, ConfigError
+from omni_async.config.stages import Resources, Server
+from omni_async.memory import estimate
 from omni_async.memory.amounts import GIB, Amount
 from omni_async.memory.devices import DEVICES, bytes_of_device, shared_devices
 from omni_async.memory.engine import MeasuredEngine, estimate_engine
+from omni_async.memory.scorers import _server
 from omni_async.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
 from omni_async.memory.verdict import judge, ways_out
 from tests.configs import build
 
-WAN = str(Path(__file__).parents[2] / "recipes/wan22_dance/dance_grpo.yaml")
+ROOT = Path(__file__).parents[2]
+WAN = str(ROOT / "recipes/wan22_dance/dance_grpo.yaml")
 
 
 def recipe(**changes: Any) -> Config:
@@ -31,7 +35,7 @@ def gib(number: float) -> int:
 def test_a_device_is_a_name_or_a_number_of_gib():
     assert bytes_of_device("48") == 48 * GIB
     assert bytes_of_device("h200") == gib(DEVICES["h200"])
-    for wrong in ("0", "-3", "nan", "h200x"):
+    for wrong in ("0", "-3", "nan", "1e-12", "h200x"):
         with pytest.raises(ConfigError, match=r"^--device: "):
             bytes_of_device(wrong)
 
@@ -47,6 +51,8 @@ def test_processes_that_ask_for_a_part_share_a_device():
     assert shared_devices(recipe(**{"placement.colocated": True})) == [("rollout", "trainer")]
     ranks = {"trainer.workers": 4, "trainer.sequence_parallel": 2}
     assert shared_devices(recipe(**ranks)) == [("rollout",), ("trainer",)]
+    halves = shared_devices(recipe(**ranks, **{"placement.trainer": {"gpus": 0.5}}))
+    assert halves == [("rollout",), ("trainer", "trainer")]
     assert shared_devices(build({})) == []
 
 
@@ -104,7 +110,7 @@ def test_under_lora_frozen_weights_are_in_the_models_dtype():
     alone = recipe(**{"trainer.workers": 2, "trainer.shard": 1, "model.dtype": "bfloat16", "model.lora": lora})
     whole = estimate_trainer(alone, measured(MeasuredTrainer, **numbers, peak=0), context=0)
     assert whole.weights == 1440 + 320
-    assert whole.activations == 2 * 10 * 2 + 10 * 6
+    assert whole.activations == (2 * 100 + 10) * 2 + 10 * 6  # FSDP2's copies of two layers and of the rest
 
 
 def test_an_optimizer_that_is_not_fused_has_temporaries():
@@ -112,7 +118,7 @@ def test_an_optimizer_that_is_not_fused_has_temporaries():
     for fused, temporaries in ((None, 0), (True, 0), (False, 32_000)):
         config = recipe(**{"trainer.optimizer.fused": fused})
         amount = estimate_trainer(config, measured(MeasuredTrainer, **numbers, peak=0), context=0)
-        assert amount.activations == max(100 * 8, temporaries)  # the gradient of the largest layer, and its sum
+        assert amount.activations == max((2 * 100 + 10) * 4 + 100 * 8, temporaries)
 
 
 def test_weights_that_are_gathered_for_a_step_are_all_there():
@@ -149,6 +155,39 @@ def test_what_is_offloaded_lies_in_host_memory():
     assert (amount.weights, amount.activations, amount.host) == (1050, 600, 600)
     resident = estimate_engine(recipe(), engine, context=0)
     assert (resident.weights, resident.activations, resident.host) == (1650, 100, 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "gib_of_cache"),
+    [((), 0.92 * 50), (("--gpu-memory-utilization", "0.5"), 25), (("--gpu-memory-utilization=0.3",), 15)],
+)
+def test_a_judge_takes_the_share_of_its_arguments(args, gib_of_cache):
+    server = Server(name="judge", model="no/model", resources=Resources(gpus=1), args=args)
+    assert _server(server, 0, 50 * GIB).states == gib(gib_of_cache)
+
+
+@pytest.mark.parametrize("share", ["high", "nan", "1.5", "0"])
+def test_a_share_that_is_none_is_refused(share):
+    server = Server(
+        name="judge", model="no/model", resources=Resources(gpus=1), args=(f"--gpu-memory-utilization={share}",)
+    )
+    with pytest.raises(ConfigError, match=rf"^reward.servers.args: .* expected a number in \(0, 1\], got {share}$"):
+        _server(server, 0, GIB)
+
+
+def test_pairs_are_estimated(capsys):
+    recipe_ = "recipes/quickstart/algorithms/diffusion_dpo_offline.yaml"
+    assert cli.main(["check", str(ROOT / recipe_), "--device", "48", "placement.trainer.gpus=1"]) == 0
+    assert "trainer x 1" in capsys.readouterr().out
+
+
+def test_what_cannot_be_estimated_is_one_line(tmp_path, capsys, monkeypatch):
+    changes = ["rollout.sde.kind=cps", "algorithm.name=grpo_guard"]
+    assert cli.main(["check", WAN, "--device", "80", *changes]) == 2
+    monkeypatch.setattr(estimate, "MeasuredTrainer", lambda *_: {}["in_channels"])
+    assert cli.main(["check", WAN, "--device", "80"]) == 2
+    guard, model = capsys.readouterr().err.splitlines()
+    assert "grpo_guard" in guard and model.endswith("cannot be estimated: KeyError: 'in_channels'")
 
 
 def test_the_command_refuses_what_does_not_fit(capsys):

@@ -177,6 +177,9 @@ def test_rounding_that_the_clip_range_cannot_bear_is_a_warning_until_ratios_leav
     assert (alert.name, alert.level) == ("mismatch_clipped", "warning")
     assert "62% of the rows" in alert.says and "by 4 nats (a velocity error of 3.0%)" in alert.says
     assert names(seen([rounded(0.03, clipped=0.62)] + [rounded(0.03)] * 4)) == set()
+    stale = {"loss": 1.0, "proximal_ratio": 1.0}
+    assert names(seen([rounded(0.03, clipped=0.62)] + [stale] * 50)) == set(), "auto has changed the ratio"
+    assert names(seen([rounded(0.03, clipped=0.62)] + [{"loss": 1.0}] * 50)) == {"mismatch_clipped"}
     assert names(seen([rounded(0.03, clipped=0.04)])) == set()
 
 
