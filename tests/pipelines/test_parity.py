@@ -51,7 +51,7 @@ def engine_rows(subject: Subject, engine: DiffusersEngine | None = None) -> list
     return asyncio.run(collect())
 
 
-@pytest.mark.sliced(floor=2)
+@pytest.mark.sliced(floor=1)
 @ALL
 def test_a_family_computes_what_its_pipeline_does_and_the_reference_engine_what_the_trainer_does(family, tmp_path):
     subject = family.subject(tmp_path)
