@@ -14,7 +14,7 @@ import omni_async  # noqa: F401  # before diffusers: see omni_async.compat
 # isort: split
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu_probe_run import Report, Settings, first_line
 from benchmarks.stage_profile_measure import lap
@@ -48,6 +48,13 @@ class Bench:
         self.sigmas = self.policy.sigmas(STEPS, self.spec)
         self._report = report
         self._generator = torch.Generator().manual_seed(0)
+
+    def load_denoiser(self) -> dict[str, nn.Module]:
+        """Return the components in bfloat16, none of them trained."""
+        components = dict(self.policy.load_components(torch.bfloat16))
+        for component in components.values():
+            component.requires_grad_(False)
+        return components
 
     def guided_by(self, scale: float) -> QwenImageSampling:
         side = 32 if self.small else 512

@@ -53,9 +53,8 @@ class Way(NamedTuple):
 def mismatch(settings: Settings, report: Report) -> None:
     """Reports relative velocity errors and log-ratios of several kernels against the default ones."""
     bench = Bench(settings, report)
-    components = dict(bench.policy.load_components(torch.bfloat16))
+    components = bench.load_denoiser()
     [transformer] = components.values()
-    transformer.requires_grad_(False)
     points = [point for scale in (1.0, 4.0) for point in _points(bench, components, scale)]
     compiled: list[bool] = []
 

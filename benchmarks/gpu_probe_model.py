@@ -23,9 +23,8 @@ Step = Callable[[], Tensor]
 def steps(settings: Settings, report: Report) -> None:
     """Reports guided steps of several batch sizes, eager and then compiled, and what the host takes to launch one."""
     bench = Bench(settings, report)
-    components = dict(bench.policy.load_components(torch.bfloat16))
+    components = bench.load_denoiser()
     [transformer] = components.values()
-    transformer.requires_grad_(False)
     bench.note("transformer", billion_parameters=sum(p.numel() for p in transformer.parameters()) / 1e9)
     meter = FlopMeter(components, backward=0, compiled=True)
     for way in ("eager", "compiled"):

@@ -220,7 +220,11 @@ def _run(options: argparse.Namespace) -> int:
                 return _train(load(options.recipe, options.overrides))
             case "check":
                 config = load(options.recipe, options.overrides)
-                return _check(config, not options.no_probe) if options.device is None else _fit(config, options.device)
+                if options.device is None:
+                    return _check(config, not options.no_probe)
+                from omni_async.memory.command import memory
+
+                return memory(config, options.device)
             case "init":
                 from omni_async.scaffold.init import init
 
@@ -354,15 +358,6 @@ def _check(config: Config, probe: bool) -> int:
             _tell(note)
         said = [f"# {line}" for line in tried.answers]
     return _say("\n".join([resolved_yaml(config).rstrip(), *said]))
-
-
-def _fit(config: Config, device: str) -> int:
-    from omni_async.memory.command import memory_report
-
-    with contextlib.redirect_stdout(sys.stderr):  # what a family's module prints is no part of the table
-        text, refusal = memory_report(config, device)
-    _say(text)
-    return 0 if refusal is None else _refuse(refusal)
 
 
 def _docs(out: Path) -> int:

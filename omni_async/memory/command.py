@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 
 from omni_async.actors.plan import require_trainable
@@ -11,6 +13,19 @@ from omni_async.memory.devices import bytes_of_device, shared_devices
 from omni_async.memory.verdict import Device, judge, ways_out
 
 _COLUMNS = ("weights", "states", "activations", "decode", "context", "device", "host")
+
+
+def memory(config: Config, device: str) -> int:
+    """Print a recipe's table of memory. Arguments and errors are those of `memory_report`.
+
+    Raises:
+        ConfigError: also for a recipe that does not fit, after its table."""
+    with contextlib.redirect_stdout(sys.stderr):  # the output of a family's module is no part of the table
+        text, refusal = memory_report(config, device)
+    sys.stdout.write(text + "\n")
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return 0
 
 
 def memory_report(config: Config, device: str) -> tuple[str, str | None]:

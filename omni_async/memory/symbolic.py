@@ -70,7 +70,7 @@ def _positions(index: Tensor | None) -> Tensor | None:
     if index is None or index.dtype != torch.bool:
         return index
     if index.dim() != 1:
-        raise NotImplementedError("a mask of several dimensions selects a number of elements that is not known")
+        raise ValueError("its memory is not known: a mask of several dimensions selects no known number")
     return torch.arange(len(index)) if index.is_meta else index.nonzero()[:, 0]
 
 

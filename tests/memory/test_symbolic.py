@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -53,3 +54,8 @@ def test_afterwards_torch_is_as_before():
         pass
     assert not torch.zeros(5000).is_meta
     assert F.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3).tolist() == torch.ones(1, 1, 2, 4).tolist()
+
+
+def test_a_mask_of_several_dimensions_is_refused():
+    with symbolic(), pytest.raises(ValueError, match="its memory is not known: a mask of several dimensions"):
+        torch.empty(2, 3, device="meta")[torch.ones(2, 3, dtype=torch.bool, device="meta")]
