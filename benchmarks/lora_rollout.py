@@ -28,7 +28,7 @@ from benchmarks.checkpoints import tiny_checkpoint
 from omni_async.bench.result import Machine, Spread, describe_machine, spread
 from omni_async.components import named_parameters
 from omni_async.config.schema import Lora
-from omni_async.families import PipelineFamily, find_family
+from omni_async.plugins.families import PipelineFamily, find_family
 from omni_async.policy import load_policy
 from omni_async.rollout.base import RolloutEngine
 from omni_async.rollout.diffusers_engine import DiffusersEngine

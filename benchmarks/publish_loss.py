@@ -27,7 +27,7 @@ from benchmarks.publish_loss_engine import BusyHost, Outcome, Way
 from omni_async.bench.result import Machine, describe_machine
 from omni_async.config import Config, check, with_spec
 from omni_async.control.requests import RequestFactory
-from omni_async.families import PipelineFamily, SamplingSpec, find_family
+from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.types import Prompt, SampleRequest
 
 _HELP = """\

@@ -17,7 +17,7 @@ from benchmarks.local_ray import WAITING_CALLS, local_ray
 from benchmarks.weights_model import SIZED, sized_config
 from benchmarks.weights_roles import EngineHost, TrainerHost
 from omni_async.config import Config
-from omni_async.families import PipelineFamily, find_family
+from omni_async.plugins.families import PipelineFamily, find_family
 from omni_async.runtime.on_ray.shell import Proxy, actor_class
 
 Log = Callable[[str], None]

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_async.config import Config, with_spec
-from omni_async.families import PipelineFamily, SamplingSpec
 from omni_async.media import Media
+from omni_async.plugins.families import PipelineFamily, SamplingSpec
 from omni_async.sde.schedules import linear
 from omni_async.types import Prompt
 

@@ -28,10 +28,10 @@ from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.writing import write_atomic
 from omni_async.driver.operate import add_operations, operate
-from omni_async.entry_points import not_one_of
 from omni_async.evaluation.command import add_eval, add_sample
 from omni_async.export.command import add_export
 from omni_async.parity.command import add_parity
+from omni_async.plugins.entry_points import not_one_of
 from omni_async.report.command import add_report
 from omni_async.reward_server.command import add_serve_reward
 from omni_async.scaffold.command import INIT, add_init

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_async.families import PARTS, MediaShape, SamplingSpec
+from omni_async.plugins.families import PARTS, MediaShape, SamplingSpec
 
 _AXES = {"image": 3, "video": 4, "audio": 2}
 _DTYPES = {"image": "uint8", "video": "uint8", "audio": "float32"}

@@ -4,7 +4,7 @@ The one description of a model family that the trainer and every engine share, s
 
 A family is a small class in `pipelines/<family>/policy.py`. It knows conditioning, latent shape and velocity;
 everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives elsewhere. What is
-known of a family without torch is in `omni_async.families`.
+known of a family without torch is in `omni_async.plugins.families`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from omni_async.entry_points import load_named
-from omni_async.families import PipelineFamily
 from omni_async.media import Media
+from omni_async.plugins.entry_points import load_named
+from omni_async.plugins.families import PipelineFamily
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:

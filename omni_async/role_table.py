@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from omni_async.config.schema import Config, Resources
-from omni_async.services import find_service, service_names
+from omni_async.plugins.services import find_service, service_names
 from omni_async.worker import COORDINATOR, READER, REWARD, ROLLOUT, TRAINER, Worker
 
 CONTROL = Resources(cpus=0.01)

@@ -21,9 +21,9 @@ from omni_async.config.section import Section, doc
 from omni_async.config.stages import Scorer as ScorerSection
 from omni_async.data.image_files import drawn_image
 from omni_async.data.prompts import PromptCheck
-from omni_async.families import PipelineFamily
 from omni_async.media import Media
-from omni_async.programs import RolloutProgram
+from omni_async.plugins.families import PipelineFamily
+from omni_async.plugins.programs import RolloutProgram
 from omni_async.rewards import registry
 from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import ScoreError, require_scores, shown_to

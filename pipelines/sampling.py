@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from omni_async.config.section import doc
-from omni_async.families import EncodedText, MediaShape, SamplingSpec
+from omni_async.plugins.families import EncodedText, MediaShape, SamplingSpec
 
 
 class ImageSampling(SamplingSpec, frozen=True, kw_only=True):

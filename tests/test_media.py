@@ -12,8 +12,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from omni_async.families import MediaShape, SamplingSpec
 from omni_async.media import Media, require_media
+from omni_async.plugins.families import MediaShape, SamplingSpec
 from omni_async.store import LocalStore, nbytes
 
 IMAGE = torch.arange(24, dtype=torch.uint8).view(3, 2, 4)

@@ -12,7 +12,7 @@ import yaml
 from omni_async.config.describe import describe, description, fields_of, struct_of, walk
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError
-from omni_async.families import family_names, find_family
+from omni_async.plugins.families import family_names, find_family
 
 _HEAD = (
     "# Configuration reference\n"

@@ -24,8 +24,8 @@ from omni_async.config.redact import shown
 from omni_async.config.writing import is_partial, open_lock, write_atomic
 from omni_async.driver.sample_files import sample_row
 from omni_async.evaluation.models import Model
-from omni_async.families import PARTS
 from omni_async.media import Media
+from omni_async.plugins.families import PARTS
 from omni_async.rewards.base import LONGEST_NAME, MOST_PARTS
 from omni_async.tracking.files import keep_from_children, read_records
 from omni_async.tracking.images import write_media

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from omni_async.config import Config, ConfigError
-from omni_async.entry_points import not_one_of
 from omni_async.memory.amounts import GIB
+from omni_async.plugins.entry_points import not_one_of
 from omni_async.runtime.placement import plan_placements
 from omni_async.worker import Worker
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omni_async.config import Config, ConfigError
 from omni_async.config.load import family_of
-from omni_async.families import PipelineFamily, find_family
+from omni_async.plugins.families import PipelineFamily, find_family
 
 _FOLDER = "published"
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_async.entry_points import load_named
-from omni_async.families import SamplingSpec
+from omni_async.plugins.entry_points import load_named
+from omni_async.plugins.families import SamplingSpec
 from omni_async.types import Prompt, SampleRequest, SdeWindow
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import msgspec
 from omni_async.command_line import add_command, require_writable, write_json
 from omni_async.config import ConfigError, load
 from omni_async.config.load import inputs_of
-from omni_async.entry_points import load_named
-from omni_async.families import PipelineFamily, find_family
+from omni_async.plugins.entry_points import load_named
+from omni_async.plugins.families import PipelineFamily, find_family
 
 if TYPE_CHECKING:
     from omni_async.parity.case import Case

@@ -29,9 +29,10 @@ from omni_async.config.redact import with_secrets
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import LedgerState
 from omni_async.data.prompts import PromptCheck, load_prompts
-from omni_async.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
+from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
+from omni_async.plugins.programs import find_program
 from omni_async.preflight.devices import (
     check_backend,
     check_object_store,
@@ -43,7 +44,6 @@ from omni_async.preflight.devices import (
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
 from omni_async.preflight.prompt_limits import PromptLimits
 from omni_async.preflight.resume import find_resume_point
-from omni_async.programs import find_program
 from omni_async.reward_formula import RewardFormula
 from omni_async.rewards import registry as scorers
 from omni_async.rewards.addresses import urls_of

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from omni_async.algorithms.registry import find_objective, objective_names
-from omni_async.backends import backend_names, load_backend
 from omni_async.config.describe import describe, description, fields_of, walk
 from omni_async.config.schema import Rollout, Sde
 from omni_async.config.section import Section
-from omni_async.families import family_names, find_family
-from omni_async.programs import find_program, program_names
+from omni_async.plugins.backends import backend_names, load_backend
+from omni_async.plugins.families import family_names, find_family
+from omni_async.plugins.programs import find_program, program_names
+from omni_async.plugins.services import find_service, service_names
 from omni_async.rewards.registry import names
-from omni_async.services import find_service, service_names
 from omni_async.tracking.console import columns
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from pathlib import Path
 from omni_async.config import ConfigError
 from omni_async.config.load import read_model_json
 from omni_async.data.image_files import image_size
-from omni_async.families import EncodedText, SamplingSpec
+from omni_async.plugins.families import EncodedText, SamplingSpec
 from omni_async.types import Prompt
 
 _COUNTER = Path(__file__).with_name("count_tokens.py")

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, schema
+from omni_async.plugins.services import Service, ServiceSite
 from omni_async.reward_server.metrics import Metrics
 from omni_async.reward_server.scoring import Scoring
 from omni_async.reward_server.serve import answering
@@ -23,7 +24,6 @@ from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.pooled import path_in_pool, scorers_of
 from omni_async.runtime.builders import ServiceHost, WorkerContext
-from omni_async.services import Service, ServiceSite
 
 _TOKEN_BYTES = 32
 

@@ -10,7 +10,7 @@ from omni_async.config import ConfigError, schema
 from omni_async.config.load import decode
 from omni_async.config.section import InMemory, Plain, Seconds, Section, SizeText, most
 from omni_async.config.tree import errors_of, read_tree
-from omni_async.families import MediaShape
+from omni_async.plugins.families import MediaShape
 from omni_async.reward_server.listener import read_token, require_token
 from omni_async.rewards import registry
 

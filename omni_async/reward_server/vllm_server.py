@@ -28,11 +28,11 @@ from omni_async.config.reading import open_file
 from omni_async.config.redact import one_line
 from omni_async.config.stages import Server
 from omni_async.config.writing import open_append
+from omni_async.plugins.services import Service, ServiceSite
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.model_names import served_names
 from omni_async.rewards.model_servers import read_body
 from omni_async.runtime.builders import ServiceHost, WorkerContext
-from omni_async.services import Service, ServiceSite
 
 _PREPARED = Path(__file__).parent / "prepared"
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_TARGET_DEVICE": "cpu"}

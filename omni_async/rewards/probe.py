@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_async.config import Config
-from omni_async.families import MediaShape
 from omni_async.media import Media
+from omni_async.plugins.families import MediaShape
 from omni_async.rewards.base import describe
 from omni_async.types import Prompt
 

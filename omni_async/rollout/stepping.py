@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.algorithms.registry import TRAJECTORY_FIELDS
-from omni_async.families import SamplingSpec
 from omni_async.media import Media
+from omni_async.plugins.families import SamplingSpec
 from omni_async.policy import Codec, HasEncoders, ReadsLess
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.offload import Offloaded

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from omni_async.aio.clock import Clock, WallClock
-from omni_async.entry_points import load_named
+from omni_async.plugins.entry_points import load_named
 from omni_async.runtime.builders import ServiceHost, WorkerContext
 from omni_async.runtime.cluster import Cluster
 from omni_async.runtime.inputs import RunInputs

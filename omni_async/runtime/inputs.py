@@ -9,8 +9,8 @@ from pathlib import Path
 from omni_async.checkpoint.statement import Change
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
-from omni_async.families import PipelineFamily
 from omni_async.performance.profile import Profile
+from omni_async.plugins.families import PipelineFamily
 from omni_async.types import Prompt
 
 

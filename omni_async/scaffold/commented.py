@@ -9,7 +9,7 @@ from typing import Any
 from omni_async.config.describe import description, walk
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import to_yaml
-from omni_async.families import SamplingSpec
+from omni_async.plugins.families import SamplingSpec
 
 _WIDTH = 116
 

@@ -15,7 +15,7 @@ from omni_async.config import ConfigError, schema
 from omni_async.config.hub import downloaded
 from omni_async.config.load import family_of
 from omni_async.data.prompts import load_prompts
-from omni_async.families import PipelineFamily, SamplingSpec, find_family
+from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.rewards import registry
 from omni_async.types import Prompt
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from omni_async.algorithms.registry import Objective
-from omni_async.families import PipelineFamily, SamplingSpec
+from omni_async.plugins.families import PipelineFamily, SamplingSpec
 
 S = 2  # with devices for every role
 _STEPS, _WINDOW = 10, 2

@@ -29,7 +29,7 @@ from omni_async.config.reading import OutsideError, is_within, read_file, requir
 from omni_async.data.image_files import one_line, prompt_image
 from omni_async.data.media_files import SUFFIXES, part_of
 from omni_async.data.prompts import load_prompts, parse_object
-from omni_async.families import PARTS
+from omni_async.plugins.families import PARTS
 from omni_async.scoring.tables import LEADS_OUT, rows
 from omni_async.scoring.tables import SUFFIXES as _TABLES
 from omni_async.types import Prompt

@@ -22,7 +22,7 @@ from omni_async.algorithms.kinds import sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config
-from omni_async.families import SamplingSpec
+from omni_async.plugins.families import SamplingSpec
 from omni_async.policy import modalities_of
 from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.training.device import send

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from omni_async.families import EncodedText
+from omni_async.plugins.families import EncodedText
 from pipelines.sampling import ImageSampling, clip_texts, read_config
 
 

@@ -2,7 +2,7 @@
 
 Importing this package imports no torch."""
 
-from omni_async.families import PipelineFamily
+from omni_async.plugins.families import PipelineFamily
 from pipelines.ltx_2.sampling import LTX2Sampling
 
 FAMILY = PipelineFamily(

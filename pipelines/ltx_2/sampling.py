@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from omni_async.config.section import doc
-from omni_async.families import EncodedText, MediaShape, SamplingSpec
+from omni_async.plugins.families import EncodedText, MediaShape, SamplingSpec
 from pipelines.sampling import other_layout, read_config, require_frames
 
 SPATIAL, TEMPORAL = 32, 8  # pixels, and frames after the first, that become one latent of the video

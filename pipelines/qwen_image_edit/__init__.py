@@ -2,7 +2,7 @@
 
 Importing this package imports no torch."""
 
-from omni_async.families import PipelineFamily
+from omni_async.plugins.families import PipelineFamily
 from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 
 FAMILY = PipelineFamily(

@@ -2,7 +2,7 @@
 
 Importing this package imports no torch."""
 
-from omni_async.families import PipelineFamily
+from omni_async.plugins.families import PipelineFamily
 from pipelines.wan2_2.sampling import Wan22Sampling
 
 # ComfyUI calls layers as the model's authors do.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from omni_async.families import EncodedText, MediaShape, SamplingSpec
+from omni_async.plugins.families import EncodedText, MediaShape, SamplingSpec
 from pipelines.sampling import read_config, require_frames
 
 TEMPORAL = 4  # frames that become one latent frame, after the first

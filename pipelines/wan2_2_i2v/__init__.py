@@ -2,7 +2,7 @@
 
 Importing this package imports no torch."""
 
-from omni_async.families import PipelineFamily
+from omni_async.plugins.families import PipelineFamily
 from pipelines.wan2_2 import COMFYUI_LAYERS
 from pipelines.wan2_2_i2v.sampling import Wan22I2VSampling
 

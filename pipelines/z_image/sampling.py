@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
-from omni_async.families import EncodedText
+from omni_async.plugins.families import EncodedText
 from pipelines.sampling import ImageSampling, read_config
 
 CAPTION_TOKENS = 32  # a caption takes a multiple of so many positions

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from wrong_combinations import DPO, OFFLINE, RIGHT, WRONG
 
-from omni_async import entry_points as lookup
 from omni_async.algorithms import registry
 from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
 from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, nft_decay, objective_names
 from omni_async.algorithms.validation import problems
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
+from omni_async.plugins import entry_points as lookup
 from omni_async.preflight.listing import listing
 from tests.config.recipe import MINIMAL, load_text
 

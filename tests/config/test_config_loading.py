@@ -21,7 +21,7 @@ from omni_async.config.algorithm import Correction
 from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of, inputs_of
 from omni_async.config.redact import is_secret_key
-from omni_async.families import PipelineFamily, SamplingSpec, family_names, find_family
+from omni_async.plugins.families import PipelineFamily, SamplingSpec, family_names, find_family
 from tests.patience import PATIENCE
 
 

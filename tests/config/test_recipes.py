@@ -14,7 +14,7 @@ from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
-from omni_async.families import MediaShape, find_family
+from omni_async.plugins.families import MediaShape, find_family
 from omni_async.rewards import registry as scorers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from omni_async.config import Config
 from omni_async.control.seeds import PromptStream, derive, draw_window
 from omni_async.data.prompts import load_prompts
-from omni_async.families import find_family
+from omni_async.plugins.families import find_family
 from omni_async.policy import load_policy
 from omni_async.rewards import registry
 from omni_async.rewards.base import shown_to

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from omni_async.config import ConfigError, load
-from omni_async.families import family_names, find_family
+from omni_async.plugins.families import family_names, find_family
 from omni_async.preflight.check import preflight
 from tests.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
 

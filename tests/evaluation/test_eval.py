@@ -18,7 +18,7 @@ from omni_async.evaluation.results import Failed, compare, show
 from omni_async.evaluation.scores import record
 from omni_async.evaluation.settings import Settings
 from omni_async.evaluation.statistics import clustered_mean, paired_test
-from omni_async.families import find_family
+from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import Score
 from tests.config.recipe import MINIMAL, load_text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni_async.families import find_family
+from omni_async.plugins.families import find_family
 from tests.export.export_world import computed_elsewhere, exported, trained_run
 from tests.pipelines.families import FAMILIES, Family
 

@@ -14,8 +14,8 @@ from omni_async.aio.clock import WallClock
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Reward
 from omni_async.data.image_files import read_prompt_image
-from omni_async.families import find_family
 from omni_async.media import Media
+from omni_async.plugins.families import find_family
 from omni_async.preflight import scorers
 from omni_async.preflight.check import preflight
 from omni_async.rewards.base import WrongScorer

@@ -17,8 +17,8 @@ from omni_async import accelerator
 from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.control.control_state import ControlState
-from omni_async.families import MediaShape, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
+from omni_async.plugins.families import MediaShape, SamplingSpec, find_family
 from omni_async.preflight import check as module
 from omni_async.preflight import devices
 from omni_async.preflight.check import preflight

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from omni_async.cli import main
 from omni_async.config import ConfigError
-from omni_async.families import EncodedText
+from omni_async.plugins.families import EncodedText
 from omni_async.preflight import prompt_limits
 from omni_async.preflight.prompt_limits import PromptLimits
 from omni_async.types import Prompt

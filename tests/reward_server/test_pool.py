@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
+from omni_async.plugins.services import ServiceSite
 from omni_async.reward_server.pool import PoolService
-from omni_async.services import ServiceSite
 from tests.configs import build
 from tests.ports import listening_at
 from tests.reward_server.serving_world import RECORDER

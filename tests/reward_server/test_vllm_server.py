@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from omni_async.config.stages import Resources, Reward, Server
+from omni_async.plugins.services import ServiceSite
 from omni_async.reward_server import vllm_server
 from omni_async.reward_server.vllm_server import ServerNotStarted, VllmServer
 from omni_async.rewards import model_servers
 from omni_async.rewards.addresses import KnownAddresses, urls_of
 from omni_async.rewards.base import ScoreError
-from omni_async.services import ServiceSite
 from tests.loops import settle
 from tests.moved_clock import move_clock, on_a_moved_clock
 from tests.patience import PATIENCE

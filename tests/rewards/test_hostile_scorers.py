@@ -18,7 +18,7 @@ import pytest
 from omni_async.aio.clock import WallClock
 from omni_async.config import schema
 from omni_async.config.schema import Reward
-from omni_async.families import MediaShape
+from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.guard import Failure, _failed

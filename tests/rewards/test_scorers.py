@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omni_async import entry_points as lookup
 from omni_async.config import schema
-from omni_async.families import MediaShape
 from omni_async.media import Media
+from omni_async.plugins import entry_points as lookup
+from omni_async.plugins.families import MediaShape
 from omni_async.reward_formula import NoReward
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError

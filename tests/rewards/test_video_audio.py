@@ -11,8 +11,8 @@ import torch
 from transformers import PeAudioFeatureExtractor, PeAudioVideoConfig, PeAudioVideoModel, PeVideoVideoProcessor
 
 from omni_async.config import schema
-from omni_async.families import MediaShape
 from omni_async.media import Media
+from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt

@@ -13,9 +13,9 @@ import torch
 from torch.testing import assert_close
 
 from omni_async.config.schema import Emulated
-from omni_async.families import MediaShape, SamplingSpec
 from omni_async.media import require_media
 from omni_async.performance.profile import Payload, Profile, ServiceTime
+from omni_async.plugins.families import MediaShape, SamplingSpec
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes, StepTimes
 from omni_async.rollout.stepping import ZeroVelocity, flat_media

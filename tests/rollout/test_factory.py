@@ -8,8 +8,8 @@ import torch
 
 from omni_async.config import with_spec
 from omni_async.config.schema import Config, Placement, Resources
-from omni_async.families import find_family
 from omni_async.performance.profile import NOTHING, Profile
+from omni_async.plugins.families import find_family
 from omni_async.rollout.emulated import EmulatedEngine, ReplayedTimes
 from omni_async.rollout.factory import build_engine
 from tests.configs import build

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("vllm_omni")
 
 from omni_async.config.engine_args import SET_BY_THE_RUN
-from omni_async.families import find_family
+from omni_async.plugins.families import find_family
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
 from omni_async.rollout.vllm_omni_engine import VllmOmniEngine

@@ -36,7 +36,7 @@ class RemoteEngine:
 
 class _Server:
     def __init__(self, checkpoint: str, family: str, options: dict[str, Any]) -> None:
-        from omni_async.families import find_family
+        from omni_async.plugins.families import find_family
         from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
 
         found = msgspec.structs.replace(find_family(family), vllm_extension=EXTENSION)

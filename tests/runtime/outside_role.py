@@ -8,7 +8,7 @@ import os
 from typing import Annotated, Literal
 
 from omni_async.config.section import Section, doc
-from omni_async.services import Service, ServiceRole, ServiceSite
+from omni_async.plugins.services import Service, ServiceRole, ServiceSite
 
 
 class CounterSettings(Section, kw_only=True, frozen=True):

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from omni_async.config import load
+from omni_async.plugins.programs import RolloutProgram
 from omni_async.preflight.check import preflight
-from omni_async.programs import RolloutProgram
 from omni_async.runtime import builders
 from omni_async.store import LocalStore
 from omni_async.worker import Worker

@@ -20,7 +20,7 @@ from omni_async.algorithms.registry import objective_names
 from omni_async.config import load
 from omni_async.config.describe import description, walk
 from omni_async.config.schema import Config
-from omni_async.families import find_family
+from omni_async.plugins.families import find_family
 from omni_async.preflight.check import preflight
 from omni_async.scaffold import init as scaffold
 from omni_async.scaffold.asking import Defaults, TerminalPrompts, build_asking

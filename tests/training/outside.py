@@ -15,9 +15,9 @@ from torch import Tensor
 
 from omni_async.algorithms.kinds import Kind
 from omni_async.algorithms.registry import Objective
-from omni_async.backends import Backend
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.section import Section, doc
+from omni_async.plugins.backends import Backend
 from omni_async.training.groups import GroupBatch, Needs, check_group
 from omni_async.training.model import ModuleBackend
 from omni_async.training.optimizer import gradients

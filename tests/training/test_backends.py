@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from omni_async.backends import find_backend
 from omni_async.config.schema import Config
+from omni_async.plugins.backends import find_backend
 from omni_async.training.engine import TrainEngine
 from omni_async.training.model import compile_layers, repeated_layers
 from omni_async.weights.buckets import unpack

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from omni_async.entry_points import find_registered, registered_names
+from omni_async.plugins.entry_points import find_registered, registered_names
 
 GROUP = "omni_async.pipelines"
 PARTS = ("image", "video", "audio")  # of media

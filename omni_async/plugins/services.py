@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from omni_async.entry_points import find_registered, load_named, registered_names
+from omni_async.plugins.entry_points import find_registered, load_named, registered_names
 from omni_async.worker import BUILT_IN_ROLES
 
 GROUP = "omni_async.roles"
