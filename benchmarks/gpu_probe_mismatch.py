@@ -23,8 +23,8 @@ from benchmarks.gpu_probe_bench import Bench
 from benchmarks.gpu_probe_machine import flash_attention_3
 from benchmarks.gpu_probe_model import compile_blocks
 from benchmarks.gpu_probe_run import Report, Settings
-from omni_async.components import compute_velocity
-from omni_async.sde.transitions import log_prob, transition
+from omni_async.diffusion.components import compute_velocity
+from omni_async.diffusion.sde.transitions import log_prob, transition
 from omni_async.training.model import repeated_layers
 
 _NOISE_LEVEL = 1.2  # the recipe's

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.gpu_probe_bench import Bench
 from benchmarks.gpu_probe_run import Report, Settings
-from omni_async.components import compute_velocity
+from omni_async.diffusion.components import compute_velocity
 from omni_async.training.flops import FlopMeter
 from omni_async.training.model import repeated_layers
 

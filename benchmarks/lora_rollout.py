@@ -26,10 +26,10 @@ from torch import nn
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.checkpoints import tiny_checkpoint
 from omni_async.bench.result import Machine, Spread, describe_machine, spread
-from omni_async.components import named_parameters
 from omni_async.config.schema import Lora
+from omni_async.diffusion.components import named_parameters
+from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.families import PipelineFamily, find_family
-from omni_async.policy import load_policy
 from omni_async.rollout.base import RolloutEngine
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.training.auxiliary import add_adapters

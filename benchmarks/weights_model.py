@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_async.config import Config, with_spec
+from omni_async.diffusion.sde.schedules import linear
 from omni_async.media import Media
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
-from omni_async.sde.schedules import linear
 from omni_async.types import Prompt
 
 SIZED = PipelineFamily("sized", "benchmarks.weights_model:SizedPolicy", "", SamplingSpec)
@@ -40,8 +40,8 @@ def sized_config(
 
 
 class SizedPolicy:
-    """An `omni_async.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256 kB up to
-    20 MB and of 4 MB beyond. The transformer loaded last is kept, so that it can be changed from outside."""
+    """An `omni_async.diffusion.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256
+    kB up to 20 MB and of 4 MB beyond. The transformer loaded last is kept, so that it can be changed from outside."""
 
     components: tuple[str, ...] = ("transformer",)
     sequence_plan: None = None

@@ -19,12 +19,12 @@ from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rank import Rank
 from omni_async.aio.clock import WallClock
-from omni_async.components import named_parameters
 from omni_async.config import Config
 from omni_async.control.requests import RequestFactory
+from omni_async.diffusion.components import named_parameters
+from omni_async.diffusion.policy import load_policy
 from omni_async.layout import ParallelLayout
 from omni_async.plugins.families import PipelineFamily
-from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
 from omni_async.runtime.on_ray.store import RayStore

@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.components import Rule, stack_rows
+from omni_async.diffusion.components import Rule, stack_rows
+from omni_async.diffusion.policy import SequencePlan
 from omni_async.media import Media, require_media
-from omni_async.policy import SequencePlan
 from omni_async.types import Prompt
 
 
@@ -125,7 +125,7 @@ def latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class DiffusersPolicy(ABC):
-    """What is the same of every `omni_async.policy.Policy` whose parts are models of diffusers and transformers.
+    """A base class for every `Policy` whose parts are models of diffusers and transformers.
 
     A sample's conditioning has each tensor of `text_rules` as `prompt_<name>` and, if it is guided, also as
     `negative_prompt_<name>`; those of `shared_rules`, which both branches read, it has once, as `<name>`.
@@ -134,7 +134,7 @@ class DiffusersPolicy(ABC):
     parts: the other parts as `module.Class`, by folder, which is also their argument of `codec`.
     float32_parts: the parts that vLLM-Omni loads in float32, whatever the engine's dtype.
     codec: class of the family's codec.
-    text_rules: how the tensors of a text are stacked (`omni_async.components.stack_rows`).
+    text_rules: how the tensors of a text are stacked (`omni_async.diffusion.components.stack_rows`).
     shared_rules: how those are that do not depend on the text, such as an image's.
     guidance: key of the spec that has the scale of classifier-free guidance."""
 
@@ -155,7 +155,7 @@ class DiffusersPolicy(ABC):
 
     @abstractmethod
     def latent_shape(self, spec: Any) -> tuple[int, ...]:
-        """See `omni_async.policy.Policy`."""
+        """See `omni_async.diffusion.policy.Policy`."""
 
     @abstractmethod
     def inputs(self, latents: Tensor, sigma: Tensor, text: dict[str, Any], spec: Any) -> dict[str, Any]:
@@ -293,7 +293,7 @@ class DiffusersPolicy(ABC):
 
 
 class DiffusersCodec(ABC):
-    """What is the same of every `omni_async.policy.Codec` around a VAE and text encoders.
+    """What is the same of every `omni_async.diffusion.policy.Codec` around a VAE and text encoders.
 
     The parts may be diffusers' or vLLM-Omni's: they have the same interface. Those that are models move to a device.
 
@@ -340,11 +340,11 @@ class DiffusersCodec(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor, spec: Any) -> list[Media]:
-        """See `omni_async.policy.Codec`."""
+        """See `omni_async.diffusion.policy.Codec`."""
 
     @abstractmethod
     def encode_media(self, media: list[Media], spec: Any) -> Tensor:
-        """See `omni_async.policy.Codec`."""
+        """See `omni_async.diffusion.policy.Codec`."""
 
 
 class ImageCodec(DiffusersCodec):

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_async.config.schema import Config
+from omni_async.diffusion.policy import Policy
+from omni_async.diffusion.sde.transitions import ode_step, take_step
 from omni_async.layout import ParallelLayout
-from omni_async.policy import Policy
-from omni_async.sde.transitions import ode_step, take_step
 from omni_async.training.groups import GroupBatch
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -71,7 +71,7 @@ def load_model(policy: Policy, dtype: torch.dtype = torch.float32) -> nn.ModuleD
 
 
 class TinyPolicy:
-    """See `omni_async.policy.Policy`; `path` is the seed of the weights."""
+    """See `omni_async.diffusion.policy.Policy`; `path` is the seed of the weights."""
 
     def __init__(self, path: str = "0") -> None:
         self.path = path

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from omni_async.components import stack_rows
+from omni_async.diffusion.components import stack_rows
 
 
 def row(length: int) -> TensorDict:

@@ -19,9 +19,9 @@ from aiohttp.test_utils import TestServer
 from omni_async import cli
 from omni_async.config import load, resolved_yaml
 from omni_async.config.schema import Reward
+from omni_async.diffusion.policy import load_policy
 from omni_async.media import Media
 from omni_async.plugins.families import find_family
-from omni_async.policy import load_policy
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage
 from omni_async.rewards.loaded import LoadedReward

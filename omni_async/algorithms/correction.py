@@ -43,8 +43,8 @@ class Drift:
     """The drift of N samples x W trained steps.
 
     `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
-    `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the step in
-    nats, where the behaviour means are known.
+    `omni_async.diffusion.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the
+    step in nats, where the behaviour means are known.
 
     Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
     `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or

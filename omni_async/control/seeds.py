@@ -32,7 +32,7 @@ from omni_async.config import Config
 from omni_async.config.schema import WindowConfig
 from omni_async.types import Prompt, SdeWindow
 
-# How `omni_async.sde.noise` draws from a seed. Under another value the same seed has other noise.
+# How `omni_async.diffusion.sde.noise` draws from a seed. Under another value the same seed has other noise.
 NOISE = "Philox"
 
 

@@ -23,10 +23,10 @@ from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
 from omni_async.config.redact import one_line
 from omni_async.config.section import bytes_of
+from omni_async.diffusion.policy import load_policy
 from omni_async.evaluation.gallery import Gallery
 from omni_async.evaluation.models import Model, adapter_files
 from omni_async.evaluation.settings import Settings
-from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.calls import draw_calls
 from omni_async.rollout.diffusers_engine import DiffusersEngine

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from omni_async.components import compute_velocity
 from omni_async.config import Config
 from omni_async.config.section import bytes_of
+from omni_async.diffusion.components import compute_velocity
+from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy
 from omni_async.memory.amounts import GIB, Amount
 from omni_async.memory.live import LiveBytes
 from omni_async.memory.modules import Layers, nbytes
 from omni_async.memory.symbolic import META, symbolic
-from omni_async.policy import BuildsEmpty, Foreseeable, Policy
 from omni_async.worker import READER, ROLLOUT
 
 

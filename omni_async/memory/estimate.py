@@ -10,13 +10,13 @@ from omni_async.algorithms.kinds import find_kind, trajectory_fields
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line
+from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy, load_policy
 from omni_async.memory.amounts import GIB, Amount, Estimate, Shared
 from omni_async.memory.engine import MeasuredEngine, estimate_engine, estimate_reader, largest_spec
 from omni_async.memory.published import find_model
 from omni_async.memory.scorers import estimate_scorers
 from omni_async.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
 from omni_async.plugins.families import PipelineFamily
-from omni_async.policy import BuildsEmpty, Foreseeable, Policy, load_policy
 
 TEXT_TOKENS = 128
 _CONTEXT = int(0.7 * GIB)

@@ -17,6 +17,7 @@ from omni_async.algorithms.kinds import find_kind, num_draws, sde_of, trajectory
 from omni_async.algorithms.registry import Objective, find_objective, stored_policies
 from omni_async.config import Config
 from omni_async.config.schema import Lora
+from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy
 from omni_async.layout import ParallelLayout
 from omni_async.memory.amounts import GIB, Amount
 from omni_async.memory.engine import largest_spec
@@ -24,7 +25,6 @@ from omni_async.memory.live import LiveBytes
 from omni_async.memory.modules import Layers, numel
 from omni_async.memory.symbolic import META, symbolic
 from omni_async.plugins.backends import find_backend
-from omni_async.policy import BuildsEmpty, Foreseeable, Policy
 from omni_async.training.auxiliary import inject_adapters
 from omni_async.training.backends.fsdp2 import cast_inputs
 from omni_async.training.groups import GroupBatch

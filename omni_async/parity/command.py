@@ -138,8 +138,8 @@ def _of_recipe(path: Path, overrides: list[str]) -> tuple[PipelineFamily, tuple[
 
 
 def _compared(family: PipelineFamily, case: Case, path: str, engines: Sequence[str]) -> Iterator[Row]:
+    from omni_async.diffusion.policy import load_policy
     from omni_async.parity.model import Subject, check_model
-    from omni_async.policy import load_policy
 
     subject = Subject(case, path, load_policy(family, path))
     yield from check_model(subject)

@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from omni_async.components import named_parameters
+from omni_async.diffusion.components import named_parameters
+from omni_async.diffusion.sde.noise import initial_noise
+from omni_async.diffusion.sde.transitions import log_prob, nats_per_log_prob, transition
 from omni_async.parity.case import STEPS
 from omni_async.parity.model import DRAWN, ROUNDING, Subject, difference, media_difference, target_layers
 from omni_async.parity.table import Found, Row, failed
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
-from omni_async.sde.noise import initial_noise
-from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
 from omni_async.types import SampleRequest, SdeWindow, WeightManifest
 from omni_async.weights.buckets import BucketSet
 from omni_async.weights.digest import Bucket, digest

@@ -14,15 +14,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.components import compute_velocity, named_parameters
+from omni_async.diffusion.components import compute_velocity, named_parameters
+from omni_async.diffusion.policy import Codec, Policy
+from omni_async.diffusion.sde.noise import initial_noise
+from omni_async.diffusion.sde.transitions import log_prob, nats_per_log_prob, transition
 from omni_async.media import Media, require_media
 from omni_async.parity.case import STEPS, Case, Upstream
 from omni_async.parity.layers import first_difference, recorded
 from omni_async.parity.table import Found, Row, measure
 from omni_async.plugins.families import SamplingSpec
-from omni_async.policy import Codec, Policy
-from omni_async.sde.noise import initial_noise
-from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
 
 DRAWN = 1e-4  # of latents after all steps
 ROUNDING = 1e-5  # of one step

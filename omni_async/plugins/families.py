@@ -121,9 +121,9 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     prompt may carry (its codec reads them by `omni_async.data.image_files.read_prompt_image`), and `needs_images` says
     that it must carry one; `attention_heads` is the
     key of a component's config.json with the number of its attention heads, None where ranks cannot share a row's
-    tokens (`omni_async.policy.SequencePlan`); `comfyui_layers` are (pattern, replacement) that make ComfyUI's name of a
-    denoiser's layer, of which the first that matches the whole name counts (none: it has no LoRA layout for these
-    layers that is a renaming); `parity` is the `module:NAME` of the tuple of its
+    tokens (`omni_async.diffusion.policy.SequencePlan`); `comfyui_layers` are (pattern, replacement) that make ComfyUI's
+    name of a denoiser's layer, of which the first that matches the whole name counts (none: it has no LoRA layout for
+    these layers that is a renaming); `parity` is the `module:NAME` of the tuple of its
     `omni_async.parity.case.Case`s."""
 
     name: str

@@ -36,9 +36,9 @@ class Trajectory:
 
     `tensors`, batch size [], holds what the request's `fields` asked for, of:
       latents (W + 1, *shape) float32: before the first trained step, and after each one
-      log_probs (W,) float64: mean over latent elements, as `omni_async.sde` defines it for the request's kind
+      log_probs (W,) float64: mean over latent elements, as `omni_async.diffusion.sde` defines it for the request's kind
       modality_log_probs (W, M) float64: the same of each modality alone, where a sample has M of them
-        (`omni_async.policy.HasModalities`); comes with log_probs
+        (`omni_async.diffusion.policy.HasModalities`); comes with log_probs
       means (W, *shape) float32: transition means under the policy that took the step
       final (*shape) float32: the last latents, those the media were decoded from
       conditioning: a nested TensorDict, the policy's

@@ -22,8 +22,8 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.aio.threads import in_daemon_thread
-from omni_async.components import compute_velocity, named_parameters
-from omni_async.policy import Codec, Policy, modalities_of
+from omni_async.diffusion.components import compute_velocity, named_parameters
+from omni_async.diffusion.policy import Codec, Policy, modalities_of
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, adapted_weights, take_in
 from omni_async.rollout.stepping import ConditioningCache, InFlight, check_request, take_steps

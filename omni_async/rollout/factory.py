@@ -7,9 +7,9 @@ from __future__ import annotations
 from omni_async.accelerator import require_accelerator
 from omni_async.config.schema import Config
 from omni_async.config.section import bytes_of
+from omni_async.diffusion.policy import load_policy
 from omni_async.performance.profile import Profile
 from omni_async.plugins.families import PipelineFamily
-from omni_async.policy import load_policy
 from omni_async.rollout.base import RolloutEngine
 
 

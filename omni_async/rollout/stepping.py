@@ -18,14 +18,14 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.algorithms.registry import TRAJECTORY_FIELDS
+from omni_async.diffusion.policy import Codec, HasEncoders, ReadsLess
+from omni_async.diffusion.sde.noise import initial_noise, step_noise
+from omni_async.diffusion.sde.schedules import linear
+from omni_async.diffusion.sde.transitions import KINDS, log_prob_by_part, step_mixed, transition
 from omni_async.media import Media
 from omni_async.plugins.families import SamplingSpec
-from omni_async.policy import Codec, HasEncoders, ReadsLess
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.offload import Offloaded
-from omni_async.sde.noise import initial_noise, step_noise
-from omni_async.sde.schedules import linear
-from omni_async.sde.transitions import KINDS, log_prob_by_part, step_mixed, transition
 from omni_async.types import SampleRequest
 from omni_async.version_spans import VersionSpans
 
@@ -55,7 +55,7 @@ class InFlight:
     """A sample in flight.
 
     `latents` (*shape) float32 on `device` is its present state; `step` the denoising step it takes next. `modalities`:
-    `omni_async.policy.modalities_of` it."""
+    `omni_async.diffusion.policy.modalities_of` it."""
 
     def __init__(
         self,

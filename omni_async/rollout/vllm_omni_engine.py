@@ -18,8 +18,8 @@ from tensordict import TensorDict
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line
+from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.families import PipelineFamily
-from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, take_in
 from omni_async.rollout.stepping import check_request

@@ -27,9 +27,9 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.errors import OmniClientError
 
-from omni_async.components import compute_velocity, named_parameters
+from omni_async.diffusion.components import compute_velocity, named_parameters
+from omni_async.diffusion.policy import Codec, Policy, modalities_of
 from omni_async.plugins.families import SamplingSpec
-from omni_async.policy import Codec, Policy, modalities_of
 from omni_async.rollout.base_weights import BaseWeights
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps

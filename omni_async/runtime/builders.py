@@ -30,10 +30,10 @@ from omni_async.config import Config
 from omni_async.config.redact import with_secrets
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
+from omni_async.diffusion.policy import load_policy
 from omni_async.layout import ParallelLayout
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import Service, ServiceSite, find_service
-from omni_async.policy import load_policy
 from omni_async.rollout.calls import Program
 from omni_async.runtime.inputs import RunInputs
 from omni_async.store import ObjectStore

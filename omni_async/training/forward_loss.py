@@ -24,8 +24,8 @@ from omni_async.algorithms.objectives.forward import draw_sigmas, noised
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.config.algorithm import Forward
 from omni_async.config.schema import Config
-from omni_async.policy import Policy
-from omni_async.sde.noise import generator_of, standard_normal
+from omni_async.diffusion.policy import Policy
+from omni_async.diffusion.sde.noise import generator_of, standard_normal
 from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, Needs, check_group
 from omni_async.training.row_loss import LossOfObjective

@@ -18,8 +18,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.config.schema import Rollout
+from omni_async.diffusion.policy import Policy
 from omni_async.plugins.families import SamplingSpec
-from omni_async.policy import Policy
 
 # Of tensors that are not float32. A log-ratio needs digits that a mean log-prob in float32 lacks (`sde.transitions`).
 _DTYPES = {"steps": torch.int64, "log_probs": torch.float64, "modality_log_probs": torch.float64}

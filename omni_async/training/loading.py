@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni_async.config.load import read_model_json
-from omni_async.policy import BuildsEmpty, Policy
+from omni_async.diffusion.policy import BuildsEmpty, Policy
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import diffusers_name, is_injected_adapter
 from omni_async.weights.shards import own_slices

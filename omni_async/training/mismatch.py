@@ -20,7 +20,7 @@ class Rows:
     """R rows under engine and trainer.
 
     nats (R,) float64: L, the log-ratio of the whole sample, trainer to engine.
-    nats_per_velocity (R,) float64: f of the rows' transitions (`omni_async.sde.transitions.Transition`).
+    nats_per_velocity (R,) float64: f of the rows' transitions (`omni_async.diffusion.sde.transitions.Transition`).
     velocity (R, ...): the trainer's.
     num_elements: D, the latent elements of a sample.
     steps: the denoising step of each row.

@@ -22,9 +22,9 @@ from omni_async.algorithms.kinds import sde_of
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config
+from omni_async.diffusion.policy import modalities_of
+from omni_async.diffusion.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.plugins.families import SamplingSpec
-from omni_async.policy import modalities_of
-from omni_async.sde.transitions import Transition, log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, calls_of, check_group, find_step
 from omni_async.training.mismatch import Rows, clipped_rows, record_mismatch

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.algorithms.kinds import num_trained
-from omni_async.policy import Policy
-from omni_async.sde.noise import generator_of
+from omni_async.diffusion.policy import Policy
+from omni_async.diffusion.sde.noise import generator_of
 from omni_async.training.device import send
 from omni_async.training.groups import GroupBatch, MicroBatch, Needs, find_step
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from omni_async.sde.schedules import scheduler_sigmas
+from omni_async.diffusion.sde.schedules import scheduler_sigmas
 from pipelines.flux.sampling import FluxSampling
 from pipelines.parts import DiffusersPolicy, ImageCodec, latent_grid, pack_patches, unpack_patches
 from pipelines.sampling import read_config
@@ -22,7 +22,7 @@ DEFAULT_GUIDANCE = 3.5
 
 
 class FluxCodec(ImageCodec):
-    """A codec, see `omni_async.policy.Codec`.
+    """A codec, see `omni_async.diffusion.policy.Codec`.
 
     It calls the encoders itself: vLLM-Omni's T5 takes other arguments than the one that diffusers' pipeline calls."""
 
@@ -50,7 +50,7 @@ class FluxCodec(ImageCodec):
 
 
 class FluxPolicy(DiffusersPolicy):
-    """A policy, see `omni_async.policy.Policy`.
+    """A policy, see `omni_async.diffusion.policy.Policy`.
 
     Conditioning: `embeds` (max_sequence_length, E) and `pooled` (P,) of the prompt and the negative one."""
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from omni_async.diffusion.sde.schedules import refuse_options, scheduler_sigmas
 from omni_async.media import Media
-from omni_async.sde.schedules import refuse_options, scheduler_sigmas
 from pipelines.hunyuan_video_15.sampling import SPATIAL, TEMPORAL, HunyuanVideo15Sampling
 from pipelines.parts import DiffusersCodec, DiffusersPolicy, as_videos, latent_grid, stack_pixels
 from pipelines.sampling import read_config
 
 
 class HunyuanVideo15Codec(DiffusersCodec):
-    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts."""
+    """A codec, see `omni_async.diffusion.policy.Codec`, around diffusers' pipeline, which encodes prompts."""
 
     def __init__(self, *, vae: Any, **text_parts: Any) -> None:
         from diffusers import HunyuanVideo15Pipeline
@@ -62,7 +62,7 @@ def _without_padding(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class HunyuanVideo15Policy(DiffusersPolicy):
-    """A policy, see `omni_async.policy.Policy`.
+    """A policy, see `omni_async.diffusion.policy.Policy`.
 
     Conditioning: `embeds` (L, E) and `mask` (L,) of the prompt and the negative one, and in the same way `glyphs` and
     `glyph_mask` of the texts to be drawn; of none, one row of zeros that is masked."""

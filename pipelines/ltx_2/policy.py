@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from omni_async.diffusion.sde.schedules import scheduler_sigmas
 from omni_async.media import Media
-from omni_async.sde.schedules import scheduler_sigmas
 from pipelines.ltx_2.sampling import MEL_RATE, VOCODER_RATE, LTX2Sampling
 from pipelines.parts import DiffusersCodec, DiffusersPolicy, stack_pixels, to_uint8
 from pipelines.sampling import read_config
@@ -28,7 +28,7 @@ _WINDOW, _LEAST = 1024, 1e-5
 
 
 class LTX2Codec(DiffusersCodec):
-    """The `omni_async.policy.Codec` of LTX-2: Gemma3 and its connectors, a VAE for each modality, and a vocoder."""
+    """A `Codec` for LTX-2: Gemma3 and its connectors, a VAE for each modality, and a vocoder."""
 
     decoders = ("audio_vae", "vocoder")
 
@@ -109,7 +109,7 @@ def _log_mel(sounds: Tensor, config: Any) -> Tensor:
 
 
 class LTX2Policy(DiffusersPolicy):
-    """The `omni_async.policy.Policy` of LTX-2.
+    """The `omni_async.diffusion.policy.Policy` of LTX-2.
 
     Conditioning: `embeds` and `audio_embeds` (max_sequence_length, E) of the prompt and the negative one. Nothing of
     them is masked: registers stand where padding was."""

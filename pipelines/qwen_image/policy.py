@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from omni_async.diffusion.policy import SequencePlan
+from omni_async.diffusion.sde.schedules import scheduler_sigmas
 from omni_async.media import Media
-from omni_async.policy import SequencePlan
-from omni_async.sde.schedules import scheduler_sigmas
 from pipelines import single_frame
 from pipelines.parts import (
     DiffusersCodec,
@@ -34,7 +34,7 @@ PATCH = 2
 
 
 class QwenImageCodec(DiffusersCodec):
-    """The `omni_async.policy.Codec` of Qwen-Image.
+    """The `omni_async.diffusion.policy.Codec` of Qwen-Image.
 
     sees_images: whether prompts carry images; without, the text encoder's vision tower would only take memory."""
 
@@ -94,7 +94,7 @@ class QwenImageCodec(DiffusersCodec):
 
 
 class QwenImagePolicy(DiffusersPolicy):
-    """The `omni_async.policy.Policy` of Qwen-Image.
+    """The `omni_async.diffusion.policy.Policy` of Qwen-Image.
 
     Conditioning: `embeds` (L, E) and `mask` (L,) bool of the prompt and the negative one. Texts are padded on the right
     with zeros and a False mask; text positions count from the left, so padding moves no rotary position."""

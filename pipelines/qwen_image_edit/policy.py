@@ -16,8 +16,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.components import Rule
 from omni_async.data.image_files import read_prompt_image
+from omni_async.diffusion.components import Rule
 from omni_async.types import Prompt, PromptImage
 from pipelines.parts import make_conditioning, pack_patches
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class QwenImageEditCodec(QwenImageCodec):
-    """The `omni_async.policy.Codec` of Qwen-Image-Edit."""
+    """The `omni_async.diffusion.policy.Codec` of Qwen-Image-Edit."""
 
     sees_images = True
     text_settings: ClassVar = (*QwenImageCodec.text_settings, "image_area")
@@ -75,7 +75,7 @@ class QwenImageEditCodec(QwenImageCodec):
 
 
 class QwenImageEditPolicy(QwenImagePolicy):
-    """The `omni_async.policy.Policy` of Qwen-Image-Edit.
+    """The `omni_async.diffusion.policy.Policy` of Qwen-Image-Edit.
 
     Conditioning: that of Qwen-Image, and `image` (rows, columns, C), the tokens of the prompt's image, none without."""
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from omni_async.policy import OwnExchange, SequencePlan
-from omni_async.sde.schedules import OTHER_SCHEDULES, refuse_options, static_shift
+from omni_async.diffusion.policy import OwnExchange, SequencePlan
+from omni_async.diffusion.sde.schedules import OTHER_SCHEDULES, refuse_options, static_shift
 from pipelines.parts import DiffusersPolicy, ImageCodec, latent_grid
 from pipelines.sampling import read_config
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
@@ -23,7 +23,7 @@ CLIP_TOKENS = 77
 
 
 class StableDiffusion3Codec(ImageCodec):
-    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts."""
+    """A codec, see `omni_async.diffusion.policy.Codec`, around diffusers' pipeline, which encodes prompts."""
 
     def __init__(self, *, vae: Any, **text_parts: Any) -> None:
         from diffusers import StableDiffusion3Pipeline
@@ -44,7 +44,7 @@ class StableDiffusion3Codec(ImageCodec):
 
 
 class StableDiffusion3Policy(DiffusersPolicy):
-    """A policy, see `omni_async.policy.Policy`.
+    """A policy, see `omni_async.diffusion.policy.Policy`.
 
     Conditioning: `embeds` (77 + max_sequence_length, E) and `pooled` (P,) of the prompt and the negative one."""
 

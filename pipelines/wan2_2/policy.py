@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from omni_async.diffusion.policy import SequencePlan
+from omni_async.diffusion.sde.schedules import static_shift
 from omni_async.media import Media
-from omni_async.policy import SequencePlan
-from omni_async.sde.schedules import static_shift
 from pipelines.parts import DiffusersCodec, DiffusersPolicy, as_videos, latent_grid, latent_statistics, stack_pixels
 from pipelines.sampling import read_config
 from pipelines.wan2_2.sampling import TEMPORAL, Wan22Sampling
@@ -25,7 +25,7 @@ HIGH, LOW = "transformer", "transformer_2"
 
 
 class Wan22Codec(DiffusersCodec):
-    """A codec, see `omni_async.policy.Codec`, around diffusers' pipeline, which encodes prompts."""
+    """A codec, see `omni_async.diffusion.policy.Codec`, around diffusers' pipeline, which encodes prompts."""
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         from diffusers import WanPipeline
@@ -61,7 +61,7 @@ class Wan22Codec(DiffusersCodec):
 
 
 class Wan22Policy(DiffusersPolicy):
-    """A policy, see `omni_async.policy.Policy`.
+    """A policy, see `omni_async.diffusion.policy.Policy`.
 
     Conditioning: `embeds` (max_sequence_length, E) of the prompt and the negative one, zeros after the text."""
 

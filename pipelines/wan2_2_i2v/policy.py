@@ -22,7 +22,7 @@ from pipelines.wan2_2_i2v.sampling import MASK, Wan22I2VSampling, require_channe
 
 
 class Wan22I2VCodec(Wan22Codec):
-    """A codec, see `omni_async.policy.Codec`, that also encodes a prompt's image, at the size of the video."""
+    """A `Codec` that also encodes a prompt's image, at the size of the video."""
 
     def conditioning_key(self, spec: Wan22I2VSampling) -> Hashable:
         return super().conditioning_key(spec), spec.height, spec.width, spec.num_frames
@@ -42,7 +42,7 @@ class Wan22I2VCodec(Wan22Codec):
 
 
 class Wan22I2VPolicy(Wan22Policy):
-    """A policy, see `omni_async.policy.Policy`.
+    """A policy, see `omni_async.diffusion.policy.Policy`.
 
     Conditioning: that of Wan2.2, and `condition` (4 + C, (F - 1) / 4 + 1, H / 8, W / 8): the mask and the image's
     latents."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_async.sde.schedules import scheduler_sigmas
+from omni_async.diffusion.sde.schedules import scheduler_sigmas
 from pipelines.parts import DiffusersPolicy, ImageCodec, latent_grid
 from pipelines.sampling import read_config
 from pipelines.z_image.sampling import PIXELS_PER_TOKEN, ZImageSampling
@@ -22,7 +22,7 @@ PATCH = 2
 
 
 class ZImageCodec(ImageCodec):
-    """A codec, see `omni_async.policy.Codec`."""
+    """A codec, see `omni_async.diffusion.policy.Codec`."""
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         super().__init__(vae=vae, text_encoder=text_encoder)
@@ -40,7 +40,7 @@ class ZImageCodec(ImageCodec):
 
 
 class ZImagePolicy(DiffusersPolicy):
-    """A policy, see `omni_async.policy.Policy`.
+    """A policy, see `omni_async.diffusion.policy.Policy`.
 
     Conditioning: `embeds` (L, E) of the prompt and the negative one, which stay as long as they are."""
 

@@ -26,7 +26,7 @@ from omni_async.algorithms.objectives.transition import (
 )
 from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.config.algorithm import Algorithm, Dppo, Guard, Mix
-from omni_async.sde.transitions import log_prob, take_step, transition
+from omni_async.diffusion.sde.transitions import log_prob, take_step, transition
 
 SHAPE = (3, 4)
 D = 12

@@ -16,12 +16,12 @@ from tensordict import TensorDict
 from omni_async.config import Config
 from omni_async.control.seeds import PromptStream, derive, draw_window
 from omni_async.data.prompts import load_prompts
+from omni_async.diffusion.policy import load_policy
+from omni_async.diffusion.sde.noise import initial_noise, step_noise
+from omni_async.diffusion.sde.transitions import log_prob, ode_step, take_step, transition
 from omni_async.plugins.families import find_family
-from omni_async.policy import load_policy
 from omni_async.rewards import registry
 from omni_async.rewards.base import shown_to
-from omni_async.sde.noise import initial_noise, step_noise
-from omni_async.sde.transitions import log_prob, ode_step, take_step, transition
 from tests.fakes import load_model
 
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omni_async.diffusion.policy import Policy, load_policy
 from omni_async.parity.case import PROMPTS as PROMPTS
 from omni_async.parity.case import STEPS as STEPS
 from omni_async.parity.case import Case
 from omni_async.parity.model import Subject
 from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import SamplingSpec, family_names, find_family
-from omni_async.policy import Policy, load_policy
 from omni_async.types import SampleRequest
 
 NAMES = [name for name in family_names() if find_family(name).policy.startswith("pipelines.")]

@@ -18,13 +18,13 @@ import torch
 
 from omni_async.cli import main
 from omni_async.data.image_files import read_prompt_image
+from omni_async.diffusion.sde.schedules import linear
 from omni_async.parity.case import Upstream
 from omni_async.parity.engine import check_engine
 from omni_async.parity.model import Subject, _idle, check_model
 from omni_async.parity.table import Row
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
-from omni_async.sde.schedules import linear
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
 from pipelines.wan2_2.policy import Wan22Policy

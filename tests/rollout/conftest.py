@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from omni_async.policy import Policy, modalities_of
+from omni_async.diffusion.policy import Policy, modalities_of
+from omni_async.diffusion.sde.transitions import log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.rollout.base import Trajectory
-from omni_async.sde.transitions import log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.types import SampleRequest, WeightManifest
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling

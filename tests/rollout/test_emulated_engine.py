@@ -13,13 +13,13 @@ import torch
 from torch.testing import assert_close
 
 from omni_async.config.schema import Emulated
+from omni_async.diffusion.sde.transitions import log_prob, transition
 from omni_async.media import require_media
 from omni_async.performance.profile import Payload, Profile, ServiceTime
 from omni_async.plugins.families import MediaShape, SamplingSpec
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes, StepTimes
 from omni_async.rollout.stepping import ZeroVelocity, flat_media
-from omni_async.sde.transitions import log_prob, transition
 from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights.snapshot import Snapshot
 from tests.rollout.conftest import make_request

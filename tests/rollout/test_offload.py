@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from omni_async.diffusion.policy import HasEncoders, load_policy
 from omni_async.plugins.families import find_family
-from omni_async.policy import HasEncoders, load_policy
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.rollout.factory import build_engine
 from omni_async.rollout.offload import Offloaded

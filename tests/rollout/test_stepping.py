@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
+from omni_async.diffusion.sde.noise import step_noise
+from omni_async.diffusion.sde.schedules import linear
 from omni_async.rollout.base import EngineError, StagedVersion
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
-from omni_async.sde.noise import step_noise
-from omni_async.sde.schedules import linear
 from omni_async.types import Prompt, SdeWindow
 from tests.rollout.conftest import make_request
 

@@ -12,9 +12,9 @@ import torch
 from omni_async.algorithms.objectives.forward import draw_sigmas
 from omni_async.config.algorithm import Forward
 from omni_async.control.seeds import derive, sample_seeds
+from omni_async.diffusion.sde.noise import generator_of, initial_noise, standard_normal, step_noise
+from omni_async.diffusion.sde.schedules import linear
 from omni_async.rollout.stepping import InFlight, take_steps
-from omni_async.sde.noise import generator_of, initial_noise, standard_normal, step_noise
-from omni_async.sde.schedules import linear
 from omni_async.training.forward_loss import make_draws
 from omni_async.training.transition_rows import trained_steps
 from tests.rollout.conftest import make_request

@@ -5,8 +5,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.sde.schedules import linear, resolution_mu, scheduler_sigmas, static_shift
-from omni_async.sde.transitions import ode_step
+from omni_async.diffusion.sde.schedules import linear, resolution_mu, scheduler_sigmas, static_shift
+from omni_async.diffusion.sde.transitions import ode_step
 
 QWEN_IMAGE = {
     "base_image_seq_len": 256,

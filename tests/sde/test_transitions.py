@@ -5,10 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_async.diffusion.sde.noise import initial_noise, step_noise
+from omni_async.diffusion.sde.schedules import linear
+from omni_async.diffusion.sde.transitions import (
+    KINDS,
+    log_prob,
+    nats_per_log_prob,
+    ode_step,
+    step_mixed,
+    take_step,
+    transition,
+)
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
-from omni_async.sde.noise import initial_noise, step_noise
-from omni_async.sde.schedules import linear
-from omni_async.sde.transitions import KINDS, log_prob, nats_per_log_prob, ode_step, step_mixed, take_step, transition
 from omni_async.types import SdeWindow
 from tests.rollout.conftest import make_request
 

@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from omni_async.components import compute_velocity
 from omni_async.config import Config
-from omni_async.policy import Policy, modalities_of
+from omni_async.diffusion.components import compute_velocity
+from omni_async.diffusion.policy import Policy, modalities_of
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.training.groups import GroupBatch

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.components import compute_velocity
 from omni_async.config import load
+from omni_async.diffusion.components import compute_velocity
 from omni_async.training.groups import MicroBatch, Needs, micro_batches
 from omni_async.training.transition_loss import sample_drifts
 from pipelines.hunyuan_video_15 import tiny as hunyuan_video_15

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from omni_async.config.schema import Lora
-from omni_async.policy import BuildsEmpty
+from omni_async.diffusion.policy import BuildsEmpty
 from omni_async.training.auxiliary import add_adapters
 from omni_async.training.loading import ShardedModel, WholeModel
 from tests.pipelines.families import FAMILIES

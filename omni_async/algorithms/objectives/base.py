@@ -19,9 +19,9 @@ class TransitionInputs:
     log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. Log-probs,
     weight and nats_per_log_prob come as float64 from the trainer, the others as float32. `old_*` belong to the policy
     the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale, nats_per_log_prob are (R,), the
-    last three as `omni_async.sde` defines them for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the log-ratio
-    of the whole sample. weight (R,) is the off-policy correction; it multiplies the policy-gradient part of the loss
-    and nothing else."""
+    last three as `omni_async.diffusion.sde` defines them for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the
+    log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies the policy-gradient part of
+    the loss and nothing else."""
 
     log_prob: Tensor
     old_log_prob: Tensor

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config
+from omni_async.diffusion.policy import BuildsEmpty, Policy
 from omni_async.layout import ParallelLayout
-from omni_async.policy import BuildsEmpty, Policy
 from omni_async.training import TrainingError
 from omni_async.training.device import init_lone_process_group
 from omni_async.training.loading import Loading, ShardedModel, WholeModel

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.policy import Policy
+from omni_async.diffusion.policy import Policy
 
 
 def named_parameters(components: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -107,7 +107,7 @@ class Policy(Protocol):
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Stack per-sample conditioning (batch size []) to one of batch size [B].
 
-        `omni_async.components.stack_rows` with the family's rule for every key."""
+        `omni_async.diffusion.components.stack_rows` with the family's rule for every key."""
 
     def blank_conditioning(self, spec: Any) -> TensorDict:
         """Make conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it.
