@@ -13,7 +13,7 @@ from benchmarks.gpu_probe_bench import STEPS, Bench
 from benchmarks.gpu_probe_run import Report, Settings
 from benchmarks.stage_profile import RECIPE
 from omni_async.config import Config, load
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 

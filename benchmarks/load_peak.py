@@ -22,8 +22,8 @@ from diffusers import QwenImageTransformer2DModel
 from benchmarks.arguments import command_parser
 from benchmarks.ranks import on_ranks
 from omni_async.algorithms.registry import find_objective
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
-from omni_async.layout import ParallelLayout
 from omni_async.training.backends.fsdp2 import Fsdp2Backend
 from omni_async.training.device import init_process_group
 from pipelines.parts import empty_part, load_part

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import ray
 
-from omni_async.role_table import BUILT_IN
+from omni_async.config.role_table import BUILT_IN
 from omni_async.runtime.on_ray.connection import reread_environment
 
 # Of all roles together: the hosts here stand for several.

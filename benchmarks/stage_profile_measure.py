@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
+from omni_async.config.layout import ParallelLayout
 from omni_async.diffusion.policy import Policy
-from omni_async.layout import ParallelLayout
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.training.engine import TrainEngine

@@ -21,9 +21,9 @@ from benchmarks.arguments import command_parser
 from benchmarks.checkpoints import tiny_checkpoint
 from benchmarks.ranks import on_ranks
 from omni_async.config import load
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import load_policy
-from omni_async.layout import ParallelLayout
 from omni_async.plugins.families import find_family
 from omni_async.training.checkpoint import begin_save, build_stager
 from omni_async.training.device import init_process_group

@@ -20,10 +20,10 @@ from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rank import Rank
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config
+from omni_async.config.layout import ParallelLayout
 from omni_async.control.requests import RequestFactory
 from omni_async.diffusion.components import named_parameters
 from omni_async.diffusion.policy import load_policy
-from omni_async.layout import ParallelLayout
 from omni_async.plugins.families import PipelineFamily
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine

@@ -120,8 +120,8 @@ class ScoreJob(msgspec.Struct, frozen=True, gc=False):
 class Score(msgspec.Struct, frozen=True, gc=False):
     """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions.
 
-    `values` are the unweighted numbers that the reward is made of (`omni_async.reward_formula`), None for those of a
-    scorer that was not asked, or is left out; a single scorer's own score leaves it empty."""
+    `values` are the unweighted numbers that the reward is made of (`omni_async.control.reward_formula`), None for those
+    of a scorer that was not asked, or is left out; a single scorer's own score leaves it empty."""
 
     value: float
     parts: dict[str, float] = {}

@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy
 from omni_async.diffusion.sde.transitions import ode_step, take_step
-from omni_async.layout import ParallelLayout
 from omni_async.training.groups import GroupBatch
 from pipelines.qwen_image.sampling import QwenImageSampling
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from omni_async.config.stages import Reward, Scorer
-from omni_async.reward_formula import NoReward, RewardFormula
+from omni_async.control.reward_formula import NoReward, RewardFormula
 from omni_async.types import Prompt, Score
 
 INK = Prompt(0, "a cat", metadata={"style": "ink", "source": "text"})

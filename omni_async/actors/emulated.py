@@ -24,6 +24,7 @@ from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
 from omni_async.config.schema import Scorer
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.media import Media
 from omni_async.performance.emulation import (
     Device,
@@ -34,7 +35,6 @@ from omni_async.performance.emulation import (
 )
 from omni_async.performance.profile import Profile
 from omni_async.performance.scorer_lanes import scorer_lanes
-from omni_async.reward_formula import RewardFormula
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.store import ObjectStore

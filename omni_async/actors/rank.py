@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_async.aio.threads import DaemonThread
 from omni_async.checkpoint.state import read_state
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 from omni_async.store import ObjectStore
 from omni_async.types import SampleDrift, TrainGroup
 from omni_async.weights.snapshot import SharedRows, Snapshot

@@ -26,8 +26,8 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.checkpoint.best import is_due
 from omni_async.checkpoint.state import fitting, read_state
 from omni_async.config import Config
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.reading import real_path
-from omni_async.layout import ParallelLayout
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.training import TrainingError
 from omni_async.types import ReadyGroup, UpdateReport, WeightReport

@@ -27,9 +27,9 @@ from omni_async.algorithms.correction import Drift, correct, loss_factor, normal
 from omni_async.algorithms.mismatch import CLIPPED_AT_MOST, Mismatch
 from omni_async.config import Config
 from omni_async.config.algorithm import Correction, automatic_correction
+from omni_async.config.layout import ParallelLayout
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.seeds import derive
-from omni_async.layout import ParallelLayout
-from omni_async.reward_formula import RewardFormula
 from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step

@@ -13,8 +13,8 @@ from typing import Any
 
 from omni_async.algorithms.registry import Objective, find_objective
 from omni_async.config.algorithm import Forward
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config, Sde
-from omni_async.layout import ParallelLayout
 from omni_async.plugins.entry_points import find_registered, load_named
 
 ENTRY_POINT_GROUP = "omni_async.kinds"
@@ -26,7 +26,7 @@ class Kind:
 
     summary: what an objective of this kind does, as the predicate of a message ("trains on final latents").
     loss: `module:Class`, an `omni_async.training.row_loss.RowLoss`, made with (config, objective, policy, model,
-        metrics, layout), the last an `omni_async.layout.ParallelLayout`.
+        metrics, layout), the last an `omni_async.config.layout.ParallelLayout`.
     rows_per_sample: the number of trained rows of one sample; the loss of an update is the mean over all of them.
     noisy: whether it trains denoising steps that were taken with noise, so that rollout.sde must name a window;
         otherwise the steps of a sample carry none.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, find_objective
 from omni_async.config.algorithm import Correction
+from omni_async.config.layout import layout_problems
 from omni_async.config.schema import Config
-from omni_async.layout import layout_problems
 
 
 def problems(config: Config) -> Iterator[str]:

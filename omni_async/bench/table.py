@@ -16,7 +16,7 @@ from omni_async.bench.plan import BASELINES
 from omni_async.bench.result import Overlap
 from omni_async.command_line import as_markdown
 from omni_async.config.redact import one_line
-from omni_async.role_table import WORKING
+from omni_async.config.role_table import WORKING
 
 _STAGES = {
     "generation": "T_g generation",

@@ -43,11 +43,11 @@ from omni_async.control.ledger import Ledger
 from omni_async.control.reasons import count
 from omni_async.control.reporting import Record, buffer_statistics, control_state, round_event, update_event
 from omni_async.control.requests import GroupSource, RequestFactory, require_trained_steps
+from omni_async.control.reward_formula import NoReward, RewardFormula
 from omni_async.control.sample_table import Outcome, Sample, SampleTable
 from omni_async.control.scorer_totals import ScorerTotals
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
-from omni_async.reward_formula import NoReward, RewardFormula
 from omni_async.types import (
     LedgerEntry,
     Prompt,

@@ -45,8 +45,8 @@ from omni_async.config.algorithm import Advantage
 from omni_async.config.redact import redact_text
 from omni_async.control.control_state import Unfinished
 from omni_async.control.ledger import Ledger
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.sample_table import Sample, SampleSet
-from omni_async.reward_formula import RewardFormula
 from omni_async.types import (
     SHOWN_OF_PROMPT,
     LedgerEntry,

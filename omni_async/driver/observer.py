@@ -20,12 +20,12 @@ from omni_async.aio.clock import Clock
 from omni_async.checkpoint.statement import Change
 from omni_async.config import Config
 from omni_async.config.redact import redact_text
+from omni_async.config.role_table import WORKING
 from omni_async.config.schedule import num_existing_devices
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.control.rounds import NotComparable, Round, compare, first_and_last
 from omni_async.driver.sample_files import SampleFiles
-from omni_async.role_table import WORKING
 from omni_async.runs.rounds import line_of
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore

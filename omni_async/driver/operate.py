@@ -20,12 +20,12 @@ from omni_async.command_line import add_command
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line
+from omni_async.config.role_table import scalable_roles
 from omni_async.config.section import size_text
 from omni_async.control.rounds import Round
 from omni_async.driver.control_socket import MOST_WORKERS, ControlError, NotRunning, Request, ask
 from omni_async.driver.next_steps import next_steps
 from omni_async.ranges import count, finite
-from omni_async.role_table import scalable_roles
 from omni_async.runs.record import ended_groups, reason_of
 from omni_async.runs.rounds import is_round, read_rounds
 from omni_async.tracking.console import columns, duration, groups_left_out, validated, validation_lines

@@ -20,10 +20,10 @@ from omni_async.aio.clock import Clock
 from omni_async.aio.supervisor import Supervisor, TaskFailed
 from omni_async.aio.waiting import first_of
 from omni_async.config import Config
+from omni_async.config.role_table import roles_of
 from omni_async.driver.control_socket import Request
 from omni_async.driver.observer import Observer
 from omni_async.rewards.base import WrongScorer
-from omni_async.role_table import roles_of
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.keeper import Keeper, Restarts
 from omni_async.tracking.rundir import RunDirectoryError

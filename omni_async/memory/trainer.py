@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from omni_async.algorithms.kinds import find_kind, num_draws, sde_of, trajectory_fields
 from omni_async.algorithms.registry import Objective, find_objective, stored_policies
 from omni_async.config import Config
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Lora
 from omni_async.diffusion.policy import BuildsEmpty, Foreseeable, Policy
-from omni_async.layout import ParallelLayout
 from omni_async.memory.amounts import GIB, Amount
 from omni_async.memory.engine import largest_spec
 from omni_async.memory.live import LiveBytes

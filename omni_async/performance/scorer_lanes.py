@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from omni_async.config import Config
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.performance.profile import Profile
-from omni_async.reward_formula import RewardFormula
 
 
 class ScorerLanes(NamedTuple):

@@ -28,6 +28,7 @@ from omni_async.config.ray_cluster import VARIABLE
 from omni_async.config.redact import with_secrets
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import LedgerState
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
@@ -44,7 +45,6 @@ from omni_async.preflight.devices import (
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
 from omni_async.preflight.prompt_limits import PromptLimits
 from omni_async.preflight.resume import find_resume_point
-from omni_async.reward_formula import RewardFormula
 from omni_async.rewards import registry as scorers
 from omni_async.rewards.addresses import urls_of
 from omni_async.runtime.inputs import RunInputs

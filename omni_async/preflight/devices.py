@@ -10,9 +10,9 @@ import psutil
 from omni_async.accelerator import most_accelerators, vllm_without_cpus
 from omni_async.config import Config, ConfigError
 from omni_async.config.ray_cluster import ClusterAddress, cluster_address
+from omni_async.config.role_table import roles_of
 from omni_async.config.section import size_text
 from omni_async.plugins.backends import find_backend
-from omni_async.role_table import roles_of
 from omni_async.runtime.placement import plan_placements
 
 _SHARED_MEMORY = Path("/dev/shm")

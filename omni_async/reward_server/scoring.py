@@ -19,8 +19,8 @@ from omni_async.aio.batches import room_of
 from omni_async.aio.clock import WallClock
 from omni_async.aio.waiting import Event, FairQueue, Stopped, cancel, unless
 from omni_async.config.schema import Reward
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.media import Media
-from omni_async.reward_formula import RewardFormula
 from omni_async.reward_server.metrics import Metrics
 from omni_async.rewards import registry
 from omni_async.rewards.addresses import KnownAddresses

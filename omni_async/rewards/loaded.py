@@ -9,7 +9,7 @@ import msgspec
 
 from omni_async.config import schema
 from omni_async.config.redact import one_line
-from omni_async.reward_formula import RewardFormula
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.rewards import registry
 from omni_async.rewards.base import Scorer, WrongScorer
 from omni_async.rewards.cache import identity_of

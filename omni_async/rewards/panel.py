@@ -20,8 +20,8 @@ from omni_async.aio.batches import Batcher, Load
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import cancel
 from omni_async.config.schema import Reward
+from omni_async.control.reward_formula import NoReward
 from omni_async.media import Media
-from omni_async.reward_formula import NoReward
 from omni_async.rewards.base import Addresses, ScoreError, require_media
 from omni_async.rewards.cache import ScoreCache
 from omni_async.rewards.guard import Failure, GuardedScorer

@@ -27,9 +27,9 @@ import msgspec
 from omni_async.accelerator import require_accelerator
 from omni_async.config import schema
 from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, resolve_references, secrets_in
+from omni_async.control.reward_formula import is_asked
 from omni_async.plugins.entry_points import find_point, registered_names
 from omni_async.plugins.families import PARTS, MediaShape
-from omni_async.reward_formula import is_asked
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.failures import call_discreetly, place_of

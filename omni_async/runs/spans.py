@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from omni_async.config.role_table import WORKING
 from omni_async.ranges import FARTHEST_S
-from omni_async.role_table import WORKING
 from omni_async.runs.rows import Records, Rows
 from omni_async.tracking.timeline import WAITS
 from omni_async.types import Span

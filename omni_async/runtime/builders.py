@@ -27,11 +27,11 @@ from omni_async.aio.waiting import first_of
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.redact import with_secrets
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
 from omni_async.diffusion.policy import load_policy
-from omni_async.layout import ParallelLayout
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import Service, ServiceSite, find_service
 from omni_async.rollout.calls import Program

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 from omni_async.actors.api import CoordinatorApi
+from omni_async.config.role_table import RoleSpec, roles_of
 from omni_async.control.events import RunEvent
-from omni_async.role_table import RoleSpec, roles_of
 from omni_async.runtime.inputs import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from omni_async.config import Config
+from omni_async.config.role_table import RoleSpec, roles_of
 from omni_async.config.schema import Resources
-from omni_async.role_table import RoleSpec, roles_of
 from omni_async.worker import Worker
 
 # Ray counts resources in ten-thousandths.

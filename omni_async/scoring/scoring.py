@@ -20,10 +20,10 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.schema import ScoreCache
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.data.media_files import read_media
 from omni_async.data.prompts import PromptCheck
 from omni_async.plugins.families import MediaShape
-from omni_async.reward_formula import RewardFormula
 from omni_async.rewards import registry
 from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from omni_async.config import Config
+from omni_async.config.role_table import WORKING
 from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget
-from omni_async.role_table import WORKING
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.what_if import WhatIf
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 from omni_async.tcp_store import interface_towards, join_store
 
 # Names the interface of every group on gloo that the process makes.

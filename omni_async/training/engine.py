@@ -27,9 +27,9 @@ from torch import Tensor
 
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy
-from omni_async.layout import ParallelLayout
 from omni_async.training import TrainingError
 from omni_async.training.backends.base import build_backend
 from omni_async.training.device import rank_device, sum_of_rows, sum_over_ranks

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective, stored_policies
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config, Lora
 from omni_async.diffusion.components import compute_velocity
 from omni_async.diffusion.policy import Policy, RoundsTime
-from omni_async.layout import ParallelLayout
 from omni_async.training import TrainingError, checkpoint, sequence_parallel
 from omni_async.training.auxiliary import AuxiliaryPolicies, adapters_off, add_adapters, forget_gathered
 from omni_async.training.groups import Needs

@@ -14,9 +14,9 @@ from torch import Tensor
 from omni_async.algorithms.kinds import trajectory_fields
 from omni_async.algorithms.objectives.base import ForwardInputs, ObjectiveOutput, TransitionInputs
 from omni_async.algorithms.registry import Objective
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy
-from omni_async.layout import ParallelLayout
 from omni_async.training import TrainingError
 from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from omni_async.config.layout import ParallelLayout
 from omni_async.diffusion.policy import OwnExchange, SequencePlan
-from omni_async.layout import ParallelLayout
 from omni_async.training import TrainingError
 
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 from msgspec import Meta
 
+from omni_async.config.role_table import scalable_roles
 from omni_async.config.section import size_text
 from omni_async.ranges import MOST, Count, Text, Time, Value
 from omni_async.report.alerts import alert_blocks
-from omni_async.role_table import scalable_roles
 from omni_async.runs.alerts import Alert
 from omni_async.runs.follow import Follower
 from omni_async.runs.record import RunStatus

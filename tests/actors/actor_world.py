@@ -22,8 +22,8 @@ from omni_async.aio.clock import ManualClock
 from omni_async.aio.waiting import Event
 from omni_async.algorithms.advantages import RewardHistory
 from omni_async.config import Config, check, with_spec
+from omni_async.config.layout import ParallelLayout
 from omni_async.control.control_state import ControlState
-from omni_async.layout import ParallelLayout
 from omni_async.media import Media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost

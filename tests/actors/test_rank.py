@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from omni_async.actors.rank import Rank
 from omni_async.checkpoint.state import State, write_state
+from omni_async.config.layout import ParallelLayout
 from omni_async.control.control_state import ControlState
-from omni_async.layout import ParallelLayout
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from omni_async.control.requests import RequestFactory
+from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
-from omni_async.reward_formula import RewardFormula
 from omni_async.types import Score, WeightReport
 
 

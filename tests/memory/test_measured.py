@@ -10,8 +10,8 @@ import torch
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config, with_spec
+from omni_async.config.layout import ParallelLayout
 from omni_async.diffusion.policy import Policy, load_policy
-from omni_async.layout import ParallelLayout
 from omni_async.memory import trainer as trainer_module
 from omni_async.memory.engine import MeasuredEngine
 from omni_async.memory.live import LiveBytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omni_async.config import load, with_spec
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.types import SdeWindow
 from pipelines.ltx_2.policy import LTX2Policy, _log_mel

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from omni_async.config import schema
+from omni_async.control.reward_formula import NoReward
 from omni_async.media import Media
 from omni_async.plugins import entry_points as lookup
 from omni_async.plugins.families import MediaShape
-from omni_async.reward_formula import NoReward
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.loaded import LoadedReward

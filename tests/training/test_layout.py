@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.lists(st.integers(1, 40), min_size=1, max_size=10))

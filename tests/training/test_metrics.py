@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 from omni_async.tracking.catalogue import METRICS
 from omni_async.training import TrainingError
 from omni_async.training.device import sum_of_rows

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
-from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import unpack

@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import SequencePlan
-from omni_async.layout import ParallelLayout
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from omni_async.layout import ParallelLayout
+from omni_async.config.layout import ParallelLayout
 from omni_async.training.groups import GroupBatch
 from omni_async.training.transition_rows import trained_steps
 from tests.fakes import share

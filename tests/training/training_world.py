@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from benchmarks import ranks
 from omni_async.config import with_spec
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy, load_policy
-from omni_async.layout import ParallelLayout
 from omni_async.plugins.families import find_family
 from omni_async.store import LocalStore
 from omni_async.training.device import init_process_group

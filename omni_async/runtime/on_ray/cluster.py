@@ -27,8 +27,8 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import first_of
 from omni_async.config import ConfigError
 from omni_async.config.ray_cluster import cluster_address
+from omni_async.config.role_table import RoleSpec
 from omni_async.plugins.entry_points import load_named
-from omni_async.role_table import RoleSpec
 from omni_async.runtime.builders import WorkerContext
 from omni_async.runtime.cluster import Cluster, PeerLost, StartError
 from omni_async.runtime.inputs import RunInputs

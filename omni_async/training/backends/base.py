@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy
-from omni_async.layout import ParallelLayout
 from omni_async.plugins.backends import find_backend
 from omni_async.training.auxiliary import AuxiliaryPolicies
 from omni_async.training.groups import Needs

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from omni_async.algorithms.registry import Objective
+from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.diffusion.policy import BuildsEmpty, Policy
-from omni_async.layout import ParallelLayout
 from omni_async.training import TrainingError
 from omni_async.training.device import init_lone_process_group
 from omni_async.training.loading import Loading, ShardedModel, WholeModel
