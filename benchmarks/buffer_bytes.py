@@ -31,12 +31,12 @@ from omni_async.config.writing import replacing, write_atomic
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight.check import preflight
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime import inprocess
 from omni_async.runtime.inprocess import InProcessCluster
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
 from omni_async.store import LocalStore, nbytes
-from omni_async.tracking.rundir import RunDirectory
 
 _HELP = """\
 Run a job of videos twice, with buffer.max_bytes and without, and draw the bytes that live samples hold over time.

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.control.ledger import JsonlSink
-from omni_async.tracking.rundir import RunDirectory, SpanLog
-from omni_async.tracking.timeline import write_trace
+from omni_async.records.write.rundir import RunDirectory, SpanLog
+from omni_async.records.write.timeline import write_trace
 from omni_async.types import LedgerEntry, Span
 
 ORIGIN = 1_800_000_000.0

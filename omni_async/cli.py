@@ -325,8 +325,8 @@ def _train(config: Config) -> int:
     inputs = preflight(config)
 
     from omni_async.driver.train import EXIT_CODES, train
-    from omni_async.tracking.rundir import RunDirectoryError
-    from omni_async.tracking.sinks.base import SinkUnusableError
+    from omni_async.records.write.rundir import RunDirectoryError
+    from omni_async.records.write.sinks.base import SinkUnusableError
 
     try:
         summary = train(inputs)

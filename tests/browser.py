@@ -19,8 +19,8 @@ from PIL import Image
 
 from omni_async.driver.sample_files import sample_row
 from omni_async.media import Media
-from omni_async.tracking.images import write_media
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.write.images import write_media
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.types import Prompt
 from tests.patience import PATIENCE
 

@@ -10,7 +10,7 @@ import msgspec
 import yaml
 
 from omni_async.config import Config
-from omni_async.tracking.summary import Counters, Summary, summarise
+from omni_async.records.write.summary import Counters, Summary, summarise
 
 Sections = Mapping[str, Any]
 _SMALLEST: Sections = {

@@ -28,13 +28,13 @@ from omni_async.driver.control_socket import ControlError, Request, ask
 from omni_async.driver.train import train
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.preflight.check import preflight
+from omni_async.records.write.attempts import Fault, read_faults
+from omni_async.records.write.files import read_lines
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.summary import Summary, read_summary
 from omni_async.runtime.inprocess import InProcessCluster
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
-from omni_async.tracking.attempts import Fault, read_faults
-from omni_async.tracking.files import read_lines
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Summary, read_summary
 from omni_async.types import Span
 from tests.configs import with_sections, write_recipe_file
 from tests.patience import PATIENCE, wait_for

@@ -20,8 +20,8 @@ from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.config import load
 from omni_async.driver import train as runtime
 from omni_async.plugins.families import family_names
+from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.rewards import registry
-from omni_async.tracking.sinks.base import SinkUnusableError
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import write_world

@@ -18,10 +18,10 @@ from pathlib import Path
 from omni_async.bench.result import Measured, Stage
 from omni_async.config import Config, ConfigError
 from omni_async.performance.profile import Profile, load_profile
+from omni_async.records.write.files import read_lines
+from omni_async.records.write.summary import read_summary
+from omni_async.records.write.timeline import Interval, at_least, busy_fractions, clip, length, read_trace, union
 from omni_async.simulation.simulate import Steady
-from omni_async.tracking.files import read_lines
-from omni_async.tracking.summary import read_summary
-from omni_async.tracking.timeline import Interval, at_least, busy_fractions, clip, length, read_trace, union
 from omni_async.types import Span
 from omni_async.worker import Worker
 

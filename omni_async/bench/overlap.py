@@ -32,13 +32,13 @@ from omni_async.config.schedule import num_existing_devices
 from omni_async.config.writing import write_atomic
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
+from omni_async.records.write.console import Console
+from omni_async.records.write.rundir import RunDirectoryError
+from omni_async.records.write.summary import Summary
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.placement import plan_placements
 from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.tracking.console import Console
-from omni_async.tracking.rundir import RunDirectoryError
-from omni_async.tracking.summary import Summary
 
 Train = Callable[[RunInputs, Console], Summary]
 # Mean seconds of a step, in the profile's time.

@@ -13,8 +13,8 @@ from rich.progress import Progress as Bar
 
 from omni_async.bench.plan import Job, Plan
 from omni_async.bench.result import RunRecord
-from omni_async.tracking.console import UpdateView
-from omni_async.tracking.summary import ValidationPoint
+from omni_async.records.write.console import UpdateView
+from omni_async.records.write.summary import ValidationPoint
 
 _REFRESH_PER_S = 2  # the display runs beside what is measured
 

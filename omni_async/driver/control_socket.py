@@ -24,7 +24,7 @@ from msgspec import Meta
 from omni_async.config.decoding import decode_json
 from omni_async.config.reading import require_within
 from omni_async.config.redact import redact_text
-from omni_async.tracking.files import keep_from_children
+from omni_async.records.write.files import keep_from_children
 
 MOST_WORKERS = 100_000
 _LONGEST_REQUEST = 2**16

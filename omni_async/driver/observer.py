@@ -26,17 +26,17 @@ from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.control.rounds import NotComparable, Round, compare, first_and_last
 from omni_async.driver.sample_files import SampleFiles
-from omni_async.runs.rounds import line_of
+from omni_async.records.read.rounds import line_of
+from omni_async.records.write.attempts import Fault
+from omni_async.records.write.console import Console, UpdateView
+from omni_async.records.write.rundir import RunDirectory, SpanLog, append_jsonl
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.stages import StageSeconds
+from omni_async.records.write.summary import Counters, Status, Summary, ValidationPoint, read_ending, summarise
+from omni_async.records.write.timeline import busy_fractions
+from omni_async.records.write.vanishing import GradientWatch
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
-from omni_async.tracking.attempts import Fault
-from omni_async.tracking.console import Console, UpdateView
-from omni_async.tracking.rundir import RunDirectory, SpanLog, append_jsonl
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.stages import StageSeconds
-from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, read_ending, summarise
-from omni_async.tracking.timeline import busy_fractions
-from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Span
 
 # Window of the console's figures: recent enough to follow a change, long enough to be steady.

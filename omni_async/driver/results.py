@@ -20,12 +20,12 @@ from omni_async.config.writing import write_atomic
 from omni_async.driver.observer import Observer
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import encode_profile, is_empty
+from omni_async.records.write.attempts import Attempt
+from omni_async.records.write.rundir import RunDirectory, append_jsonl
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.summary import Summary, write_summary
+from omni_async.records.write.timeline import write_trace
 from omni_async.runtime.inputs import RunInputs
-from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.rundir import RunDirectory, append_jsonl
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.summary import Summary, write_summary
-from omni_async.tracking.timeline import write_trace
 from omni_async.types import Span
 
 logger = logging.getLogger(__name__)

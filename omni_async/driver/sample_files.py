@@ -21,10 +21,10 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.writing import replacing, write_atomic
 from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
+from omni_async.records.write.images import caption, image_grid, tile, write_media
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.sinks.feed import Sinks
 from omni_async.store import ObjectStore
-from omni_async.tracking.images import caption, image_grid, tile, write_media
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.sinks.feed import Sinks
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from omni_async.config import Config
 from omni_async.config.role_table import roles_of
 from omni_async.driver.control_socket import Request
 from omni_async.driver.observer import Observer
+from omni_async.records.write.rundir import RunDirectoryError
+from omni_async.records.write.summary import Status
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.keeper import Keeper, Restarts
-from omni_async.tracking.rundir import RunDirectoryError
-from omni_async.tracking.summary import Status
 
 # Time for the coordinator to take the driver's last calls and to hand over its events, and for the last samples.
 _LAST_EVENTS_S = 10.0

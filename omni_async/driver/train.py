@@ -29,24 +29,24 @@ from omni_async.config.changed import changed
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
 from omni_async.driver.control_socket import ControlSocket
-from omni_async.driver.next_steps import next_steps
 from omni_async.driver.observer import Observer
 from omni_async.driver.results import Results
 from omni_async.driver.session import Ending, Interruption, Session, describe, interrupts, listen
 from omni_async.preflight.resume import newest_of_run
+from omni_async.records.read.next_steps import next_steps
+from omni_async.records.write.attempts import Attempt, Fault
+from omni_async.records.write.console import Console, groups_left_out, validation_lines
+from omni_async.records.write.live_console import for_stream
+from omni_async.records.write.memory import MemorySampler
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.sinks.base import About, SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.registry import enabled, open_sinks
+from omni_async.records.write.summary import Summary
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.keeper import GaveUp, Restarts
-from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.console import Console, groups_left_out, validation_lines
-from omni_async.tracking.live_console import for_stream
-from omni_async.tracking.memory import MemorySampler
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.sinks.base import About, SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.registry import enabled, open_sinks
-from omni_async.tracking.summary import Summary
 
 logger = logging.getLogger(__name__)
 

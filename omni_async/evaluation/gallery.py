@@ -26,10 +26,10 @@ from omni_async.driver.sample_files import sample_row
 from omni_async.evaluation.models import Model
 from omni_async.media import Media
 from omni_async.plugins.families import PARTS
+from omni_async.records.write.files import keep_from_children, read_records
+from omni_async.records.write.images import write_media
+from omni_async.records.write.rundir import append_jsonl
 from omni_async.rewards.base import LONGEST_NAME, MOST_PARTS
-from omni_async.tracking.files import keep_from_children, read_records
-from omni_async.tracking.images import write_media
-from omni_async.tracking.rundir import append_jsonl
 from omni_async.types import Prompt, SampleRequest, Score
 
 T = TypeVar("T")

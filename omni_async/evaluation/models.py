@@ -20,7 +20,7 @@ from omni_async.config import Config, ConfigError, load, of_tree
 from omni_async.config.hub import downloaded, how_to_get
 from omni_async.config.load import INDEX
 from omni_async.config.reading import read_file, real_path
-from omni_async.runs.chosen import Chosen, base_recipe, choose
+from omni_async.records.read.chosen import Chosen, base_recipe, choose
 
 Policy = Literal["drawing", "trained", "old", "ema"]
 DRAWING: Policy = "drawing"

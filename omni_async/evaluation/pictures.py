@@ -11,7 +11,7 @@ import numpy as np
 from omni_async.data.media_files import read_media
 from omni_async.evaluation.gallery import Gallery
 from omni_async.evaluation.models import Model
-from omni_async.tracking.images import image_grid, tile
+from omni_async.records.write.images import image_grid, tile
 from omni_async.types import SampleRequest, Score
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from omni_async.control.rounds import NotComparable, compare, first_and_last
 from omni_async.export.base import CARD
 from omni_async.export.curves import plot_curves
 from omni_async.export.how_to_load import Loading, base_name
-from omni_async.runs.chosen import Chosen
-from omni_async.runs.record import Run, ended_groups, read_run
-from omni_async.tracking.console import groups_left_out
+from omni_async.records.read.chosen import Chosen
+from omni_async.records.read.record import Run, ended_groups, read_run
+from omni_async.records.write.console import groups_left_out
 
 _LICENCE = ("license", "license_name", "license_link")
 _LARGEST_CARD, _LARGEST_GRID = 2**24, 2**28  # bytes

@@ -16,7 +16,7 @@ from omni_async.config import ConfigError
 
 if TYPE_CHECKING:
     from omni_async.export.folder import Progress
-    from omni_async.runs.chosen import Chosen
+    from omni_async.records.read.chosen import Chosen
 
 _EXPORT = """\
 Make of a checkpoint what diffusers loads: a whole model, or the adapters of a run with model.lora. The folder has a
@@ -64,7 +64,7 @@ def add_export(commands: Any) -> None:
 def export(options: argparse.Namespace) -> int:
     """Export, and say how to load it. Raises ConfigError, one line."""
     from omni_async.export.folder import leftovers, require_nothing_at
-    from omni_async.runs.chosen import choose
+    from omni_async.records.read.chosen import choose
 
     require_nothing_at(options.out)
     for path in leftovers(options.out.absolute()):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from omni_async.config.writing import replacing
-from omni_async.runs.rounds import read_rounds
+from omni_async.records.read.rounds import read_rounds
 
 # Okabe and Ito's, which colour-blind readers tell apart.
 _UPDATES, _ROUNDS, _CHOSEN = "#0072B2", "#D55E00", "#009E73"

@@ -11,7 +11,7 @@ from pathlib import Path
 import diffusers
 
 from omni_async.export.adapter import FILE, OTHER_TOOLS
-from omni_async.runs.chosen import Chosen
+from omni_async.records.read.chosen import Chosen
 
 _THIS = "path/to/this/folder"
 _HUB = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")

@@ -45,10 +45,10 @@ from omni_async.preflight.devices import (
 from omni_async.preflight.model_files import check_checkpoint, check_sequence
 from omni_async.preflight.prompt_limits import PromptLimits
 from omni_async.preflight.resume import find_resume_point
+from omni_async.records.write.sinks.registry import require_usable
 from omni_async.rewards import registry as scorers
 from omni_async.rewards.addresses import urls_of
 from omni_async.runtime.inputs import RunInputs
-from omni_async.tracking.sinks.registry import require_usable
 from omni_async.types import Prompt
 
 _VALIDATION = "validation.prompts"

@@ -17,8 +17,8 @@ from omni_async.plugins.backends import backend_names, load_backend
 from omni_async.plugins.families import family_names, find_family
 from omni_async.plugins.programs import find_program, program_names
 from omni_async.plugins.services import find_service, service_names
+from omni_async.records.write.console import columns
 from omni_async.rewards.registry import names
-from omni_async.tracking.console import columns
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from omni_async.checkpoint.state import CheckpointError, State, fitting, read_st
 from omni_async.checkpoint.statement import Change, changes_since, stated
 from omni_async.config import Config, ConfigError, load
 from omni_async.control.ledger import LedgerDamaged, require_prefix
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import read_ending
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.summary import read_ending
 
 
 @dataclass(frozen=True)

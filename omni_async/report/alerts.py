@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from omni_async.records.read.alerts import CHECKS, Alert, alerts
+from omni_async.records.read.seen import seen_of_run
 from omni_async.report.blocks import Block, Section, Text
 from omni_async.report.shown import Shown, tabs
-from omni_async.runs.alerts import CHECKS, Alert, alerts
-from omni_async.runs.seen import seen_of_run
 
 
 def alerts_section(shown: Sequence[Shown]) -> Section:

@@ -40,10 +40,10 @@ def add_report(commands: Any) -> None:
 def report(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, for what is no run folder."""
     from omni_async.config.writing import write_atomic
+    from omni_async.records.read.record import read_run
+    from omni_async.records.write.rundir import RunDirectory
     from omni_async.report.data import page_of
     from omni_async.report.file import one_file
-    from omni_async.runs.record import read_run
-    from omni_async.tracking.rundir import RunDirectory
 
     folders = [*dict.fromkeys(real_path(path) for path in options.runs)]
     out: Path = options.out or folders[0] / DEFAULT

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from omni_async import __version__
+from omni_async.records.read.record import Run
 from omni_async.report.alerts import alerts_section
 from omni_async.report.blocks import Section
 from omni_async.report.configuration import configuration, next_steps
@@ -20,7 +21,6 @@ from omni_async.report.staleness import staleness
 from omni_async.report.verdict import verdict
 from omni_async.report.waiting import waiting
 from omni_async.report.what_it_buys import what_it_buys
-from omni_async.runs.record import Run
 
 SECTIONS: dict[str, Callable[[Sequence[Shown]], Section]] = {
     "verdict": verdict,

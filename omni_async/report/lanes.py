@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from omni_async.records.read.record import Run
+from omni_async.records.read.spans import Actor, group_of, lane_order, prompts_of
 from omni_async.report.blocks import Lanes
-from omni_async.runs.record import Run
-from omni_async.runs.spans import Actor, group_of, lane_order, prompts_of
 from omni_async.types import LedgerEntry, Span
 
 MOST_SPANS = 6000

@@ -17,9 +17,9 @@ from PIL import Image
 
 from omni_async.config.reading import read_file
 from omni_async.ranges import finite
+from omni_async.records.read.record import Grid, Run, Tile
 from omni_async.report.blocks import Block, Frame, Samples, Section, Strip, Text
 from omni_async.report.shown import Shown, tabs
-from omni_async.runs.record import Grid, Run, Tile
 
 Address = Callable[[Path], str]  # where a browser finds a file; empty if it does not
 

@@ -10,12 +10,12 @@ import msgspec
 
 from omni_async.control.rounds import NotComparable, Round, common, compare, first_and_last, mean
 from omni_async.ranges import finite
+from omni_async.records.read.record import ended_groups
+from omni_async.records.write.console import groups_left_out
 from omni_async.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text
 from omni_async.report.numbers import Estimate, counted, difference, estimate, number, seconds, with_interval
 from omni_async.report.seeds import seeds_of
 from omni_async.report.shown import Shown, recipes_of, tabs
-from omni_async.runs.record import ended_groups
-from omni_async.tracking.console import groups_left_out
 
 LEARNED = "It learned"
 _ENDS = 5  # updates, as in the summary

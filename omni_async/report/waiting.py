@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_async.records.write.timeline import WAITS
 from omni_async.report.blocks import Axis, Block, Cell, Chart, Section, Series, Table, Text
 from omni_async.report.lanes import lanes
 from omni_async.report.shown import Shown, tabs
-from omni_async.tracking.timeline import WAITS
 from omni_async.types import Span
 from omni_async.worker import Worker
 

@@ -34,10 +34,10 @@ from omni_async.control.ledger import JsonlSink
 from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import Service, ServiceSite, find_service
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.rollout.calls import Program
 from omni_async.runtime.inputs import RunInputs
 from omni_async.store import ObjectStore
-from omni_async.tracking.rundir import RunDirectory
 from omni_async.weights.transport import build_receiver, build_sender
 from omni_async.worker import COORDINATOR, ROLLOUT, TRAINER, Worker
 

@@ -25,8 +25,8 @@ from omni_async.aio.clock import Clock
 from omni_async.aio.supervisor import Supervisor
 from omni_async.aio.waiting import Event, Stopped, is_cancelled, unless
 from omni_async.config.role_table import RoleSpec
+from omni_async.records.write.attempts import Fault
 from omni_async.runtime.cluster import Cluster, PeerLost, Work
-from omni_async.tracking.attempts import Fault
 from omni_async.worker import Worker
 
 _WINDOW_S = 3600.0

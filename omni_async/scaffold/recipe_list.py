@@ -12,7 +12,7 @@ from omni_async.config import Config, ConfigError, load
 from omni_async.config.reading import read_file
 from omni_async.config.redact import one_line
 from omni_async.config.schedule import num_devices
-from omni_async.tracking.console import columns
+from omni_async.records.write.console import columns
 
 _HEADINGS = ("recipe", "family", "algorithm", "reward", "S", "devices", "time")
 _TIME = re.compile(r"(?:about )?(?:\d+(?: to \d+)?|half a|an?|some) (?:minute|hour)s?(?= on )", re.IGNORECASE)

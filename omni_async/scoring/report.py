@@ -229,7 +229,7 @@ def as_json(recipe: Path, rows: Sequence[Scored], repeat: int) -> bytes:
 
 def write_grid(path: Path, rows: Sequence[Scored]) -> None:
     """Write a grid of images: the worst samples, then the best; one at least has a score. Raises OSError."""
-    from omni_async.tracking.images import caption, image_grid, tile
+    from omni_async.records.write.images import caption, image_grid, tile
 
     scored = ranked(rows)
     count = min(_IN_GRID, max(1, len(scored) // 2))

@@ -137,10 +137,10 @@ def _what_if(options: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
+    from omni_async.records.write.rundir import RunDirectory
     from omni_async.simulation.report import show_what_if
     from omni_async.simulation.run_folder import MeasuredRun, read_measured
     from omni_async.simulation.what_if import what_if
-    from omni_async.tracking.rundir import RunDirectory
 
     for name in ("sweep", "updates", "bundle"):
         if getattr(options, name):

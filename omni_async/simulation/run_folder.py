@@ -10,10 +10,10 @@ import msgspec
 from omni_async.config import Config, ConfigError, load
 from omni_async.performance.profile import Profile, read_profile
 from omni_async.ranges import Count, Time
-from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.files import read_foreign
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import read_summary
+from omni_async.records.write.attempts import Attempt
+from omni_async.records.write.files import read_foreign
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.summary import read_summary
 
 
 class MeasuredRun(NamedTuple):

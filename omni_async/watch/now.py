@@ -17,11 +17,11 @@ from msgspec import Meta
 from omni_async.config.role_table import scalable_roles
 from omni_async.config.section import size_text
 from omni_async.ranges import MOST, Count, Text, Time, Value
+from omni_async.records.read.alerts import Alert
+from omni_async.records.read.follow import Follower
+from omni_async.records.read.record import RunStatus
+from omni_async.records.write.console import duration
 from omni_async.report.alerts import alert_blocks
-from omni_async.runs.alerts import Alert
-from omni_async.runs.follow import Follower
-from omni_async.runs.record import RunStatus
-from omni_async.tracking.console import duration
 from omni_async.watch.actions import Action
 from omni_async.worker import BUILT_IN_ROLES, Worker
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from omni_async.records.read.record import Run, read_run
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.report.blocks import Lanes, Section, Tab, Text
 from omni_async.report.data import SECTIONS, is_last
 from omni_async.report.file import as_json
 from omni_async.report.pictures import samples
 from omni_async.report.shown import Shown, show
 from omni_async.report.what_it_buys import TITLE
-from omni_async.runs.record import Run, read_run
-from omni_async.tracking.rundir import RunDirectory
 
 # Pauses are so many times the processor time of what they follow.
 FRUGAL = 300.0

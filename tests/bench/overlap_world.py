@@ -13,10 +13,10 @@ from omni_async.bench.plan import stamp
 from omni_async.config import Config
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, ServiceTime, write_profile
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.summary import Summary, write_summary
+from omni_async.records.write.timeline import write_trace
 from omni_async.runtime.inputs import RunInputs
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Summary, write_summary
-from omni_async.tracking.timeline import write_trace
 from omni_async.types import Span
 from tests.configs import make_summary, with_sections
 

@@ -16,9 +16,9 @@ from omni_async.bench.result import Overlap, read_overlap, spread
 from omni_async.config import load
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Payload, Profile, ServiceTime, load_profile, write_profile
+from omni_async.records.write.summary import read_summary
+from omni_async.records.write.timeline import read_trace
 from omni_async.simulation.result import times_of
-from omni_async.tracking.summary import read_summary
-from omni_async.tracking.timeline import read_trace
 from tests.bench import overlap_world as world
 from tests.runtime.runtime_world import write_world
 

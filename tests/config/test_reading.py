@@ -19,9 +19,9 @@ from omni_async.config.reading import OutsideError, TooLargeError, open_file, re
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
-from omni_async.tracking.files import read_lines
-from omni_async.tracking.summary import read_ending, read_summary
-from omni_async.tracking.timeline import read_trace
+from omni_async.records.write.files import read_lines
+from omni_async.records.write.summary import read_ending, read_summary
+from omni_async.records.write.timeline import read_trace
 from tests.patience import PATIENCE
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from omni_async.control.reasons import OTHER, count, listed, short
 from omni_async.control.rounds import NotComparable, Round, compare, first_and_last, ranked
-from omni_async.runs.rounds import line_of, read_round, read_rounds
+from omni_async.records.read.rounds import line_of, read_round, read_rounds
 
 N = None
 

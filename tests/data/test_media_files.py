@@ -16,7 +16,7 @@ import soundfile
 from omni_async.config import ConfigError
 from omni_async.data.media_files import read_media
 from omni_async.media import Media
-from omni_async.tracking.images import write_media
+from omni_async.records.write.images import write_media
 
 SOUND = np.sin(np.arange(24_000, dtype=np.float32) / 9)[None] * np.float32(0.3)
 FILM = Media(

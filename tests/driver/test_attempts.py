@@ -21,12 +21,12 @@ from omni_async.driver import session
 from omni_async.driver import train as runtime
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
+from omni_async.records.write.attempts import read_faults
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.summary import Summary
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.inputs import RunInputs
-from omni_async.tracking.attempts import read_faults
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Summary
 from tests.loops import settle
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from omni_async.driver import control_socket
 from omni_async.driver.control_socket import ControlError, ControlSocket, Request, ask
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.write.rundir import RunDirectory
 from tests.patience import PATIENCE, until
 
 Reply = Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]]
@@ -269,7 +269,7 @@ RUN = """
 import asyncio, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
 from omni_async.driver.control_socket import ControlSocket
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.write.rundir import RunDirectory
 
 def stay():
     os.write(1, b"%d\\n" % os.getpid())

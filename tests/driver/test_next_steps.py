@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from omni_async import cli
-from omni_async.driver.next_steps import next_steps, program_as_typed
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.read.next_steps import next_steps, program_as_typed
+from omni_async.records.write.rundir import RunDirectory
 
 
 def left(folder: Path, updates: int = 1, checkpoint: str | None = "tensors") -> RunDirectory:

@@ -21,13 +21,13 @@ from omni_async.control.events import RunEvent, Shown
 from omni_async.driver import sample_files
 from omni_async.driver.observer import Observer
 from omni_async.media import Media
+from omni_async.records.write.attempts import Fault, read_faults
+from omni_async.records.write.console import validation_lines
+from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
+from omni_async.records.write.sinks.base import Sink
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.summary import read_summary, write_summary
 from omni_async.scoring.samples import find_samples
-from omni_async.tracking.attempts import Fault, read_faults
-from omni_async.tracking.console import validation_lines
-from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
-from omni_async.tracking.sinks.base import Sink
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.summary import read_summary, write_summary
 from omni_async.types import Prompt, Score, ScoreJob, Span
 from tests.control import control_world
 from tests.loops import play

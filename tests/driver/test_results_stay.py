@@ -21,13 +21,13 @@ from omni_async.driver import train as runtime
 from omni_async.driver.train import train
 from omni_async.performance.profile import ServiceTime, write_profile
 from omni_async.preflight.check import preflight
-from omni_async.tracking import rundir
-from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.files import read_records
-from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
-from omni_async.tracking.sinks.base import SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.summary import Summary, read_summary
+from omni_async.records.write import rundir
+from omni_async.records.write.attempts import Attempt
+from omni_async.records.write.files import read_records
+from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
+from omni_async.records.write.sinks.base import SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.summary import Summary, read_summary
 from tests.job_world import PROFILE, write_emulated
 from tests.runtime.runtime_world import HandCluster, RecordingSink, RememberingConsole, Role, fails
 from tests.runtime.runtime_world import interrupted as is_interrupted

@@ -85,7 +85,7 @@ def test_a_run_that_fails_is_failed_in_mlflow(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     recipe = write_emulated(tmp_path, trainer={"updates": 2}, tracking={"mlflow": {"enabled": True}})
-    monkeypatch.setattr("omni_async.tracking.rundir.RunDirectory.append_metrics", full)
+    monkeypatch.setattr("omni_async.records.write.rundir.RunDirectory.append_metrics", full)
     failed = run(recipe, "emulation.time_scale=0.001")
     assert failed.summary.status == "failed" and tracked(tmp_path).info.status == "FAILED"
 

@@ -25,10 +25,10 @@ from omni_async.driver import train as runtime
 from omni_async.driver.session import Ending, interrupts, listen
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.sinks.base import SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.summary import Summary, read_summary
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.sinks.base import SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.summary import Summary, read_summary
 from omni_async.types import Span
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import NOTHING, Profile, load_profile
+from omni_async.records.write import timeline
+from omni_async.records.write.summary import read_summary
+from omni_async.records.write.timeline import WAITS, read_trace
 from omni_async.simulation.result import times_of
-from omni_async.tracking import timeline
-from omni_async.tracking.summary import read_summary
-from omni_async.tracking.timeline import WAITS, read_trace
 from omni_async.worker import Worker
 from tests.job_world import ENVIRONMENT, PROFILE, Emulated, command_line, emulate, write_emulated
 

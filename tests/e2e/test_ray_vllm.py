@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 from PIL import Image
 
 from omni_async.checkpoint import read_state, require_whole
-from omni_async.tracking.catalogue import find
+from omni_async.records.write.catalogue import find
 from tests.job_world import Run, command_line, left_behind, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]

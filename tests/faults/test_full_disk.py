@@ -23,9 +23,9 @@ from omni_async.driver import results, session
 from omni_async.driver import train as runtime
 from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.summary import Summary, read_summary
 from omni_async.runtime.cluster import PeerLost
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Summary, read_summary
 from tests.job_world import ENVIRONMENT, write_emulated
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, until_the_end, write_world

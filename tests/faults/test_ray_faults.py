@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from omni_async.performance.profile import Payload
+from omni_async.records.write.summary import Summary
 from omni_async.runtime.on_ray.connection import connect
-from omni_async.tracking.summary import Summary
 from tests.job_world import Disturbed, slow_at
 from tests.patience import PATIENCE
 

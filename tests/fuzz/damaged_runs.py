@@ -83,7 +83,7 @@ def build(base: Path) -> None:
         audio=np.zeros((1, 400), np.float32),
         sample_rate=8000,
     )
-    from omni_async.tracking.images import write_media
+    from omni_async.records.write.images import write_media
 
     for folder in (tables, runs / _FULL / "samples"):
         write_media(media, folder / ("media" if folder == tables else "train-000004-07"))
@@ -116,7 +116,7 @@ def _complete(run: Path) -> None:
     action = {"time": 1795640590.0, "action": "stop", "workers": {}, "address": "", "result": "done", "seconds": 0.1}
     for name, line in (("faults", fault), ("changes", change), ("actions", action)):
         (run / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-    from omni_async.tracking.timeline import read_trace
+    from omni_async.records.write.timeline import read_trace
 
     spans = read_trace(run / "trace.json")
     (run / "spans.jsonl").write_bytes(b"".join(msgspec.json.encode(span, enc_hook=str) + b"\n" for span in spans))
@@ -563,7 +563,7 @@ def _resume(place_: _Place, rng: random.Random, problems: list[str]) -> int:
     """Find the checkpoint, and take the folder over as a resumed run does before its first update."""
     from omni_async.config import load
     from omni_async.preflight.resume import nothing_to_do
-    from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, SpanLog
+    from omni_async.records.write.rundir import RunDirectory, RunDirectoryError, SpanLog
 
     words = _recipe_words(place_)
     if rng.random() < 0.3:
@@ -598,7 +598,7 @@ def _watch(place_: _Place, rng: random.Random, problems: list[str]) -> int:
 async def _look_at_page(place_: _Place, rng: random.Random, problems: list[str]) -> None:
     from aiohttp.test_utils import TestClient, TestServer
 
-    from omni_async.tracking.rundir import RunDirectory
+    from omni_async.records.write.rundir import RunDirectory
     from omni_async.watch.app import WatchApp
     from omni_async.watch.guard import Guard
     from omni_async.watch.live import LiveRun

@@ -18,7 +18,7 @@ from omni_async.checkpoint.folders import Manifest
 from omni_async.checkpoint.state import State
 from omni_async.control import control_state, events
 from omni_async.performance.profile import Profile
-from omni_async.tracking.summary import Summary
+from omni_async.records.write.summary import Summary
 
 MESSAGES = [
     found

@@ -24,13 +24,13 @@ from omni_async.config import load
 from omni_async.config.redact import redact_text, secrets_in
 from omni_async.control.reasons import short
 from omni_async.evaluation import command as evaluation
+from omni_async.records.write.console import LineConsole
+from omni_async.records.write.live_console import LiveConsole
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.report import configuration
 from omni_async.reward_server import command as serve_reward
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.scoring import scoring
-from omni_async.tracking.console import LineConsole
-from omni_async.tracking.live_console import LiveConsole
-from omni_async.tracking.rundir import RunDirectory
 from omni_async.watch import app as watch
 from tests.job_world import write_emulated
 

@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks.run_folders import MadeRun
 from omni_async.control.rounds import Round
-from omni_async.runs.alerts import CHECKS, Alert, alerts
-from omni_async.runs.columns import Columns
-from omni_async.runs.follow import Follower
-from omni_async.runs.record import read_run
-from omni_async.runs.seen import Seen, seen_of, seen_of_run
-from omni_async.runs.trends import share_at_least, trend
-from omni_async.tracking.attempts import Fault
+from omni_async.records.read.alerts import CHECKS, Alert, alerts
+from omni_async.records.read.columns import Columns
+from omni_async.records.read.follow import Follower
+from omni_async.records.read.record import read_run
+from omni_async.records.read.seen import Seen, seen_of, seen_of_run
+from omni_async.records.read.trends import share_at_least, trend
+from omni_async.records.write.attempts import Fault
 
 DOCS = Path(__file__).parents[2] / "docs"
 

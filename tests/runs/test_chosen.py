@@ -17,8 +17,8 @@ from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.statement import Statement, stated
 from omni_async.config import ConfigError, load, resolved_yaml
 from omni_async.control.control_state import ControlState
-from omni_async.runs.chosen import choose
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.read.chosen import choose
+from omni_async.records.write.rundir import RunDirectory
 from tests.preflight.test_resume import checkpoint_of
 from tests.runtime.runtime_world import write_world
 

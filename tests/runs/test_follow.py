@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from benchmarks.run_folders import ORIGIN, MadeRun
+from omni_async.records.read import follow, line_files
+from omni_async.records.read.alerts import alerts
+from omni_async.records.read.follow import Follower
+from omni_async.records.read.line_files import GrowingFile
+from omni_async.records.read.record import read_run
+from omni_async.records.read.seen import seen_of
+from omni_async.records.read.trace_file import NotATrace, trace_spans
+from omni_async.records.write.attempts import Attempt, Fault
+from omni_async.records.write.files import read_lines, read_records
+from omni_async.records.write.rundir import append_jsonl
+from omni_async.records.write.timeline import read_trace
 from omni_async.report.alerts import alerts_section
 from omni_async.report.shown import show
 from omni_async.report.verdict import verdict
 from omni_async.report.waiting import waiting
-from omni_async.runs import follow, line_files
-from omni_async.runs.alerts import alerts
-from omni_async.runs.follow import Follower
-from omni_async.runs.line_files import GrowingFile
-from omni_async.runs.record import read_run
-from omni_async.runs.seen import seen_of
-from omni_async.runs.trace_file import NotATrace, trace_spans
-from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.files import read_lines, read_records
-from omni_async.tracking.rundir import append_jsonl
-from omni_async.tracking.timeline import read_trace
 from omni_async.types import Span
 
 
@@ -127,7 +127,7 @@ def test_the_timeline_takes_the_place_of_the_spans_when_the_run_is_over(tmp_path
 def test_a_timeline_read_in_blocks_has_the_spans_of_one_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omni_async.runs.trace_file._BLOCK", 333)
+    monkeypatch.setattr("omni_async.records.read.trace_file._BLOCK", 333)
     run = MadeRun(groups=30).write(tmp_path, over=True)
     found = [one for placed in trace_spans(run.trace) for one in placed]
     whole = read_trace(run.trace)
@@ -146,7 +146,7 @@ def test_a_timeline_of_something_else_is_refused_in_one_line(tmp_path: Path, con
 
 
 def test_a_timeline_without_ends_of_events_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_async.runs.trace_file._LONGEST", 2**18)
+    monkeypatch.setattr("omni_async.records.read.trace_file._LONGEST", 2**18)
     run = MadeRun(groups=3).write(tmp_path, over=True)
     text = run.trace.read_bytes()
     run.trace.write_bytes(text.replace(b"[", b'[{"ph":"X","name":"' + b"x" * 2**20, 1))

@@ -21,18 +21,18 @@ from omni_async.config import ConfigError
 from omni_async.config.reading import OutsideError
 from omni_async.control.control_state import LedgerState
 from omni_async.control.ledger import LedgerDamaged, require_prefix
+from omni_async.records.read import line_files, record
+from omni_async.records.read.columns import Columns
+from omni_async.records.read.follow import Follower
+from omni_async.records.read.record import read_run
+from omni_async.records.read.spans import Actor, Placed, SpanLine, SpanStore
+from omni_async.records.write import files
+from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
+from omni_async.records.write.summary import read_ending, write_summary
 from omni_async.report import staleness
 from omni_async.report.data import page_of
 from omni_async.report.shown import show
-from omni_async.runs import line_files, record
-from omni_async.runs.columns import Columns
-from omni_async.runs.follow import Follower
-from omni_async.runs.record import read_run
-from omni_async.runs.spans import Actor, Placed, SpanLine, SpanStore
 from omni_async.simulation.run_folder import read_measured
-from omni_async.tracking import files
-from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
-from omni_async.tracking.summary import read_ending, write_summary
 from omni_async.types import Span
 from tests.configs import make_summary
 
@@ -343,14 +343,14 @@ def test_ages_workers_tracks_columns_and_names_are_bounded(folder, monkeypatch):
     assert {span.actor for span in run.spans()} == {"rollout-0", "rollout-1", "rollout-2"}
     assert "more than 3 workers" in run.left_out["spans.jsonl"]
 
-    monkeypatch.setattr("omni_async.runs.spans._MOST_TRACKS", 3)
-    monkeypatch.setattr("omni_async.runs.spans._MOST_ACTORS", 5)
+    monkeypatch.setattr("omni_async.records.read.spans._MOST_TRACKS", 3)
+    monkeypatch.setattr("omni_async.records.read.spans._MOST_ACTORS", 5)
     actor, store = Actor("trainer"), SpanStore()
     assert [actor.track_of(0.0, 9.0) for _ in range(5)] == [0, 1, 2, 2, 2]
     store.add([Placed(SpanLine(f"rollout-{n}", f"k{n}" * 200, 0.0, 1.0), 0, 1) for n in range(20)])
     assert len(store.lanes()) == 6 and max(map(len, store.kinds)) == 200
 
-    monkeypatch.setattr("omni_async.runs.columns._MOST_NUMBERS", 300)
+    monkeypatch.setattr("omni_async.records.read.columns._MOST_NUMBERS", 300)
     columns = Columns()
     assert [columns.add({"a": 1}) for _ in range(4)] == [True, True, True, False] and len(columns) == 3
 
@@ -426,7 +426,7 @@ def test_a_run_that_does_not_answer_or_answers_another_version_s_way_is_reported
 
 @pytest.mark.parametrize("name", ["samples", "checkpoints", "weights"])
 def test_no_run_goes_on_in_a_folder_with_a_link_in_the_place_of_a_folder(folder, tmp_path, name):
-    from omni_async.tracking.rundir import RunDirectoryError
+    from omni_async.records.write.rundir import RunDirectoryError
 
     away = tmp_path / "away"
     away.mkdir()
@@ -444,7 +444,7 @@ def test_no_run_goes_on_in_a_folder_with_a_link_in_the_place_of_a_folder(folder,
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
 def test_no_run_goes_on_from_lines_elsewhere(folder, name):
-    from omni_async.tracking.rundir import RunDirectoryError
+    from omni_async.records.write.rundir import RunDirectoryError
 
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/etc/passwd")
@@ -456,7 +456,7 @@ def test_samples_are_written_through_no_link(folder, tmp_path):
     import numpy as np
 
     from omni_async.media import Media
-    from omni_async.tracking.images import write_media
+    from omni_async.records.write.images import write_media
 
     (tmp_path / "kept").write_bytes(b"kept")
     (folder / "samples" / "train-000001-00.png").symlink_to(tmp_path / "kept")

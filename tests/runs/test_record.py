@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from omni_async.config import ConfigError
-from omni_async.runs.record import read_run
-from omni_async.tracking.rundir import RunDirectory, append_jsonl
-from omni_async.tracking.summary import write_summary
-from omni_async.tracking.timeline import write_trace
+from omni_async.records.read.record import read_run
+from omni_async.records.write.rundir import RunDirectory, append_jsonl
+from omni_async.records.write.summary import write_summary
+from omni_async.records.write.timeline import write_trace
 from omni_async.types import LedgerEntry, Span
 from tests.configs import make_summary
 from tests.job_world import ENVIRONMENT
@@ -148,6 +148,6 @@ def test_what_is_no_run_folder_is_refused_in_one_line(tmp_path, name):
 
 
 def test_reading_a_run_imports_neither_torch_nor_ray():
-    code = "import sys, omni_async.runs.record; print({'torch', 'ray', 'mlflow'} & {*sys.modules})"
+    code = "import sys, omni_async.records.read.record; print({'torch', 'ray', 'mlflow'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout == "set()\n"

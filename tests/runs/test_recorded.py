@@ -13,8 +13,8 @@ from diffusers import DiffusionPipeline
 
 from omni_async.cli import main
 from omni_async.config import load
-from omni_async.runs.record import read_run
-from omni_async.tracking.summary import read_summary
+from omni_async.records.read.record import read_run
+from omni_async.records.write.summary import read_summary
 from tests.job_world import Run
 from tests.recorded_runs import place
 

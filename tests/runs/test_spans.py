@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from omni_async.runs.spans import Facts, Placed, SpanLine, SpanStore
-from omni_async.tracking.timeline import clip, length, union
+from omni_async.records.read.spans import Facts, Placed, SpanLine, SpanStore
+from omni_async.records.write.timeline import clip, length, union
 
 
 def store_of(*spans: tuple[str, str, float, float]) -> SpanStore:
@@ -116,7 +116,7 @@ def test_a_window_over_many_chunks_has_the_spans_of_one_over_all_of_them(monkeyp
     rng = random.Random(2)
     spans = [(f"rollout-{n % 3}", "generate", 0.1 * n, 0.1 * n + rng.expovariate(1.0)) for n in range(400)]
     whole = store_of(*spans)
-    monkeypatch.setattr("omni_async.runs.rows._CHUNK", 7)
+    monkeypatch.setattr("omni_async.records.read.rows._CHUNK", 7)
     chunked = store_of(*spans)
     for start, end in ((0.0, 50.0), (11.0, 12.0), (39.0, 45.0), (-9.0, -1.0), (17.3, 17.4)):
         one, other = (store.window(start, end, 0, 3, 20, 1000).boxes for store in (whole, chunked))

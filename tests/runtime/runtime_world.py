@@ -17,9 +17,9 @@ from omni_async.config import Config, load
 from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import JsonlSink, Ledger
+from omni_async.records.write.sinks.base import Ended, Sink
+from omni_async.records.write.summary import ValidationPoint
 from omni_async.store import LocalStore, ObjectStore
-from omni_async.tracking.sinks.base import Ended, Sink
-from omni_async.tracking.summary import ValidationPoint
 from omni_async.types import LedgerEntry
 from tests.configs import write_recipe_file
 from tests.images import as_media

@@ -10,10 +10,10 @@ import pytest
 
 from omni_async.aio.supervisor import Supervisor, TaskFailed
 from omni_async.config.role_table import BUILT_IN
+from omni_async.records.write.attempts import Fault
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.keeper import Keeper, Restarts, Work
 from omni_async.simulation.virtual_time import VirtualClock
-from omni_async.tracking.attempts import Fault
 
 pytestmark = pytest.mark.virtual_time
 

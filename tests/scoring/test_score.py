@@ -24,10 +24,10 @@ from omni_async.control.events import Shown
 from omni_async.data.media_files import read_media
 from omni_async.driver.sample_files import _row
 from omni_async.media import Media
+from omni_async.records.write.images import write_media
 from omni_async.scoring import scoring
 from omni_async.scoring.report import histogram
 from omni_async.scoring.samples import find_samples
-from omni_async.tracking.images import write_media
 from omni_async.types import Prompt, PromptImage, Score
 from tests.runtime.runtime_world import write_world
 from tests.scoring import judges

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import omni_async
 from omni_async.algorithms import objectives
-from omni_async.tracking.catalogue import METRICS, Group, chart, find, table
+from omni_async.records.write.catalogue import METRICS, Group, chart, find, table
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(omni_async.__file__).parent
@@ -70,7 +70,7 @@ def test_the_pages_tables_are_the_catalogues():
     page = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
     for source in ("run", "objective", "validation"):
         assert table(source) in page, (
-            f"print(omni_async.tracking.catalogue.table({source!r})) is what the page must have"
+            f"print(omni_async.records.write.catalogue.table({source!r})) is what the page must have"
         )
 
 

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from omni_async.control.rounds import Change
-from omni_async.tracking.console import (
+from omni_async.records.write.console import (
     LineConsole,
     UpdateView,
     duration,
@@ -18,8 +18,8 @@ from omni_async.tracking.console import (
     validated,
     validation_lines,
 )
-from omni_async.tracking.live_console import LiveConsole, for_stream
-from omni_async.tracking.summary import ValidationPoint
+from omni_async.records.write.live_console import LiveConsole, for_stream
+from omni_async.records.write.summary import ValidationPoint
 
 VIEW: UpdateView = {
     "update": 12,

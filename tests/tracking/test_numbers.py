@@ -16,11 +16,11 @@ from PIL import Image
 
 from omni_async.control.rounds import Round
 from omni_async.media import Media
-from omni_async.tracking import images
-from omni_async.tracking.images import Typeface, _wrap, caption, image_grid, tile, write_media
-from omni_async.tracking.memory import MemorySampler, process_tree_pss
-from omni_async.tracking.summary import Counters, read_summary, write_summary
-from omni_async.tracking.vanishing import GradientWatch
+from omni_async.records.write import images
+from omni_async.records.write.images import Typeface, _wrap, caption, image_grid, tile, write_media
+from omni_async.records.write.memory import MemorySampler, process_tree_pss
+from omni_async.records.write.summary import Counters, read_summary, write_summary
+from omni_async.records.write.vanishing import GradientWatch
 from omni_async.types import Prompt, Score, Span
 from tests.configs import make_summary
 from tests.patience import wait_for

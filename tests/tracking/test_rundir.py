@@ -13,8 +13,8 @@ import yaml
 
 from omni_async.aio.clock import ManualClock
 from omni_async.config import schema
-from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, SpanLog, append_jsonl
+from omni_async.records.write.attempts import Attempt
+from omni_async.records.write.rundir import RunDirectory, RunDirectoryError, SpanLog, append_jsonl
 from omni_async.types import LedgerEntry, Span
 from tests.configs import build
 from tests.job_world import ENVIRONMENT
@@ -54,7 +54,7 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path) -> None:
     """Checks that no part is left, or the next line that fits would be lost with it."""
     program = (
-        "import resource; from pathlib import Path; from omni_async.tracking.rundir import append_jsonl\n"
+        "import resource; from pathlib import Path; from omni_async.records.write.rundir import append_jsonl\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30)); append_jsonl(Path('x.jsonl'), {'a': 'b' * 9})"
     )
     append_jsonl(tmp_path / "x.jsonl", {"update": 1, "b": 2})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omni_async.tracking.stages import StageSeconds
+from omni_async.records.write.stages import StageSeconds
 from omni_async.types import Span
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.tracking import timeline
+from omni_async.records.write import timeline
 from omni_async.types import Span
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)

@@ -345,7 +345,7 @@ async def test_what_goes_wrong_in_an_answer_is_said_with_the_headers_of_all_answ
     def broken(self: object, group: int) -> None:
         raise RuntimeError("the ledger moved")
 
-    monkeypatch.setattr("omni_async.runs.follow.Follower.ledger_line", broken)
+    monkeypatch.setattr("omni_async.records.read.follow.Follower.ledger_line", broken)
     async with watched(tmp_path) as page, page.client.get(f"{page.address}/api/group/1") as response:
         assert response.status == 500 and response.headers["Content-Security-Policy"]
         assert await response.json() == {"error": "RuntimeError: the ledger moved"}

@@ -29,6 +29,7 @@ from omni_async.config import ConfigError
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.role_table import RoleSpec
 from omni_async.plugins.entry_points import load_named
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.builders import WorkerContext
 from omni_async.runtime.cluster import Cluster, PeerLost, StartError
 from omni_async.runtime.inputs import RunInputs
@@ -37,7 +38,6 @@ from omni_async.runtime.on_ray.shell import Proxy, Whereabouts, actor_class, end
 from omni_async.runtime.on_ray.store import RayStore
 from omni_async.runtime.placement import ActorPlacement, PlacementPlan, plan_placements
 from omni_async.store import ObjectStore
-from omni_async.tracking.rundir import RunDirectory
 from omni_async.worker import Worker
 
 _HEALTH_INTERVAL_S = 10.0

@@ -7,8 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.sinks.base import About, Ended
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.sinks.base import About, Ended
 
 RED = (200, 0, 0)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from omni_async.tracking.sinks import feed
-from omni_async.tracking.sinks.base import Ended, Sink, SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.late import LateSink
+from omni_async.records.write.sinks import feed
+from omni_async.records.write.sinks.base import Ended, Sink, SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.late import LateSink
 from tests.patience import PATIENCE, wait_for
 
 

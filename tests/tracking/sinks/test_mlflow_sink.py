@@ -17,10 +17,10 @@ import pytest
 from PIL import Image
 
 from omni_async.config import schema
-from omni_async.tracking.sinks import mlflow_sink
-from omni_async.tracking.sinks.base import SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.mlflow_sink import MlflowSink, _alone, _probe
+from omni_async.records.write.sinks import mlflow_sink
+from omni_async.records.write.sinks.base import SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.mlflow_sink import MlflowSink, _alone, _probe
 from tests.tracking.sinks.sink_world import ENDINGS, LEFT_OUT, RED, about, tell
 
 if TYPE_CHECKING:

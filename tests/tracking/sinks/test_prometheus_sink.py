@@ -13,11 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from omni_async.config import schema
-from omni_async.tracking.catalogue import METRICS
-from omni_async.tracking.sinks import prometheus_sink
-from omni_async.tracking.sinks.base import SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.prometheus_sink import PrometheusSink, described
+from omni_async.records.write.catalogue import METRICS
+from omni_async.records.write.sinks import prometheus_sink
+from omni_async.records.write.sinks.base import SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.prometheus_sink import PrometheusSink, described
 from tests.patience import PATIENCE, wait_for
 from tests.ports import listening_at
 from tests.tracking.sinks.sink_world import about, tell

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from omni_async.config import ConfigError, schema
-from omni_async.tracking.sinks.base import SinkUnusableError
-from omni_async.tracking.sinks.registry import enabled, open_sinks, require_usable
-from omni_async.tracking.sinks.tensorboard_sink import TensorboardSink
+from omni_async.records.write.sinks.base import SinkUnusableError
+from omni_async.records.write.sinks.registry import enabled, open_sinks, require_usable
+from omni_async.records.write.sinks.tensorboard_sink import TensorboardSink
 from tests.configs import build
 from tests.tracking.sinks.sink_world import about, tell
 

@@ -13,8 +13,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer import event_file_writer
 
 from omni_async.config import schema
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.tensorboard_sink import TensorboardSink
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.tensorboard_sink import TensorboardSink
 from tests.tracking.sinks.sink_world import LEFT_OUT, RED, about, tell
 
 

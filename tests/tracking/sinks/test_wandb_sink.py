@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from omni_async.config import schema
-from omni_async.tracking.sinks.base import SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.wandb_sink import WandbSink
+from omni_async.records.write.sinks.base import SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.wandb_sink import WandbSink
 from tests.patience import PATIENCE
 from tests.tracking.sinks.sink_world import about, tell
 

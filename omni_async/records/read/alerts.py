@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from omni_async.algorithms.mismatch import CLIPPED_AT_MOST
-from omni_async.runs.seen import Seen
-from omni_async.runs.trends import share_at_least, trend
+from omni_async.records.read.seen import Seen
+from omni_async.records.read.trends import share_at_least, trend
 
 _UPDATES = 100  # of which a trend is computed, at most
 _FEWEST_UPDATES = 30  # from which a trend is believed

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from omni_async.config import schema
-from omni_async.tracking.catalogue import METRICS, Group, chart
-from omni_async.tracking.sinks.base import About, Ended, Sink, command_of
+from omni_async.records.write.catalogue import METRICS, Group, chart
+from omni_async.records.write.sinks.base import About, Ended, Sink, command_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

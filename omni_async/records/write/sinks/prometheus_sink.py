@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry, Gauge, Info, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from omni_async.config import schema
-from omni_async.tracking.catalogue import Metric, find
-from omni_async.tracking.files import keep_from_children
-from omni_async.tracking.sinks.base import About, Ended, Sink, SinkUnusableError
+from omni_async.records.write.catalogue import Metric, find
+from omni_async.records.write.files import keep_from_children
+from omni_async.records.write.sinks.base import About, Ended, Sink, SinkUnusableError
 
 _PREFIX = "omni_async_"
 _NEWEST = {"update": "the newest update", "validation_update": "the version of the newest validation round"}

@@ -13,7 +13,7 @@ from typing import Protocol, TextIO, TypedDict
 from omni_async.config.redact import one_line, redact_text
 from omni_async.control.reasons import count, listed
 from omni_async.control.rounds import Change, not_scored
-from omni_async.tracking.summary import ValidationPoint
+from omni_async.records.write.summary import ValidationPoint
 
 
 class UpdateView(TypedDict, total=False):

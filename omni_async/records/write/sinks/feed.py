@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_async.config.redact import redact
-from omni_async.tracking.sinks.base import Ended, Sink
+from omni_async.records.write.sinks.base import Ended, Sink
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.write.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from omni_async.config.reading import open_file, require_file
-from omni_async.tracking.files import LONGEST_LINE
+from omni_async.records.write.files import LONGEST_LINE
 
 _BLOCK = 2**18
 # How much of what was read is compared with the file before more is read.

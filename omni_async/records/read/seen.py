@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_async.control.rounds import Round
-from omni_async.runs.columns import Columns
-from omni_async.runs.follow import EVENTS, Follower
-from omni_async.runs.record import Run, RunStatus
-from omni_async.runs.rounds import in_order
-from omni_async.tracking.attempts import Fault
+from omni_async.records.read.columns import Columns
+from omni_async.records.read.follow import EVENTS, Follower
+from omni_async.records.read.record import Run, RunStatus
+from omni_async.records.read.rounds import in_order
+from omni_async.records.write.attempts import Fault
 
 _RECENT = 5  # updates whose median is a level
 _ENDINGS = 200  # groups of which shares are computed

@@ -13,9 +13,9 @@ from typing import Any
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import redact_text, with_secrets
 from omni_async.config.schema import Tracking
-from omni_async.tracking.sinks.base import About, Ended, Sink, SinkUnusableError
-from omni_async.tracking.sinks.feed import Sinks
-from omni_async.tracking.sinks.late import LateSink
+from omni_async.records.write.sinks.base import About, Ended, Sink, SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.late import LateSink
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def open_sinks(tracking: Tracking, about: About, version: int) -> Sinks:
     try:
         for name in enabled(tracking):
             module, _, kind = _SINKS[name][0].partition(":")
-            sink: Any = getattr(import_module(f"omni_async.tracking.sinks.{module}"), kind)
+            sink: Any = getattr(import_module(f"omni_async.records.write.sinks.{module}"), kind)
             settings = with_secrets(getattr(tracking, name), f"tracking.{name}")
             opened.append(_open(partial(sink, settings, about), sink.label, about.goes_on))
     except BaseException:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_async.tracking.sinks.base import Ended, Sink, SinkUnusableError
+from omni_async.records.write.sinks.base import Ended, Sink, SinkUnusableError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -23,8 +23,8 @@ from omni_async.config.reading import real_path
 from omni_async.control.reasons import listed
 from omni_async.control.rounds import NotComparable, Round, compare, ranked
 from omni_async.plugins.families import PipelineFamily, find_family
-from omni_async.runs.rounds import read_rounds
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.read.rounds import read_rounds
+from omni_async.records.write.rundir import RunDirectory
 from omni_async.version import __version__
 
 

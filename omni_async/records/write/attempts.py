@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from omni_async.ranges import Count, Seconds, Text, Time
-from omni_async.tracking.files import read_records
-from omni_async.tracking.summary import Status
+from omni_async.records.write.files import read_records
+from omni_async.records.write.summary import Status
 
 
 class Attempt(msgspec.Struct, frozen=True):

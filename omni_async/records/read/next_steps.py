@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from omni_async.checkpoint.folders import newest_first
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.records.write.rundir import RunDirectory
 
 _PROGRAM = "omni-async"
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_async.config.redact import one_line, redact_text
-from omni_async.tracking.console import (
+from omni_async.records.write.console import (
     Console,
     LineConsole,
     UpdateView,
@@ -26,7 +26,7 @@ from omni_async.tracking.console import (
     validated,
     validation_reward,
 )
-from omni_async.tracking.summary import ValidationPoint
+from omni_async.records.write.summary import ValidationPoint
 
 _BAR_WIDTH = 24
 _REFRESH_PER_S = 4

@@ -21,17 +21,17 @@ import numpy as np
 from omni_async.config.reading import open_file
 from omni_async.control.rounds import Round
 from omni_async.ranges import count
-from omni_async.runs.columns import Columns
-from omni_async.runs.line_files import Block, GrowingFile
-from omni_async.runs.record import is_there, names_in, reason_of
-from omni_async.runs.rounds import is_round, read_round
-from omni_async.runs.rows import Records, Rows
-from omni_async.runs.spans import Placed, SpanLine, SpanStore, Where
-from omni_async.runs.trace_file import NotATrace, TraceEvent, trace_spans
-from omni_async.tracking.attempts import Attempt, Fault
-from omni_async.tracking.files import LONGEST_LINE, decode_line, read_foreign
-from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Summary, read_summary
+from omni_async.records.read.columns import Columns
+from omni_async.records.read.line_files import Block, GrowingFile
+from omni_async.records.read.record import is_there, names_in, reason_of
+from omni_async.records.read.rounds import is_round, read_round
+from omni_async.records.read.rows import Records, Rows
+from omni_async.records.read.spans import Placed, SpanLine, SpanStore, Where
+from omni_async.records.read.trace_file import NotATrace, TraceEvent, trace_spans
+from omni_async.records.write.attempts import Attempt, Fault
+from omni_async.records.write.files import LONGEST_LINE, decode_line, read_foreign
+from omni_async.records.write.rundir import RunDirectory
+from omni_async.records.write.summary import Summary, read_summary
 from omni_async.types import LedgerEntry, Span
 
 T = TypeVar("T")

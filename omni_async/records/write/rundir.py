@@ -27,8 +27,8 @@ from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
 from omni_async.config.writing import append, open_lock, write_atomic
 from omni_async.ranges import finite
-from omni_async.tracking.attempts import Attempt
-from omni_async.tracking.files import decode_line, keep_from_children, lines_of, read_records
+from omni_async.records.write.attempts import Attempt
+from omni_async.records.write.files import decode_line, keep_from_children, lines_of, read_records
 from omni_async.types import Span
 
 _LOCK = ".lock"
