@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 
 from benchmarks.data_plane_work import CONCURRENT_PUTS, GROUP, Source, Tally, in_flight
-from omni_async.actors.producer import Producer
-from omni_async.actors.rewarder import Rewarder
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config, check, with_spec
 from omni_async.control.coordinator import Coordinator
 from omni_async.media import Media
 from omni_async.rewards.loaded import LoadedReward
+from omni_async.roles.producer import Producer
+from omni_async.roles.rewarder import Rewarder
 from omni_async.rollout.base import Trajectory
 from omni_async.runtime.on_ray.store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport

@@ -15,9 +15,6 @@ import msgspec
 import numpy as np
 import torch
 
-from omni_async.actors.producer import Producer
-from omni_async.actors.publisher import WeightPublisher
-from omni_async.actors.rank import Rank
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
@@ -25,6 +22,9 @@ from omni_async.control.requests import RequestFactory
 from omni_async.diffusion.components import named_parameters
 from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.families import PipelineFamily
+from omni_async.roles.producer import Producer
+from omni_async.roles.publisher import WeightPublisher
+from omni_async.roles.rank import Rank
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
 from omni_async.runtime.on_ray.store import RayStore

@@ -35,7 +35,7 @@ from omni_async.performance.profile import Profile, load_profile
 from omni_async.records.write.console import Console
 from omni_async.records.write.rundir import RunDirectoryError
 from omni_async.records.write.summary import Summary
-from omni_async.runtime.inputs import RunInputs
+from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.placement import plan_placements
 from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate

@@ -48,7 +48,7 @@ class RoleSpec:
 
     workers: its workers at the start of a run, by the recipe.
     section: the key of its workers' resources; None: next to nothing.
-    build: `module:function`; (`omni_async.runtime.builders.WorkerContext`) -> the role, called in the worker's process.
+    build: `module:function`; (`omni_async.roles.builders.WorkerContext`) -> the role, called in the worker's process.
     on_loss: "replace": another worker takes the slot while the run goes on. "new attempt": the run starts again from
         its last checkpoint.
     works: which of its workers have `start` and `run`: "all"; the "first", which calls the others; "none", because it
@@ -122,7 +122,7 @@ def _ranks(config: Config) -> tuple[Worker, ...]:
     return Worker(TRAINER), *(Worker(TRAINER, rank) for rank in range(1, number))
 
 
-_BUILDERS = "omni_async.runtime.builders"
+_BUILDERS = "omni_async.roles.builders"
 
 BUILT_IN = (
     RoleSpec(
@@ -196,7 +196,7 @@ def _pool(number: int, name: str) -> RoleSpec:
         name,
         # Emulated reward workers have the scorers of pools themselves.
         lambda config: _slots(name, config.reward.pools[number].workers) if config.emulation is None else (),
-        "omni_async.reward_server.pool:build",
+        "omni_async.roles.pool:build",
         f"reward.pools.{number}.resources",
         "replace",
         colocated=False,
@@ -210,7 +210,7 @@ def _server(number: int, name: str) -> RoleSpec:
     return RoleSpec(
         name,
         lambda config: _slots(name, config.reward.servers[number].replicas) if config.emulation is None else (),
-        "omni_async.reward_server.vllm_server:build",
+        "omni_async.roles.vllm_server:build",
         f"reward.servers.{number}.resources",
         "replace",
         colocated=False,

@@ -25,7 +25,7 @@ from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import Summary, write_summary
 from omni_async.records.write.timeline import write_trace
-from omni_async.runtime.inputs import RunInputs
+from omni_async.roles.inputs import RunInputs
 from omni_async.types import Span
 
 logger = logging.getLogger(__name__)

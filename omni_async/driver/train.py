@@ -44,8 +44,8 @@ from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.sinks.registry import enabled, open_sinks
 from omni_async.records.write.summary import Summary
 from omni_async.rewards.base import WrongScorer
+from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import Cluster, PeerLost
-from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.keeper import GaveUp, Restarts
 
 logger = logging.getLogger(__name__)

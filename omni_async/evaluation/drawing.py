@@ -100,7 +100,7 @@ def _sharing(models: Sequence[Model]) -> Iterator[list[Model]]:
 
 
 def _program(settings: Settings) -> Program | None:
-    from omni_async.runtime.builders import built_program
+    from omni_async.roles.builders import built_program
 
     try:
         return built_program(settings.config)

@@ -6,11 +6,11 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from omni_async.actors.plan import require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.memory.amounts import GIB, Amount, Estimate
 from omni_async.memory.devices import bytes_of_device, shared_devices
 from omni_async.memory.verdict import Device, judge, ways_out
+from omni_async.roles.plan import require_trainable
 
 _COLUMNS = ("weights", "states", "activations", "decode", "context", "device", "host")
 

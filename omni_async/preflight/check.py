@@ -17,7 +17,6 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from omni_async.actors.plan import Plan, require_trainable
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import BUILT_IN, find_objective
 from omni_async.checkpoint.contents import contents_of
@@ -48,7 +47,8 @@ from omni_async.preflight.resume import find_resume_point
 from omni_async.records.write.sinks.registry import require_usable
 from omni_async.rewards import registry as scorers
 from omni_async.rewards.addresses import urls_of
-from omni_async.runtime.inputs import RunInputs
+from omni_async.roles.inputs import RunInputs
+from omni_async.roles.plan import Plan, require_trainable
 from omni_async.types import Prompt
 
 _VALIDATION = "validation.prompts"

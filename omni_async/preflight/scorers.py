@@ -28,9 +28,9 @@ from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
+from omni_async.roles.builders import built_program
+from omni_async.roles.inputs import RunInputs
 from omni_async.rollout.calls import try_program, untried
-from omni_async.runtime.builders import built_program
-from omni_async.runtime.inputs import RunInputs
 
 _MOST_PARTS = 6
 _SLOW_S = 1.0

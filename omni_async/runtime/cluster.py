@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-from omni_async.actors.api import CoordinatorApi
 from omni_async.config.role_table import RoleSpec, roles_of
 from omni_async.control.events import RunEvent
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.runtime.inputs import RunInputs
+from omni_async.roles.api import CoordinatorApi
+from omni_async.roles.inputs import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.worker import COORDINATOR, TRAINER, Worker
 

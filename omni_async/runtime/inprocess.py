@@ -11,9 +11,9 @@ from typing import Any
 from omni_async.aio.clock import Clock, WallClock
 from omni_async.plugins.entry_points import load_named
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.runtime.builders import ServiceHost, WorkerContext
+from omni_async.roles.builders import ServiceHost, WorkerContext
+from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import Cluster
-from omni_async.runtime.inputs import RunInputs
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.worker import Worker
 

@@ -21,8 +21,8 @@ from omni_async.config import ConfigError
 from omni_async.config.hub import how_to_get
 from omni_async.config.redact import one_line
 from omni_async.plugins.services import ServiceSite
-from omni_async.reward_server.vllm_server import VllmServer
 from omni_async.rewards.base import Addresses, ScoreError
+from omni_async.roles.vllm_server import VllmServer
 
 if TYPE_CHECKING:
     from omni_async.config.stages import Reward, Server

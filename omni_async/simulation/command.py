@@ -87,8 +87,8 @@ def add_job(parser: argparse.ArgumentParser, overrides: str, recipe: str = "a YA
 
 def simulate_recipe(options: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
-    from omni_async.actors.plan import require_trainable
     from omni_async.performance.profile import require_room
+    from omni_async.roles.plan import require_trainable
 
     if options.recipe.is_dir() or options.what_if:
         return _what_if(options)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from omni_async.actors.plan import Plan, plan_updates
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
 from omni_async.performance.law import StageTimes, stage_times, unmeasured, with_estimates
 from omni_async.performance.profile import Profile
+from omni_async.roles.plan import Plan, plan_updates
 
 
 class Occupancy(msgspec.Struct, frozen=True):

@@ -18,13 +18,13 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from omni_async.actors.plan import plan_updates
 from omni_async.config import Config
 from omni_async.config.role_table import BUILT_IN, WORKING, roles_of
 from omni_async.config.schedule import num_devices
 from omni_async.control.coordinator import Coordinator
 from omni_async.performance.law import async_step, with_estimates
 from omni_async.performance.profile import Profile
+from omni_async.roles.plan import plan_updates
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulated_engine import SimulatedEngine
 from omni_async.simulation.simulated_roles import (

@@ -14,11 +14,11 @@ from itertools import pairwise
 
 import msgspec
 
-from omni_async.actors.plan import require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.schedule import num_devices
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
+from omni_async.roles.plan import require_trainable
 from omni_async.simulation.changes import changes
 from omni_async.simulation.result import Simulated, not_measured
 from omni_async.simulation.simulate import Steady, simulate

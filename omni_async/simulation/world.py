@@ -10,12 +10,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from omni_async.actors.plan import Plan
 from omni_async.aio.waiting import Event
 from omni_async.config import Config
 from omni_async.control.coordinator import Coordinator
 from omni_async.performance.emulation import Draws
 from omni_async.performance.profile import Profile
+from omni_async.roles.plan import Plan
 from omni_async.simulation.result import Occupancy
 from omni_async.simulation.virtual_time import VirtualTimeLoop
 

@@ -21,13 +21,13 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from omni_async.actors.plan import plan_updates
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.config.layout import layout_problems
 from omni_async.performance.law import StageTimes, engine_batch, pool_time
 from omni_async.performance.profile import Profile
+from omni_async.roles.plan import plan_updates
 from omni_async.simulation.result import times_of
 
 Value = int | str

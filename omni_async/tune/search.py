@@ -21,11 +21,11 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from omni_async.actors.plan import plan_updates
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import Profile
+from omni_async.roles.plan import plan_updates
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.sweep import choose_bundle
 from omni_async.tune import keys as key

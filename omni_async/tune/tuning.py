@@ -14,13 +14,13 @@ from itertools import pairwise
 import msgspec
 from msgspec.structs import replace
 
-from omni_async.actors.plan import require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.config.schedule import apply_schedule, num_devices
 from omni_async.config.schema import ScheduleName
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
+from omni_async.roles.plan import require_trainable
 from omni_async.tune.keys import (
     ENGINES,
     GROUPS,

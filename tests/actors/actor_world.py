@@ -15,9 +15,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from omni_async.actors.api import Tracer
-from omni_async.actors.plan import Plan, plan_updates
-from omni_async.actors.update import Update
 from omni_async.aio.clock import ManualClock
 from omni_async.aio.waiting import Event
 from omni_async.algorithms.advantages import RewardHistory
@@ -25,6 +22,9 @@ from omni_async.config import Config, check, with_spec
 from omni_async.config.layout import ParallelLayout
 from omni_async.control.control_state import ControlState
 from omni_async.media import Media
+from omni_async.roles.api import Tracer
+from omni_async.roles.plan import Plan, plan_updates
+from omni_async.roles.update import Update
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import (

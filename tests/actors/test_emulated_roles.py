@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from actor_world import Desk, make_config, make_group
 
-from omni_async.actors.api import Tracer
-from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
-from omni_async.actors.plan import plan_updates
 from omni_async.performance.emulation import SEED_BYTES, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile, ServiceTime
+from omni_async.roles.api import Tracer
+from omni_async.roles.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
+from omni_async.roles.plan import plan_updates
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, ScoreJob, TrainGroup

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from actor_world import FINAL_LATENTS, GROUP_STD, STEPS, make_config
 
-from omni_async.actors.plan import Plan, plan_updates
 from omni_async.algorithms.kinds import num_trained
+from omni_async.roles.plan import Plan, plan_updates
 
 MIX = {"algorithm.name": "mix_grpo"}
 KL = {"algorithm.kl_coef": 0.1}

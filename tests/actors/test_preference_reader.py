@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from tensordict import TensorDict
 
-from omni_async.actors.preferences import PreferenceReader, fit
 from omni_async.aio.clock import ManualClock
 from omni_async.config import ConfigError
 from omni_async.media import Media
+from omni_async.roles.preferences import PreferenceReader, fit
 from omni_async.rollout.base import EngineError
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, SampleRequest, Score, ScoreJob

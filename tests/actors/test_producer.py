@@ -11,8 +11,8 @@ import pytest
 from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request
 from msgspec.structs import replace
 
-from omni_async.actors.producer import Producer
 from omni_async.aio.clock import ManualClock
+from omni_async.roles.producer import Producer
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.calls import Draw
 from omni_async.store import LocalStore, ObjectLost

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from actor_world import Desk, failure_of, make_config, make_snapshot
 
-from omni_async.actors import publisher
-from omni_async.actors.publisher import WeightPublisher
 from omni_async.aio.clock import ManualClock
+from omni_async.roles import publisher
+from omni_async.roles.publisher import WeightPublisher
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import Bucket, verify

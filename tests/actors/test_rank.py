@@ -15,10 +15,10 @@ import torch
 from actor_world import LossyStore
 from msgspec.structs import replace
 
-from omni_async.actors.rank import Rank
 from omni_async.checkpoint.state import State, write_state
 from omni_async.config.layout import ParallelLayout
 from omni_async.control.control_state import ControlState
+from omni_async.roles.rank import Rank
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from actor_world import Desk, make_config, make_job, settle
 
-from omni_async.actors.rewarder import Rewarder
 from omni_async.aio.clock import ManualClock
 from omni_async.rewards.base import Scorer, WrongScorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.probe import Probe
+from omni_async.roles.rewarder import Rewarder
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score, ScoreResult
@@ -207,7 +207,7 @@ async def test_where_samples_were_scored_before_it_is_waited_for():
 
 
 async def test_a_scorer_that_takes_its_time_does_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("omni_async.actors.rewarder._START_S", 0.01)
+    monkeypatch.setattr("omni_async.roles.rewarder._START_S", 0.01)
     scorer = Brightness()
     async with on_stage(scorer, probe=probe("wait")) as desk:
         desk.offer(make_job(0))

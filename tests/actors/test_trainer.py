@@ -24,14 +24,14 @@ from actor_world import (
 from msgspec.structs import replace
 from tensordict import TensorDict
 
-from omni_async.actors.plan import plan_updates
-from omni_async.actors.trainer import Trainer
-from omni_async.actors.update import PolicyGradient
 from omni_async.aio.clock import ManualClock
 from omni_async.checkpoint import State, read_state, require_whole
 from omni_async.checkpoint.state import write_state
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.rounds import Round
+from omni_async.roles.plan import plan_updates
+from omni_async.roles.trainer import Trainer
+from omni_async.roles.update import PolicyGradient
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import ReadyGroup, SampleDrift
 from omni_async.weights.snapshot import Snapshot

@@ -23,8 +23,8 @@ from actor_world import (
     run_update,
 )
 
-from omni_async.actors.api import Abandoned
 from omni_async.algorithms.advantages import RewardHistory
+from omni_async.roles.api import Abandoned
 from omni_async.store import ObjectLost
 from omni_async.types import SampleDrift
 

@@ -16,7 +16,7 @@ from omni_async.performance.profile import Profile, ServiceTime, write_profile
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, write_summary
 from omni_async.records.write.timeline import write_trace
-from omni_async.runtime.inputs import RunInputs
+from omni_async.roles.inputs import RunInputs
 from omni_async.types import Span
 from tests.configs import make_summary, with_sections
 

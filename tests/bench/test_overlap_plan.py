@@ -7,12 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from omni_async.actors.plan import plan_updates
 from omni_async.bench.measure import steady_part
 from omni_async.bench.plan import BASELINES, DEFAULT_ARMS, Arm, finished_run, make_plan, parse_arms
 from omni_async.config import ConfigError
 from omni_async.config.algorithm import automatic_correction
 from omni_async.config.schedule import SCHEDULES
+from omni_async.roles.plan import plan_updates
 from tests.bench import overlap_world as world
 
 

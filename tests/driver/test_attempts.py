@@ -25,8 +25,8 @@ from omni_async.records.write.attempts import read_faults
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary
 from omni_async.rewards.base import WrongScorer
+from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import PeerLost
-from omni_async.runtime.inputs import RunInputs
 from tests.loops import settle
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (

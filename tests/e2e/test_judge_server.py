@@ -20,7 +20,7 @@ from tests.job_world import Disturbed
 def servers() -> list[int]:
     """Returns the processes of vLLM servers that this one has started."""
     mine = psutil.Process().children(recursive=True)
-    return [one.pid for one in mine if "omni_async.reward_server.vllm_process" in one.cmdline()]
+    return [one.pid for one in mine if "omni_async.roles.vllm_process" in one.cmdline()]
 
 
 def judged(folder: Path) -> list[str]:

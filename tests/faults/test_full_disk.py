@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import pytest
 
 from omni_async import cli
-from omni_async.actors import checkpointer
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.config import Config, load, writing
@@ -25,6 +24,7 @@ from omni_async.driver.train import train
 from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
+from omni_async.roles import checkpointer
 from omni_async.runtime.cluster import PeerLost
 from tests.job_world import ENVIRONMENT, write_emulated
 from tests.patience import PATIENCE

@@ -21,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from omni_async.actors.rewarder import Rewarder
 from omni_async.aio.clock import Clock, WallClock
 from omni_async.config import Config, with_spec
 from omni_async.media import Media
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.probe import Probe
+from omni_async.roles.rewarder import Rewarder
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from omni_async.actors.producer import Producer
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Reward
@@ -21,6 +20,7 @@ from omni_async.preflight.check import preflight
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.failures import Discreet
 from omni_async.rewards.probe import Probe
+from omni_async.roles.producer import Producer
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score, WeightReport
 from pipelines.refine import REFINE, Refine, build

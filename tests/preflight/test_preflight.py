@@ -24,7 +24,7 @@ from omni_async.preflight import devices
 from omni_async.preflight.check import preflight
 from omni_async.preflight.scorers import _try_scorers
 from omni_async.rewards.probe import Probe
-from omni_async.runtime.inputs import RunInputs
+from omni_async.roles.inputs import RunInputs
 from omni_async.types import Prompt, Score
 from tests.data.test_preferences import encoded, random_image
 from tests.rewards.judge_server import completion, judging

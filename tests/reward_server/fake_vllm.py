@@ -8,7 +8,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from omni_async.reward_server.vllm_process import _end_with_parent
+from omni_async.roles.vllm_process import _end_with_parent
 
 
 class Handler(BaseHTTPRequestHandler):

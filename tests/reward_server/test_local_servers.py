@@ -15,8 +15,8 @@ import torch
 from omni_async.config import ConfigError
 from omni_async.config.schema import Scorer
 from omni_async.config.stages import Resources, Reward, Server
-from omni_async.reward_server.vllm_server import VllmServer
 from omni_async.rewards.base import ScoreError
+from omni_async.roles.vllm_server import VllmServer
 from omni_async.scoring.local_servers import local_servers
 from tests.reward_server.test_vllm_server import FAKE, ROOT
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from omni_async.plugins.services import ServiceSite
-from omni_async.reward_server.pool import PoolService
+from omni_async.roles.pool import PoolService
 from tests.configs import build
 from tests.ports import listening_at
 from tests.reward_server.serving_world import RECORDER

@@ -16,11 +16,11 @@ import pytest
 
 from omni_async.config.stages import Resources, Reward, Server
 from omni_async.plugins.services import ServiceSite
-from omni_async.reward_server import vllm_server
-from omni_async.reward_server.vllm_server import ServerNotStarted, VllmServer
 from omni_async.rewards import model_servers
 from omni_async.rewards.addresses import KnownAddresses, urls_of
 from omni_async.rewards.base import ScoreError
+from omni_async.roles import vllm_server
+from omni_async.roles.vllm_server import ServerNotStarted, VllmServer
 from tests.loops import settle
 from tests.moved_clock import move_clock, on_a_moved_clock
 from tests.patience import PATIENCE
@@ -270,7 +270,7 @@ asyncio.run(main())
 
 def test_what_vllm_is_given(tmp_path: Path) -> None:
     made = VllmServer(server_of(tmp_path, "well")._site, QWEN, tmp_path)
-    assert made._command(80)[1:3] == ["-m", "omni_async.reward_server.vllm_process"]
+    assert made._command(80)[1:3] == ["-m", "omni_async.roles.vllm_process"]
     own = "--model /models/qwen --served-model-name qwen --port 80 --host 127.0.0.1 --uvicorn-log-level warning"
     own += " --max-model-len 1024"
     assert " ".join(made._command(80)[3:]) == own

@@ -28,7 +28,7 @@ from omni_async.plugins import entry_points as lookup
 from omni_async.plugins import services
 from omni_async.plugins.services import Service
 from omni_async.rewards.base import Outage
-from omni_async.runtime.builders import ServiceEnded, ServiceHost, ServiceNotStarted
+from omni_async.roles.builders import ServiceEnded, ServiceHost, ServiceNotStarted
 from omni_async.runtime.placement import plan_placements
 from omni_async.types import Prompt
 from tests.actors.actor_world import Desk

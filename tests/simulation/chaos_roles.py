@@ -15,16 +15,16 @@ import numpy as np
 from chaos_network import Process
 from msgspec.structs import replace
 
-from omni_async.actors.api import Tracer
-from omni_async.actors.checkpointer import Checkpointer
-from omni_async.actors.rewarder import Rewarder
-from omni_async.actors.trainer import Trainer
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Result
+from omni_async.roles.api import Tracer
+from omni_async.roles.checkpointer import Checkpointer
+from omni_async.roles.rewarder import Rewarder
+from omni_async.roles.trainer import Trainer
 from omni_async.rollout.base import Trajectory
 from omni_async.store import ObjectLost
 from omni_async.types import (

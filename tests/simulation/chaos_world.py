@@ -18,14 +18,14 @@ from chaos_job import Checks, Job, Violation
 from chaos_network import CoordinatorProxy, Network, Process, ProducerProxy
 from chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedRewarder, SimulatedTrainer, Store
 
-from omni_async.actors.emulated import EmulatedRule
-from omni_async.actors.plan import plan_updates
-from omni_async.actors.producer import Producer
-from omni_async.actors.publisher import WeightPublisher
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.events import RunEvent
 from omni_async.control.seeds import derive
+from omni_async.roles.emulated import EmulatedRule
+from omni_async.roles.plan import plan_updates
+from omni_async.roles.producer import Producer
+from omni_async.roles.publisher import WeightPublisher
 from omni_async.rollout.base import EngineError
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.types import LedgerEntry, Prompt, SampleRequest

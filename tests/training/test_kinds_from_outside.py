@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 
-from omni_async.actors.plan import plan_updates
 from omni_async.algorithms.kinds import find_kind, trajectory_fields
 from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.algorithms.validation import problems
 from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
+from omni_async.roles.plan import plan_updates
 from tests.fakes import TinyPolicy
 from tests.training.outside import KIND, OBJECTIVE, EnergySettings
 from tests.training.training_world import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from omni_async.actors.plan import require_trainable
 from omni_async.config import ConfigError
+from omni_async.roles.plan import require_trainable
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch, joined

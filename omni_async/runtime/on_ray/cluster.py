@@ -30,9 +30,9 @@ from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.role_table import RoleSpec
 from omni_async.plugins.entry_points import load_named
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.runtime.builders import WorkerContext
+from omni_async.roles.builders import WorkerContext
+from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import Cluster, PeerLost, StartError
-from omni_async.runtime.inputs import RunInputs
 from omni_async.runtime.on_ray.connection import Connection, connect
 from omni_async.runtime.on_ray.shell import Proxy, Whereabouts, actor_class, end_process
 from omni_async.runtime.on_ray.store import RayStore

@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from omni_async.actors.api import CoordinatorApi, RankApi, Tracer, UpdateRule
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import is_cancelled
 from omni_async.checkpoint.best import worth_keeping
@@ -24,6 +23,7 @@ from omni_async.checkpoint.statement import stated
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
+from omni_async.roles.api import CoordinatorApi, RankApi, Tracer, UpdateRule
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
 

@@ -23,7 +23,7 @@ from omni_async.reward_server.settings import Server
 from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.pooled import path_in_pool, scorers_of
-from omni_async.runtime.builders import ServiceHost, WorkerContext
+from omni_async.roles.builders import ServiceHost, WorkerContext
 
 _TOKEN_BYTES = 32
 

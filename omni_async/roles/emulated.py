@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from omni_async.actors.api import Abandoned, CoordinatorApi, Tracer
-from omni_async.actors.plan import Plan
-from omni_async.actors.rewarder import Rewarder
 from omni_async.aio.clock import Clock
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config import Config
@@ -37,6 +34,9 @@ from omni_async.performance.profile import Profile
 from omni_async.performance.scorer_lanes import scorer_lanes
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
+from omni_async.roles.api import Abandoned, CoordinatorApi, Tracer
+from omni_async.roles.plan import Plan
+from omni_async.roles.rewarder import Rewarder
 from omni_async.store import ObjectStore
 from omni_async.types import (
     Piece,

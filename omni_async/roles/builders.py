@@ -14,14 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_async.accelerator import require_accelerator
-from omni_async.actors.api import CoordinatorApi, RankApi, UpdateRule
-from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
-from omni_async.actors.plan import plan_updates
-from omni_async.actors.preferences import PreferenceReader
-from omni_async.actors.producer import Producer
-from omni_async.actors.publisher import WeightPublisher
-from omni_async.actors.rank import Rank
-from omni_async.actors.rewarder import Rewarder
 from omni_async.aio.clock import Clock, WallClock
 from omni_async.aio.waiting import first_of
 from omni_async.algorithms.kinds import find_kind
@@ -35,14 +27,22 @@ from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.programs import find_program
 from omni_async.plugins.services import Service, ServiceSite, find_service
 from omni_async.records.write.rundir import RunDirectory
+from omni_async.roles.api import CoordinatorApi, RankApi, UpdateRule
+from omni_async.roles.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
+from omni_async.roles.inputs import RunInputs
+from omni_async.roles.plan import plan_updates
+from omni_async.roles.preferences import PreferenceReader
+from omni_async.roles.producer import Producer
+from omni_async.roles.publisher import WeightPublisher
+from omni_async.roles.rank import Rank
+from omni_async.roles.rewarder import Rewarder
 from omni_async.rollout.calls import Program
-from omni_async.runtime.inputs import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.weights.transport import build_receiver, build_sender
 from omni_async.worker import COORDINATOR, ROLLOUT, TRAINER, Worker
 
 if TYPE_CHECKING:
-    from omni_async.actors.trainer import Trainer
+    from omni_async.roles.trainer import Trainer
     from omni_async.training.engine import TrainEngine
 
 
@@ -168,7 +168,7 @@ def trainer(context: WorkerContext) -> Trainer | Rank:
         context.limit_threads(config.placement.trainer.cpus)
     if context.worker.index is not None:
         return _rank(context, context.worker.index)
-    from omni_async.actors.trainer import Trainer
+    from omni_async.roles.trainer import Trainer
 
     plan, ranks = plan_updates(config), list[RankApi]()
     rule: UpdateRule
@@ -176,7 +176,7 @@ def trainer(context: WorkerContext) -> Trainer | Rank:
         rank = EmulatedRank(config, inputs.profile, context.store)
         ranks, rule = [rank], EmulatedRule(config, plan, rank)
     else:
-        from omni_async.actors.update import PolicyGradient
+        from omni_async.roles.update import PolicyGradient
 
         others = sorted(_peers(context, TRAINER).items(), key=lambda peer: Worker.parse(peer[0]).index or 0)
         ranks = [_rank(context, 0), *(peer for _, peer in others)]

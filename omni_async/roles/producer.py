@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, first_of, is_cancelled
 from omni_async.config import Config
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.probe import Probe
+from omni_async.roles.api import CoordinatorApi, Tracer
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
 from omni_async.rollout.calls import Program, draw_calls, try_program, untried
 from omni_async.store import ObjectStore, nbytes

@@ -22,13 +22,13 @@ import numpy as np
 from PIL import Image
 
 from omni_async.accelerator import require_accelerator
-from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.threads import DaemonThread
 from omni_async.config import Config
 from omni_async.diffusion.policy import Policy
 from omni_async.media import Media
 from omni_async.plugins.families import SamplingSpec
+from omni_async.roles.api import CoordinatorApi, Tracer
 from omni_async.rollout.base import EngineError
 from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult

@@ -32,7 +32,7 @@ from omni_async.plugins.services import Service, ServiceSite
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.model_names import served_names
 from omni_async.rewards.model_servers import read_body
-from omni_async.runtime.builders import ServiceHost, WorkerContext
+from omni_async.roles.builders import ServiceHost, WorkerContext
 
 _PREPARED = Path(__file__).parent / "prepared"
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_TARGET_DEVICE": "cpu"}
@@ -118,7 +118,7 @@ class VllmServer(Service):
         server = self._server
         own = ["--model", server.model, "--served-model-name", server.served_as, "--port", str(port)]
         return [
-            *(sys.executable, "-m", "omni_async.reward_server.vllm_process"),
+            *(sys.executable, "-m", "omni_async.roles.vllm_process"),
             *own,
             *("--host", self._site.host),
             *("--uvicorn-log-level", "warning"),  # a line for every answer would fill the disk

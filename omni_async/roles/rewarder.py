@@ -16,7 +16,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omni_async.actors.api import CoordinatorApi, Tracer
 from omni_async.aio.batches import room_of
 from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, Event, cancel, first_of
@@ -28,6 +27,7 @@ from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel, Result
 from omni_async.rewards.probe import Probe
+from omni_async.roles.api import CoordinatorApi, Tracer
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ScoreJob, ScoreResult
 

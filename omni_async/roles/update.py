@@ -12,8 +12,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from omni_async.actors.api import Abandoned, RankApi, Tracer
-from omni_async.actors.plan import Plan, plan_updates
 from omni_async.algorithms.advantages import (
     RewardHistory,
     aggregate_advantages,
@@ -30,6 +28,8 @@ from omni_async.config.algorithm import Correction, automatic_correction
 from omni_async.config.layout import ParallelLayout
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.seeds import derive
+from omni_async.roles.api import Abandoned, RankApi, Tracer
+from omni_async.roles.plan import Plan, plan_updates
 from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step

@@ -14,10 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omni_async.actors.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, RankApi, Tracer, UpdateRule
-from omni_async.actors.checkpointer import Checkpointer
-from omni_async.actors.plan import plan_updates
-from omni_async.actors.publisher import WeightPublisher
 from omni_async.aio.clock import Clock
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.algorithms.kinds import trajectory_fields
@@ -28,6 +24,10 @@ from omni_async.checkpoint.state import fitting, read_state
 from omni_async.config import Config
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.reading import real_path
+from omni_async.roles.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, RankApi, Tracer, UpdateRule
+from omni_async.roles.checkpointer import Checkpointer
+from omni_async.roles.plan import plan_updates
+from omni_async.roles.publisher import WeightPublisher
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.training import TrainingError
 from omni_async.types import ReadyGroup, UpdateReport, WeightReport

@@ -1,4 +1,4 @@
-"""Runs vLLM's OpenAI-compatible server: `python -m omni_async.reward_server.vllm_process ARGUMENTS OF VLLM`.
+"""Runs vLLM's OpenAI-compatible server: `python -m omni_async.roles.vllm_process ARGUMENTS OF VLLM`.
 
 Importing omni_async prepares this process, and those that vLLM starts, for a mixed installation. The server ends with
 the process that started it, however that ends: at the end of the pipe that is its standard input.

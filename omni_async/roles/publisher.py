@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from omni_async.actors.api import CoordinatorApi, ProducerApi, Tracer
 from omni_async.aio.clock import Clock
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Event, is_cancelled
 from omni_async.config import Config
+from omni_async.roles.api import CoordinatorApi, ProducerApi, Tracer
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
