@@ -30,10 +30,10 @@ from omni_async.config.section import SizeText, bytes_of, size_text
 from omni_async.config.writing import replacing, write_atomic
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
-from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime import inprocess
 from omni_async.runtime.inprocess import InProcessCluster
+from omni_async.runtime.preflight.check import preflight
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
 from omni_async.store import LocalStore, nbytes

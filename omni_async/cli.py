@@ -24,10 +24,10 @@ from omni_async import __version__
 from omni_async.aio.threads import busy
 from omni_async.bench.command import add_bench
 from omni_async.command_line import add_command, require_writable
+from omni_async.commands.operate import add_operations, operate
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.writing import write_atomic
-from omni_async.driver.operate import add_operations, operate
 from omni_async.evaluation.command import add_eval, add_sample
 from omni_async.export.command import add_export
 from omni_async.parity.command import add_parity
@@ -317,16 +317,16 @@ def _outliving_its_reader(stream: Any) -> Any:
 
 
 def _train(config: Config) -> int:
-    from omni_async.preflight.check import preflight
-    from omni_async.preflight.resume import nothing_to_do
+    from omni_async.runtime.preflight.check import preflight
+    from omni_async.runtime.preflight.resume import nothing_to_do
 
     if (done := nothing_to_do(config)) is not None:
         return _say(done)
     inputs = preflight(config)
 
-    from omni_async.driver.train import EXIT_CODES, train
     from omni_async.records.write.rundir import RunDirectoryError
     from omni_async.records.write.sinks.base import SinkUnusableError
+    from omni_async.runtime.driver.train import EXIT_CODES, train
 
     try:
         summary = train(inputs)
@@ -342,7 +342,7 @@ def _train(config: Config) -> int:
 
 
 def _check(config: Config, probe: bool) -> int:
-    from omni_async.preflight.check import preflight
+    from omni_async.runtime.preflight.check import preflight
 
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
         inputs = preflight(config)
@@ -351,7 +351,7 @@ def _check(config: Config, probe: bool) -> int:
             _tell(note)
     said: list[str] = []
     if probe:
-        from omni_async.preflight.scorers import try_scorers
+        from omni_async.runtime.preflight.scorers import try_scorers
 
         tried = try_scorers(inputs)
         for note in tried.notes:
@@ -376,7 +376,7 @@ def _list(what: str | None) -> int:
         from omni_async.scaffold.recipe_list import recipe_lines
 
         return _say("\n".join(recipe_lines()))
-    from omni_async.preflight.listing import listing
+    from omni_async.runtime.preflight.listing import listing
 
     return _say("\n".join(listing(what)))
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omni_async.driver.sample_files import sample_row
 from omni_async.media import Media
 from omni_async.records.write.images import write_media
 from omni_async.records.write.rundir import RunDirectory
+from omni_async.runtime.driver.sample_files import sample_row
 from omni_async.types import Prompt
 from tests.patience import PATIENCE
 

@@ -24,15 +24,15 @@ import psutil
 from benchmarks.kill_everything import Job, problems
 from omni_async.config import Config, load
 from omni_async.control.events import RunEvent
-from omni_async.driver.control_socket import ControlError, Request, ask
-from omni_async.driver.train import train
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
-from omni_async.preflight.check import preflight
 from omni_async.records.write.attempts import Fault, read_faults
 from omni_async.records.write.files import read_lines
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
+from omni_async.runtime.driver.control_socket import ControlError, Request, ask
+from omni_async.runtime.driver.train import train
 from omni_async.runtime.inprocess import InProcessCluster
+from omni_async.runtime.preflight.check import preflight
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
 from omni_async.types import Span

@@ -18,10 +18,10 @@ import omni_async
 from omni_async import cli
 from omni_async.algorithms.registry import find_objective, objective_names
 from omni_async.config import load
-from omni_async.driver import train as runtime
 from omni_async.plugins.families import family_names
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.rewards import registry
+from omni_async.runtime.driver import train as runtime
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import write_world

@@ -46,7 +46,7 @@ Simulator = Callable[[Config, Profile], float]
 
 
 def train_here(inputs: RunInputs, console: Console) -> Summary:
-    from omni_async.driver.train import train
+    from omni_async.runtime.driver.train import train
 
     return train(inputs, console)
 

@@ -25,9 +25,9 @@ from omni_async.config.reading import read_file
 from omni_async.config.schedule import SCHEDULES
 from omni_async.config.schema import ScheduleName
 from omni_async.config.writing import write_atomic
-from omni_async.preflight.check import preflight
 from omni_async.records.write.summary import read_summary
 from omni_async.roles.inputs import RunInputs
+from omni_async.runtime.preflight.check import preflight
 
 BASELINES: tuple[ScheduleName, ...] = ("sync", "sync_colocated", "async_reward", "one_step_off")
 DEFAULT_ARMS = (*BASELINES, "async:0", "async:1", "async:2", "async:4", "async:8")

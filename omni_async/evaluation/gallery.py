@@ -22,7 +22,6 @@ from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file, require_file
 from omni_async.config.redact import shown
 from omni_async.config.writing import is_partial, open_lock, write_atomic
-from omni_async.driver.sample_files import sample_row
 from omni_async.evaluation.models import Model
 from omni_async.media import Media
 from omni_async.plugins.families import PARTS
@@ -30,6 +29,7 @@ from omni_async.records.write.files import keep_from_children, read_records
 from omni_async.records.write.images import write_media
 from omni_async.records.write.rundir import append_jsonl
 from omni_async.rewards.base import LONGEST_NAME, MOST_PARTS
+from omni_async.runtime.driver.sample_files import sample_row
 from omni_async.types import Prompt, SampleRequest, Score
 
 T = TypeVar("T")

@@ -26,9 +26,9 @@ from omni_async.control.seeds import NOISE
 from omni_async.data.prompts import PromptCheck, load_prompts
 from omni_async.evaluation.models import Model
 from omni_async.plugins.families import PipelineFamily, find_family
-from omni_async.preflight.check import images_check
-from omni_async.preflight.model_files import check_checkpoint
-from omni_async.preflight.prompt_limits import PromptLimits
+from omni_async.runtime.preflight.check import images_check
+from omni_async.runtime.preflight.model_files import check_checkpoint
+from omni_async.runtime.preflight.prompt_limits import PromptLimits
 from omni_async.types import Prompt, SampleRequest
 
 _GUIDANCE = ("guidance_scale", "true_cfg_scale")  # what families call it, the first that one has

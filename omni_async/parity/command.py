@@ -115,7 +115,7 @@ def _cases(target: str, overrides: list[str]) -> tuple[PipelineFamily, tuple[Cas
 def _of_recipe(path: Path, overrides: list[str]) -> tuple[PipelineFamily, tuple[Case, ...]]:
     """Return the case of a recipe's checkpoint, with its adapters' targets, one without and one with guidance."""
     from omni_async.config.load import family_of
-    from omni_async.preflight.model_files import check_checkpoint
+    from omni_async.runtime.preflight.model_files import check_checkpoint
 
     config = load(path, overrides)
     checkpoint = Path(config.model.path)

@@ -19,8 +19,8 @@ from omni_async.config.section import size_text
 from omni_async.config.tree import path_params, set_override
 from omni_async.config.yaml_text import parse_yaml
 from omni_async.plugins.families import SamplingSpec
-from omni_async.preflight.check import preflight
 from omni_async.rewards import registry
+from omni_async.runtime.preflight.check import preflight
 from omni_async.scaffold.asking import Asking, build_asking
 from omni_async.scaffold.commented import commented_yaml
 from omni_async.scaffold.proposals import (

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.aio.threads import in_daemon_thread
-from omni_async.driver.control_socket import MOST_WORKERS, ControlError, Request, ask
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
+from omni_async.runtime.driver.control_socket import MOST_WORKERS, ControlError, Request, ask
 
 _KEPT = 20
 _ROLE = Meta(pattern=r"^[a-z][a-z_]{0,39}\Z")

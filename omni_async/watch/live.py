@@ -20,7 +20,6 @@ import msgspec
 from omni_async import __version__
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
-from omni_async.driver.control_socket import ControlError, Request, ask
 from omni_async.records.read.alerts import alerts
 from omni_async.records.read.follow import Follower
 from omni_async.records.read.record import RunStatus, run_status
@@ -28,6 +27,7 @@ from omni_async.records.read.seen import seen_of
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.report.file import as_json
 from omni_async.report.lanes import HINT
+from omni_async.runtime.driver.control_socket import ControlError, Request, ask
 from omni_async.watch.actions import Actions
 from omni_async.watch.now import now_section, require_answer
 from omni_async.watch.report_sections import FRUGAL, Sections

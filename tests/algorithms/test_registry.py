@@ -15,7 +15,7 @@ from omni_async.algorithms.registry import BUILT_IN, Objective, find_objective, 
 from omni_async.algorithms.validation import problems
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
 from omni_async.plugins import entry_points as lookup
-from omni_async.preflight.listing import listing
+from omni_async.runtime.preflight.listing import listing
 from tests.config.recipe import MINIMAL, load_text
 
 TRANSITION = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"}

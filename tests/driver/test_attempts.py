@@ -17,16 +17,16 @@ from omni_async.checkpoint.folders import partial, put_in_place, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
-from omni_async.driver import session
-from omni_async.driver import train as runtime
-from omni_async.driver.train import train
-from omni_async.preflight.check import preflight
 from omni_async.records.write.attempts import read_faults
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary
 from omni_async.rewards.base import WrongScorer
 from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.driver import session
+from omni_async.runtime.driver import train as runtime
+from omni_async.runtime.driver.train import train
+from omni_async.runtime.preflight.check import preflight
 from tests.loops import settle
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (

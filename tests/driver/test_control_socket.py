@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.driver import control_socket
-from omni_async.driver.control_socket import ControlError, ControlSocket, Request, ask
 from omni_async.records.write.rundir import RunDirectory
+from omni_async.runtime.driver import control_socket
+from omni_async.runtime.driver.control_socket import ControlError, ControlSocket, Request, ask
 from tests.patience import PATIENCE, until
 
 Reply = Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]]
@@ -268,7 +268,7 @@ def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(lines, t
 RUN = """
 import asyncio, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
-from omni_async.driver.control_socket import ControlSocket
+from omni_async.runtime.driver.control_socket import ControlSocket
 from omni_async.records.write.rundir import RunDirectory
 
 def stay():

@@ -18,8 +18,6 @@ from omni_async.aio.clock import ManualClock
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
-from omni_async.driver import sample_files
-from omni_async.driver.observer import Observer
 from omni_async.media import Media
 from omni_async.records.write.attempts import Fault, read_faults
 from omni_async.records.write.console import validation_lines
@@ -27,6 +25,8 @@ from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.records.write.sinks.base import Sink
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import read_summary, write_summary
+from omni_async.runtime.driver import sample_files
+from omni_async.runtime.driver.observer import Observer
 from omni_async.scoring.samples import find_samples
 from omni_async.types import Prompt, Score, ScoreJob, Span
 from tests.control import control_world

@@ -17,10 +17,10 @@ import pytest
 
 from omni_async.cli import main
 from omni_async.control.rounds import Round
-from omni_async.driver import control_socket
-from omni_async.driver.control_socket import ControlSocket, Request
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.summary import Counters, Status, Summary, write_summary
+from omni_async.runtime.driver import control_socket
+from omni_async.runtime.driver.control_socket import ControlSocket, Request
 from omni_async.types import LedgerEntry
 from tests.configs import make_summary
 from tests.patience import PATIENCE

@@ -17,10 +17,7 @@ from omni_async import cli
 from omni_async.config import load
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
-from omni_async.driver import train as runtime
-from omni_async.driver.train import train
 from omni_async.performance.profile import ServiceTime, write_profile
-from omni_async.preflight.check import preflight
 from omni_async.records.write import rundir
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import read_records
@@ -28,6 +25,9 @@ from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import Summary, read_summary
+from omni_async.runtime.driver import train as runtime
+from omni_async.runtime.driver.train import train
+from omni_async.runtime.preflight.check import preflight
 from tests.job_world import PROFILE, write_emulated
 from tests.runtime.runtime_world import HandCluster, RecordingSink, RememberingConsole, Role, fails
 from tests.runtime.runtime_world import interrupted as is_interrupted

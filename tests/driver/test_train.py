@@ -20,15 +20,15 @@ from PIL import Image
 from omni_async.aio.supervisor import TaskFailed
 from omni_async.aio.waiting import Stopped, first_of, unless
 from omni_async.control.rounds import Round
-from omni_async.driver import results, session
-from omni_async.driver import train as runtime
-from omni_async.driver.session import Ending, interrupts, listen
-from omni_async.driver.train import train
-from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import Summary, read_summary
+from omni_async.runtime.driver import results, session
+from omni_async.runtime.driver import train as runtime
+from omni_async.runtime.driver.session import Ending, interrupts, listen
+from omni_async.runtime.driver.train import train
+from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Span
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import (

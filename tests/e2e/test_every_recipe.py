@@ -18,7 +18,7 @@ from PIL import Image
 
 from omni_async.config import ConfigError, load
 from omni_async.plugins.families import family_names, find_family
-from omni_async.preflight.check import preflight
+from omni_async.runtime.preflight.check import preflight
 from tests.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -16,8 +16,8 @@ from omni_async import cli
 from omni_async.checkpoint.folders import MANIFEST_FILE, write_manifest
 from omni_async.checkpoint.state import read_state, write_state
 from omni_async.config import ConfigError, load
-from omni_async.driver.train import train
-from omni_async.preflight.check import preflight
+from omni_async.runtime.driver.train import train
+from omni_async.runtime.preflight.check import preflight
 from tests.job_world import Run, run, write_recipe
 
 _SMALL = (
@@ -155,7 +155,9 @@ def test_the_trainer_compares_every_byte_of_the_weights_that_it_loads(
 ) -> None:
     recipe, model, folder = job
     changed_weights(model)
-    monkeypatch.setattr("omni_async.preflight.check.contents_of", lambda *_: {})  # as if no changed piece were read
+    monkeypatch.setattr(
+        "omni_async.runtime.preflight.check.contents_of", lambda *_: {}
+    )  # as if no changed piece were read
     summary = train(preflight(load(recipe, resumed(recipe, folder))))
     assert summary.status == "failed" and "it was trained from weights of digest" in str(summary.reason)
 

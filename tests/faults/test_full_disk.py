@@ -18,14 +18,14 @@ from omni_async import cli
 from omni_async.aio.clock import Clock
 from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.config import Config, load, writing
-from omni_async.driver import results, session
-from omni_async.driver import train as runtime
-from omni_async.driver.train import train
-from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
 from omni_async.roles import checkpointer
 from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.driver import results, session
+from omni_async.runtime.driver import train as runtime
+from omni_async.runtime.driver.train import train
+from omni_async.runtime.preflight.check import preflight
 from tests.job_world import ENVIRONMENT, write_emulated
 from tests.patience import PATIENCE
 from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, until_the_end, write_world

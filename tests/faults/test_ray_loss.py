@@ -24,11 +24,11 @@ import ray
 from benchmarks.kill_everything import problems
 from benchmarks.local_ray import local_ray
 from omni_async.performance.profile import Payload
-from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import read_summary
 from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.on_ray.local import environment
+from omni_async.runtime.preflight.check import preflight
 from omni_async.worker import Worker
 from tests.job_world import Disturbed, slow_at
 from tests.patience import PATIENCE

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.kill_everything import RECIPE, Job, main, problems
-from omni_async.driver.control_socket import Request, ask
+from omni_async.runtime.driver.control_socket import Request, ask
 from tests.job_world import left_behind, signal_group, slow_at, started, trained, write_emulated, write_recipe
 from tests.patience import PATIENCE
 

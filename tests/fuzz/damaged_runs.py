@@ -562,8 +562,8 @@ def _recipe_words(place_: _Place) -> list[str]:
 def _resume(place_: _Place, rng: random.Random, problems: list[str]) -> int:
     """Find the checkpoint, and take the folder over as a resumed run does before its first update."""
     from omni_async.config import load
-    from omni_async.preflight.resume import nothing_to_do
     from omni_async.records.write.rundir import RunDirectory, RunDirectoryError, SpanLog
+    from omni_async.runtime.preflight.resume import nothing_to_do
 
     words = _recipe_words(place_)
     if rng.random() < 0.3:

@@ -20,9 +20,9 @@ from PIL import Image
 from omni_async.config import ConfigError
 from omni_async.data.image_files import image_size, prompt_image, read_prompt_image
 from omni_async.plugins.families import find_family
-from omni_async.preflight.model_files import check_checkpoint
 from omni_async.rewards import wire
 from omni_async.rewards.base import ScoreError, require_scores
+from omni_async.runtime.preflight.model_files import check_checkpoint
 from omni_async.types import Prompt, Score
 from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import WeightError, verify

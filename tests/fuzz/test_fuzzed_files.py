@@ -35,8 +35,8 @@ from omni_async.control.control_state import ControlState, LedgerState, Unfinish
 from omni_async.data.preferences import PreferencePairs
 from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
-from omni_async.preflight.resume import find_resume_point
 from omni_async.records.write.rundir import RunDirectory
+from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 from omni_async.version_spans import VersionSpans
 from tests.job_world import PROFILE, write_emulated

@@ -17,8 +17,8 @@ from omni_async.config import ConfigError, load
 from omni_async.data.image_files import prompt_image
 from omni_async.parity.case import Upstream
 from omni_async.parity.model import ROUNDING, Subject, check_model, difference
-from omni_async.preflight.check import preflight
 from omni_async.rollout.stepping import ConditioningCache
+from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt, PromptImage
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image_edit.policy import QwenImageEditCodec, QwenImageEditPolicy, fitted

@@ -15,12 +15,12 @@ from omni_async.config.schema import Reward
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media
 from omni_async.plugins.families import find_family
-from omni_async.preflight import scorers
-from omni_async.preflight.check import preflight
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.failures import Discreet
 from omni_async.rewards.probe import Probe
 from omni_async.roles.producer import Producer
+from omni_async.runtime.preflight import scorers
+from omni_async.runtime.preflight.check import preflight
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score, WeightReport
 from pipelines.refine import REFINE, Refine, build
@@ -308,7 +308,7 @@ def test_a_family_whose_prompts_carry_no_image_cannot_edit(tmp_path: Path, monke
         settings = {"judge": {"name": judge}, "edit": edit}
         rollout = {"calls": 2, "program": {"name": "refine", "settings": settings}}
         with monkeypatch.context() as patch:
-            patch.setattr("omni_async.preflight.check.find_family", lambda name: takes)
+            patch.setattr("omni_async.runtime.preflight.check.find_family", lambda name: takes)
             with pytest.raises(ConfigError) as caught:
                 preflight(write_world(tmp_path, rollout=rollout))
         return str(caught.value)

@@ -19,7 +19,7 @@ from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.plugins import families
 from omni_async.plugins.families import SamplingSpec, find_family
-from omni_async.preflight.model_files import check_sequence
+from omni_async.runtime.preflight.model_files import check_sequence
 from pipelines.flux.sampling import FluxSampling
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image_edit.sampling import QwenImageEditSampling

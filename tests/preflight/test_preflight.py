@@ -19,12 +19,12 @@ from omni_async.config.ray_cluster import cluster_address
 from omni_async.control.control_state import ControlState
 from omni_async.performance.profile import Payload, Profile, ServiceTime, write_profile
 from omni_async.plugins.families import MediaShape, SamplingSpec, find_family
-from omni_async.preflight import check as module
-from omni_async.preflight import devices
-from omni_async.preflight.check import preflight
-from omni_async.preflight.scorers import _try_scorers
 from omni_async.rewards.probe import Probe
 from omni_async.roles.inputs import RunInputs
+from omni_async.runtime.preflight import check as module
+from omni_async.runtime.preflight import devices
+from omni_async.runtime.preflight.check import preflight
+from omni_async.runtime.preflight.scorers import _try_scorers
 from omni_async.types import Prompt, Score
 from tests.data.test_preferences import encoded, random_image
 from tests.rewards.judge_server import completion, judging
@@ -386,7 +386,7 @@ def test_prompts_with_images_are_for_families_that_take_them(tmp_path, monkeypat
     said = refusal(config)
     assert said.endswith("p.jsonl:2: images: the prompt has 1, but model.pipeline 'qwen_image' takes none")
     takes = replace(find_family("qwen_image"), prompt_images=1)
-    monkeypatch.setattr("omni_async.preflight.check.find_family", lambda name: takes)
+    monkeypatch.setattr("omni_async.runtime.preflight.check.find_family", lambda name: takes)
     assert [len(prompt.images) for prompt in preflight(config).prompts] == [0, 1]
     (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "images": ["cat.png", "cat.png"]}\n')
     assert "the prompt has 2, but model.pipeline 'qwen_image' takes 1" in refusal(config)
@@ -395,7 +395,7 @@ def test_prompts_with_images_are_for_families_that_take_them(tmp_path, monkeypat
 def test_a_prompt_without_an_image_is_refused_where_the_family_needs_one(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
     needs = replace(find_family("qwen_image"), prompt_images=1, needs_images=True)
-    monkeypatch.setattr("omni_async.preflight.check.find_family", lambda name: needs)
+    monkeypatch.setattr("omni_async.runtime.preflight.check.find_family", lambda name: needs)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "image": "cat.png"}\n{"prompt": "x"}\n')
     config = write_world(tmp_path, data={"prompts": "p.jsonl"})
     said = refusal(config)
@@ -441,7 +441,7 @@ class SlowModel:
 
 @pytest.mark.parametrize("pooled", [False, True])
 async def test_what_scorers_said_and_took_is_told_and_those_of_pools_with_gpus_wait(pooled, monkeypatch, tmp_path):
-    monkeypatch.setattr("omni_async.preflight.scorers._SLOW_S", 0.0)
+    monkeypatch.setattr("omni_async.runtime.preflight.scorers._SLOW_S", 0.0)
     slow = {"name": f"{__name__}:SlowModel"} | ({"pool": "big"} if pooled else {})
     pools = [{"name": "big", "resources": {"gpus": 1}}] if pooled else []
     config = write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, slow], "pools": pools})

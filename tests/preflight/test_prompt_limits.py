@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.plugins.families import EncodedText
-from omni_async.preflight import prompt_limits
-from omni_async.preflight.prompt_limits import PromptLimits
+from omni_async.runtime.preflight import prompt_limits
+from omni_async.runtime.preflight.prompt_limits import PromptLimits
 from omni_async.types import Prompt
 from pipelines.hunyuan_video_15.sampling import HunyuanVideo15Sampling
 from pipelines.qwen_image.sampling import MAX_TEXT_TOKENS, QwenImageSampling

@@ -405,7 +405,7 @@ def test_a_socket_elsewhere_is_not_asked(folder, tmp_path, capsys):
 
 
 def test_a_run_that_does_not_answer_or_answers_another_version_s_way_is_reported(folder, monkeypatch, capsys):
-    from omni_async.driver import operate
+    from omni_async.commands import operate
 
     monkeypatch.setattr(operate, "ask", partial(operate.ask, timeout_s=0.01))
     path = folder / "control.sock"

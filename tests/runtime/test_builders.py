@@ -7,8 +7,8 @@ import pytest
 
 from omni_async.config import load
 from omni_async.plugins.programs import RolloutProgram
-from omni_async.preflight.check import preflight
 from omni_async.roles import builders
+from omni_async.runtime.preflight.check import preflight
 from omni_async.store import LocalStore
 from omni_async.worker import Worker
 from tests.config.recipe import MINIMAL, load_text

@@ -15,10 +15,10 @@ from omni_async.config.role_table import BUILT_IN, CONTROL
 from omni_async.config.schema import Config, Resources
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.plugins.families import find_family
-from omni_async.preflight.check import preflight
 from omni_async.roles.builders import WorkerContext, coordinator, trainer
 from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.placement import ActorPlacement, plan_placements
+from omni_async.runtime.preflight.check import preflight
 from omni_async.store import LocalStore
 from omni_async.worker import Worker
 from tests.runtime.runtime_world import write_world

@@ -19,16 +19,16 @@ import yaml
 from runtime_world import write_world
 
 from omni_async.cli import main
+from omni_async.commands.operate import running_lines
 from omni_async.config import ConfigError, load
 from omni_async.config.role_table import roles_of, scalable_roles
 from omni_async.config.yaml_text import to_yaml
-from omni_async.driver.control_socket import Request, ask
-from omni_async.driver.operate import running_lines
 from omni_async.plugins import entry_points as lookup
 from omni_async.plugins import services
 from omni_async.plugins.services import Service
 from omni_async.rewards.base import Outage
 from omni_async.roles.builders import ServiceEnded, ServiceHost, ServiceNotStarted
+from omni_async.runtime.driver.control_socket import Request, ask
 from omni_async.runtime.placement import plan_placements
 from omni_async.types import Prompt
 from tests.actors.actor_world import Desk

@@ -21,7 +21,7 @@ from omni_async.config import load
 from omni_async.config.describe import description, walk
 from omni_async.config.schema import Config
 from omni_async.plugins.families import find_family
-from omni_async.preflight.check import preflight
+from omni_async.runtime.preflight.check import preflight
 from omni_async.scaffold import init as scaffold
 from omni_async.scaffold.asking import Defaults, TerminalPrompts, build_asking
 from omni_async.scaffold.recipe import Reward, share_out

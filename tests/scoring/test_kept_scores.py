@@ -12,9 +12,9 @@ from PIL import Image
 
 from omni_async import cli
 from omni_async.control.events import Shown
-from omni_async.driver.sample_files import _row
 from omni_async.media import Media
 from omni_async.records.write.images import write_media
+from omni_async.runtime.driver.sample_files import _row
 from omni_async.types import Prompt, Score
 from tests.runtime.runtime_world import write_world
 from tests.scoring import judges

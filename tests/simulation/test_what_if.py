@@ -57,7 +57,7 @@ class Job:
         self.recipe = write_emulated(folder, profile, trainer=trainer, staleness=staleness)
         made = emulate(self.recipe)
         self.config, per_rank = made.config, samples_per_rank(made.config)
-        # As at the end of a run (`omni_async.driver.results`), of which this one has no driver.
+        # As at the end of a run (`omni_async.runtime.driver.results`), of which this one has no driver.
         self.profile = measure(made.spans, made.config, samples_per_rank=per_rank, name="run", source="a test")
         self.finished = [update["finished"] for update in made.updates]
         self.answer = what_if(made.config, self.profile, self.finished)

@@ -19,7 +19,6 @@ from omni_async.config import ConfigError
 from omni_async.config.schema import Resources
 from omni_async.media import Media
 from omni_async.performance.profile import NOTHING, Profile, ServiceTime, write_profile
-from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.on_ray import cluster as ray_cluster
@@ -28,6 +27,7 @@ from omni_async.runtime.on_ray.connection import StartError
 from omni_async.runtime.on_ray.shell import Proxy, actor_class
 from omni_async.runtime.on_ray.store import RayStore
 from omni_async.runtime.placement import PlacementPlan
+from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt, SdeWindow
 from omni_async.worker import Worker
 from tests.patience import PATIENCE, wait_for

@@ -14,9 +14,9 @@ import pytest
 from benchmarks.local_ray import local_ray as start_local_ray
 from omni_async.cli import main
 from omni_async.config import ConfigError
-from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.on_ray.cluster import RayCluster
+from omni_async.runtime.preflight.check import preflight
 from omni_async.worker import Worker
 from tests.runtime.runtime_world import write_world
 

@@ -16,8 +16,6 @@ import pytest
 
 pytest.importorskip("ray")
 from omni_async.config.ray_cluster import ClusterAddress
-from omni_async.preflight import devices
-from omni_async.preflight.check import preflight
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.on_ray import cluster as ray_cluster
@@ -27,6 +25,8 @@ from omni_async.runtime.on_ray import local as ray_local
 from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.on_ray.connection import Connection, StartError, connect
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
+from omni_async.runtime.preflight import devices
+from omni_async.runtime.preflight.check import preflight
 from tests.patience import PATIENCE, wait_for
 from tests.ports import unused_address
 from tests.runtime.runtime_world import write_world

@@ -17,7 +17,7 @@ from typing import Any
 from omni_async.config import ConfigError
 from omni_async.config.load import INDEX, read_model_index, read_model_json
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
-from omni_async.preflight.weight_files import check_vocabulary, check_weights
+from omni_async.runtime.preflight.weight_files import check_vocabulary, check_weights
 
 _DEGREE = "trainer.sequence_parallel"
 _LIBRARIES = ("diffusers", "transformers")

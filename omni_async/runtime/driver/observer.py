@@ -25,7 +25,6 @@ from omni_async.config.schedule import num_existing_devices
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.control.rounds import NotComparable, Round, compare, first_and_last
-from omni_async.driver.sample_files import SampleFiles
 from omni_async.records.read.rounds import line_of
 from omni_async.records.write.attempts import Fault
 from omni_async.records.write.console import Console, UpdateView
@@ -36,6 +35,7 @@ from omni_async.records.write.summary import Counters, Status, Summary, Validati
 from omni_async.records.write.timeline import busy_fractions
 from omni_async.records.write.vanishing import GradientWatch
 from omni_async.runtime.cluster import RunControl
+from omni_async.runtime.driver.sample_files import SampleFiles
 from omni_async.store import ObjectStore
 from omni_async.types import Span
 

@@ -33,7 +33,12 @@ from omni_async.performance.law import unmeasured, with_estimates
 from omni_async.performance.profile import Payload, load_profile, require_room
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.plugins.programs import find_program
-from omni_async.preflight.devices import (
+from omni_async.records.write.sinks.registry import require_usable
+from omni_async.rewards import registry as scorers
+from omni_async.rewards.addresses import urls_of
+from omni_async.roles.inputs import RunInputs
+from omni_async.roles.plan import Plan, require_trainable
+from omni_async.runtime.preflight.devices import (
     check_backend,
     check_object_store,
     check_shares,
@@ -41,14 +46,9 @@ from omni_async.preflight.devices import (
     joined_cluster,
     require_accelerators,
 )
-from omni_async.preflight.model_files import check_checkpoint, check_sequence
-from omni_async.preflight.prompt_limits import PromptLimits
-from omni_async.preflight.resume import find_resume_point
-from omni_async.records.write.sinks.registry import require_usable
-from omni_async.rewards import registry as scorers
-from omni_async.rewards.addresses import urls_of
-from omni_async.roles.inputs import RunInputs
-from omni_async.roles.plan import Plan, require_trainable
+from omni_async.runtime.preflight.model_files import check_checkpoint, check_sequence
+from omni_async.runtime.preflight.prompt_limits import PromptLimits
+from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt
 
 _VALIDATION = "validation.prompts"

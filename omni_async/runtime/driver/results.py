@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from omni_async.algorithms.kinds import samples_per_rank
 from omni_async.config.writing import write_atomic
-from omni_async.driver.observer import Observer
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import encode_profile, is_empty
 from omni_async.records.write.attempts import Attempt
@@ -26,6 +25,7 @@ from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import Summary, write_summary
 from omni_async.records.write.timeline import write_trace
 from omni_async.roles.inputs import RunInputs
+from omni_async.runtime.driver.observer import Observer
 from omni_async.types import Span
 
 logger = logging.getLogger(__name__)

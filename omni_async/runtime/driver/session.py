@@ -21,12 +21,12 @@ from omni_async.aio.supervisor import Supervisor, TaskFailed
 from omni_async.aio.waiting import first_of
 from omni_async.config import Config
 from omni_async.config.role_table import roles_of
-from omni_async.driver.control_socket import Request
-from omni_async.driver.observer import Observer
 from omni_async.records.write.rundir import RunDirectoryError
 from omni_async.records.write.summary import Status
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.driver.control_socket import Request
+from omni_async.runtime.driver.observer import Observer
 from omni_async.runtime.keeper import Keeper, Restarts
 
 # Time for the coordinator to take the driver's last calls and to hand over its events, and for the last samples.

@@ -28,11 +28,6 @@ from omni_async.config import ConfigError
 from omni_async.config.changed import changed
 from omni_async.config.ray_cluster import cluster_address
 from omni_async.config.redact import redact, redact_text
-from omni_async.driver.control_socket import ControlSocket
-from omni_async.driver.observer import Observer
-from omni_async.driver.results import Results
-from omni_async.driver.session import Ending, Interruption, Session, describe, interrupts, listen
-from omni_async.preflight.resume import newest_of_run
 from omni_async.records.read.next_steps import next_steps
 from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.console import Console, groups_left_out, validation_lines
@@ -46,7 +41,12 @@ from omni_async.records.write.summary import Summary
 from omni_async.rewards.base import WrongScorer
 from omni_async.roles.inputs import RunInputs
 from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.driver.control_socket import ControlSocket
+from omni_async.runtime.driver.observer import Observer
+from omni_async.runtime.driver.results import Results
+from omni_async.runtime.driver.session import Ending, Interruption, Session, describe, interrupts, listen
 from omni_async.runtime.keeper import GaveUp, Restarts
+from omni_async.runtime.preflight.resume import newest_of_run
 
 logger = logging.getLogger(__name__)
 
