@@ -25,6 +25,7 @@ from omni_async.aio.threads import busy
 from omni_async.bench.command import add_bench
 from omni_async.command_line import add_command, require_writable
 from omni_async.commands.operate import add_operations, operate
+from omni_async.commands.serve_reward import add_serve_reward
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.writing import write_atomic
@@ -33,7 +34,6 @@ from omni_async.export.command import add_export
 from omni_async.parity.command import add_parity
 from omni_async.plugins.entry_points import not_one_of
 from omni_async.report.command import add_report
-from omni_async.reward_server.command import add_serve_reward
 from omni_async.scaffold.command import INIT, add_init
 from omni_async.scoring.command import add_score
 from omni_async.simulation.command import add_simulate
@@ -270,7 +270,7 @@ def _run(options: argparse.Namespace) -> int:
 
                 return parity(options)
             case "serve-reward":
-                from omni_async.reward_server.command import serve_reward
+                from omni_async.commands.serve_reward import serve_reward
 
                 return serve_reward(options)
             case "tune":

@@ -25,11 +25,11 @@ from omni_async.media import Media
 from omni_async.plugins.families import PipelineFamily
 from omni_async.plugins.programs import RolloutProgram
 from omni_async.rewards import registry
-from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import ScoreError, require_scores, shown_to
 from omni_async.rewards.failures import Discreet, is_outage, place_of, told
 from omni_async.rewards.guard import GuardedScorer
 from omni_async.rewards.probe import Probe
+from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.rewards.threads import Threads
 from omni_async.rollout.calls import Draw
 from omni_async.types import Prompt, Score

@@ -17,7 +17,7 @@ from omni_async.config.stages import Scorer, Server
 from omni_async.config.tensor_files import read_header
 from omni_async.memory.amounts import GIB, Amount
 from omni_async.rewards import registry
-from omni_async.rewards.pretrained import folder_of
+from omni_async.rewards.scorers.pretrained import folder_of
 from omni_async.worker import REWARD
 
 # Parameters of published models, by the name of their folder; of HPSv3 those of the Qwen2-VL that it consists of.

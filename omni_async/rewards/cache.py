@@ -75,7 +75,9 @@ def _sources(kind: type) -> list[bytes]:
         except (OSError, TypeError):
             continue
     if any(one.__module__.startswith("omni_async.") for one in kind.__mro__):
-        found += [file.read_bytes() for file in (*sorted(Path(__file__).parent.glob("*.py")), _MEDIA)]
+        here = Path(__file__).parent
+        ours = [*here.glob("*.py"), *here.glob("scorers/*.py"), _MEDIA]
+        found += [file.read_bytes() for file in sorted(ours)]
     return found
 
 

@@ -38,7 +38,7 @@ from omni_async.types import Prompt
 ENTRY_POINT_GROUP = "omni_async.scorers"
 
 _BUILT_IN = {
-    name: EntryPoint(name, f"omni_async.rewards.{name}:{cls}", ENTRY_POINT_GROUP)
+    name: EntryPoint(name, f"omni_async.rewards.scorers.{name}:{cls}", ENTRY_POINT_GROUP)
     for name, cls in (
         ("ocr", "OcrScorer"),
         ("scene_text", "SceneTextScorer"),

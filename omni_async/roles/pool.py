@@ -1,7 +1,7 @@
 """Runs a worker of `reward.pools`: a reward server for each scorer of the pool, on one port, as a service of the run.
 
 Reward workers find it by its address, which holds its token, and ask it as they would ask any reward server; a worker
-that is lost is replaced, and has another address. Waits for requests, and as `omni_async.reward_server.scoring` says.
+that is lost is replaced, and has another address. Waits for requests, and as `omni_async.rewards.server.scoring` says.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import Config, schema
 from omni_async.plugins.services import Service, ServiceSite
-from omni_async.reward_server.metrics import Metrics
-from omni_async.reward_server.scoring import Scoring
-from omni_async.reward_server.serve import answering
-from omni_async.reward_server.server import RewardApp
-from omni_async.reward_server.settings import Server
-from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.pooled import path_in_pool, scorers_of
+from omni_async.rewards.scorers.addresses import KnownAddresses
+from omni_async.rewards.server.metrics import Metrics
+from omni_async.rewards.server.scoring import Scoring
+from omni_async.rewards.server.serve import answering
+from omni_async.rewards.server.server import RewardApp
+from omni_async.rewards.server.settings import Server
 from omni_async.roles.builders import ServiceHost, WorkerContext
 
 _TOKEN_BYTES = 32

@@ -21,12 +21,12 @@ from omni_async.aio.clock import Clock
 from omni_async.aio.waiting import Coalescer, Event, cancel, first_of
 from omni_async.config import Config
 from omni_async.media import Media
-from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel, Result
 from omni_async.rewards.probe import Probe
+from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.roles.api import CoordinatorApi, Tracer
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ScoreJob, ScoreResult

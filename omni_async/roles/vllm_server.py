@@ -30,8 +30,8 @@ from omni_async.config.stages import Server
 from omni_async.config.writing import open_append
 from omni_async.plugins.services import Service, ServiceSite
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.model_names import served_names
-from omni_async.rewards.model_servers import read_body
+from omni_async.rewards.scorers.model_names import served_names
+from omni_async.rewards.scorers.model_servers import read_body
 from omni_async.roles.builders import ServiceHost, WorkerContext
 
 _PREPARED = Path(__file__).parent / "prepared"

@@ -25,12 +25,12 @@ from omni_async.data.media_files import read_media
 from omni_async.data.prompts import PromptCheck
 from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
-from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
+from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.scoring.local_servers import local_servers
 from omni_async.scoring.samples import Sample
 from omni_async.types import Score

@@ -25,7 +25,7 @@ from omni_async.config.redact import one_line, redact_text
 from omni_async.records.write.files import read_foreign
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.report.file import PAGE
-from omni_async.reward_server.connections import send_continue
+from omni_async.rewards.server.connections import send_continue
 from omni_async.types import SHOWN_OF_PROMPT
 from omni_async.watch.actions import Asked
 from omni_async.watch.guard import HEADERS, Guard, Refused

@@ -42,7 +42,7 @@ def add_watch(commands: Any) -> None:
 
 def watch(options: argparse.Namespace) -> int:
     """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot begin."""
-    from omni_async.reward_server.listener import read_token, require_token
+    from omni_async.rewards.server.listener import read_token, require_token
 
     folder = newest(_RUNS) if options.run is None else options.run
     if not (folder / "config.yaml").is_file():
@@ -63,7 +63,7 @@ def newest(runs: Path) -> Path:
 
 
 async def _serve(folder: Path, host: str, port: int, token: str | None) -> int:
-    from omni_async.reward_server.listener import end_signal
+    from omni_async.rewards.server.listener import end_signal
     from omni_async.watch.serve import serving
 
     # aiohttp logs each request that is no HTTP with its traceback: a log that strangers can fill.

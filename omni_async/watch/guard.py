@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from omni_async.reward_server.limits import RateLimit, client_of
+from omni_async.rewards.server.limits import RateLimit, client_of
 
 KEY_HEADER = "X-Omni-Async-Key"
 _MOST_SESSIONS = 100

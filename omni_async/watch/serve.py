@@ -12,8 +12,8 @@ from aiohttp import web
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import cancel
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.reward_server.connections import IDLE_S, listen
-from omni_async.reward_server.listener import address_of, listening
+from omni_async.rewards.server.connections import IDLE_S, listen
+from omni_async.rewards.server.listener import address_of, listening
 from omni_async.watch.app import WatchApp
 from omni_async.watch.guard import Guard
 from omni_async.watch.live import LiveRun

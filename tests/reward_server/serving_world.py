@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-from omni_async.reward_server.serve import serving
-from omni_async.reward_server.settings import load_server
-from omni_async.rewards.http import HttpScorer
+from omni_async.rewards.scorers.http import HttpScorer
+from omni_async.rewards.server.serve import serving
+from omni_async.rewards.server.settings import load_server
 from omni_async.types import Prompt, Score
 from tests.images import as_media
 from tests.moved_clock import MovedLoop

@@ -17,13 +17,14 @@ import pytest
 from aiohttp import web
 
 from omni_async.config.schema import Reward
-from omni_async.reward_server import connections, server
-from omni_async.reward_server.connections import listen
-from omni_async.reward_server.limits import Room, client_of
-from omni_async.reward_server.metrics import Metrics
-from omni_async.reward_server.scoring import NotNow, Scoring
-from omni_async.rewards import model_servers, wire
+from omni_async.rewards import wire
 from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.scorers import model_servers
+from omni_async.rewards.server import connections, server
+from omni_async.rewards.server.connections import listen
+from omni_async.rewards.server.limits import Room, client_of
+from omni_async.rewards.server.metrics import Metrics
+from omni_async.rewards.server.scoring import NotNow, Scoring
 from omni_async.types import Prompt
 from tests.loops import settle
 from tests.patience import PATIENCE, wait_for

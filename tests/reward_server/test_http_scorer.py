@@ -17,7 +17,7 @@ from omni_async.config.proxies import proxy_for
 from omni_async.rewards import registry, wire
 from omni_async.rewards.base import Outage, ScoreError, require_scores
 from omni_async.rewards.failures import is_outage
-from omni_async.rewards.http import HttpScorer
+from omni_async.rewards.scorers.http import HttpScorer
 from tests.patience import PATIENCE
 from tests.ports import unused_address
 from tests.reward_server.serving_world import MEDIA, PROMPTS, ROOT, answering, asking

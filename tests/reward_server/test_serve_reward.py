@@ -25,16 +25,16 @@ from omni_async.config.describe import walk
 from omni_async.config.schema import Reward
 from omni_async.data.image_files import drawn_image, read_prompt_image
 from omni_async.media import Media
-from omni_async.reward_server.limits import RateLimit
-from omni_async.reward_server.metrics import Metrics
-from omni_async.reward_server.scoring import NotNow, Scoring
-from omni_async.reward_server.settings import Server, load_server
 from omni_async.rewards import wire
 from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.cache import key_of
 from omni_async.rewards.guard import ScorerHangs
-from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
+from omni_async.rewards.server.limits import RateLimit
+from omni_async.rewards.server.metrics import Metrics
+from omni_async.rewards.server.scoring import NotNow, Scoring
+from omni_async.rewards.server.settings import Server, load_server
 from omni_async.types import Prompt, Score
 from tests.patience import PATIENCE, wait_for
 from tests.ports import listening_at
@@ -437,7 +437,7 @@ def test_scorers_without_gpus_find_no_device(tmp_path, monkeypatch, gpus, device
         seen.append(tuple(os.environ[name] for name in names))
         return 0
 
-    monkeypatch.setattr("omni_async.reward_server.serve.serve", serve)
+    monkeypatch.setattr("omni_async.rewards.server.serve.serve", serve)
     assert cli.main(["serve-reward", str(write_scorers(tmp_path)), f"placement.reward.gpus={gpus}"]) == 0
     assert seen == [devices]
 

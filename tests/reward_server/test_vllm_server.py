@@ -16,9 +16,9 @@ import pytest
 
 from omni_async.config.stages import Resources, Reward, Server
 from omni_async.plugins.services import ServiceSite
-from omni_async.rewards import model_servers
-from omni_async.rewards.addresses import KnownAddresses, urls_of
 from omni_async.rewards.base import ScoreError
+from omni_async.rewards.scorers import model_servers
+from omni_async.rewards.scorers.addresses import KnownAddresses, urls_of
 from omni_async.roles import vllm_server
 from omni_async.roles.vllm_server import ServerNotStarted, VllmServer
 from tests.loops import settle

@@ -22,7 +22,7 @@ from omni_async.config import schema
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.cache import ScoreCache, digest_of, identity_of, key_of
-from omni_async.rewards.jpeg_size import JpegSizeScorer
+from omni_async.rewards.scorers.jpeg_size import JpegSizeScorer
 from omni_async.types import Prompt, PromptImage, Score
 
 SCORE = Score(0.25, {"a": 1.0}, "read", (2.0,))

@@ -20,7 +20,7 @@ from pipelines.tiny import t5_tokenizer
 from tests.images import score_all
 
 pytest.importorskip("av", reason="the scorer resamples with it; a bare GPU machine may lack it")
-from omni_async.rewards.clap import mono_at, windows
+from omni_async.rewards.scorers.clap import mono_at, windows
 
 RATE, SECONDS = 16000, 1
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]

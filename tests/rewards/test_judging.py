@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.judging import Reply, TopToken, preference, rating, read_refusal, read_reply, reading
-from omni_async.rewards.model_names import is_version_of, listed_names, served_names
-from omni_async.rewards.model_servers import BadAnswer
-from omni_async.rewards.ocr import wanted_text
+from omni_async.rewards.scorers.judging import Reply, TopToken, preference, rating, read_refusal, read_reply, reading
+from omni_async.rewards.scorers.model_names import is_version_of, listed_names, served_names
+from omni_async.rewards.scorers.model_servers import BadAnswer
+from omni_async.rewards.scorers.ocr import wanted_text
 from omni_async.types import Prompt
 from tests.effort import LINEAR, growth
 

@@ -5,7 +5,7 @@ import pytest
 
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.motion_smoothness import MotionSmoothnessScorer, smoothness_and_motion
+from omni_async.rewards.scorers.motion_smoothness import MotionSmoothnessScorer, smoothness_and_motion
 from omni_async.types import Prompt, Score
 
 ROWS = np.random.default_rng(0)

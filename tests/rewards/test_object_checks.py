@@ -13,7 +13,7 @@ from transformers import CLIPModel, CLIPTokenizer, YolosConfig, YolosForObjectDe
 from omni_async.config import schema
 from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.object_checks import COLOURS, Box, checked, checks_of, cut_out, relations
+from omni_async.rewards.scorers.object_checks import COLOURS, Box, checked, checks_of, cut_out, relations
 from omni_async.types import Prompt
 from tests import tiny_clip
 from tests.images import as_media

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.ocr import OcrScorer, text_probability, wanted_text
+from omni_async.rewards.scorers.ocr import OcrScorer, text_probability, wanted_text
 from omni_async.types import Prompt
 from tests.images import as_media
 

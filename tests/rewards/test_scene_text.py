@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.scene_text import SceneTextScorer
+from omni_async.rewards.scorers.scene_text import SceneTextScorer
 from omni_async.types import Prompt, Score
 from tests.images import as_media
 

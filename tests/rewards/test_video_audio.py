@@ -115,5 +115,5 @@ def test_what_is_not_there_is_known_before_anything_is_loaded(
 
     assert "path: there is no" in refused(path="/no/where")
     assert "processor: there is no" in refused(processor="/no/where")
-    monkeypatch.setattr("omni_async.rewards.video_audio.find_spec", lambda name: None)
+    monkeypatch.setattr("omni_async.rewards.scorers.video_audio.find_spec", lambda name: None)
     assert "pip install 'timm<1.0.27'" in refused()

@@ -21,7 +21,7 @@ from omni_async.data.image_files import drawn_image
 from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, ScoreError
-from omni_async.rewards.vlm_judge import VlmJudgeScorer
+from omni_async.rewards.scorers.vlm_judge import VlmJudgeScorer
 from omni_async.types import Prompt, Score
 from tests.images import as_media
 from tests.moved_clock import move_clock, on_a_moved_clock

@@ -19,8 +19,8 @@ from aiohttp.web_protocol import RequestHandler
 
 from benchmarks.run_folders import MadeRun
 from omni_async.cli import main
-from omni_async.reward_server import connections
-from omni_async.reward_server.listener import address_of, listening
+from omni_async.rewards.server import connections
+from omni_async.rewards.server.listener import address_of, listening
 from omni_async.watch import app, command, guard, live, serve
 from omni_async.watch.actions import Asked
 from omni_async.watch.command import Once
@@ -394,7 +394,7 @@ async def test_the_printed_link_changes_the_run_and_with_a_token_the_token_alone
 ) -> None:
     MadeRun(groups=1).write(tmp_path)
     ended, printed = asyncio.get_running_loop().create_future(), list[str]()
-    monkeypatch.setattr("omni_async.reward_server.listener.end_signal", lambda: ended)
+    monkeypatch.setattr("omni_async.rewards.server.listener.end_signal", lambda: ended)
     monkeypatch.setattr(command, "_say", printed.append)
     serving = asyncio.create_task(command._serve(tmp_path, "127.0.0.1", 0, token))
     while not printed and not serving.done():  # noqa: ASYNC110 (the command prints when it listens)

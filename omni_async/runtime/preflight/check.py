@@ -35,7 +35,7 @@ from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_famil
 from omni_async.plugins.programs import find_program
 from omni_async.records.write.sinks.registry import require_usable
 from omni_async.rewards import registry as scorers
-from omni_async.rewards.addresses import urls_of
+from omni_async.rewards.scorers.addresses import urls_of
 from omni_async.roles.inputs import RunInputs
 from omni_async.roles.plan import Plan, require_trainable
 from omni_async.runtime.preflight.devices import (

@@ -21,12 +21,12 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.redact import one_line
 from omni_async.config.schema import ScoreCache
 from omni_async.rewards import registry
-from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.guard import GuardedScorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.probe import Probe
+from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.rewards.threads import Threads
 from omni_async.roles.builders import built_program
 from omni_async.roles.inputs import RunInputs

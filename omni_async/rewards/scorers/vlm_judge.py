@@ -1,8 +1,8 @@
 """Asks a vision-language model about every sample, through any endpoint that speaks OpenAI's chat completions.
 
 An image is sent as it is, a video as frames that lie evenly between its first and its last. What is asked and how
-answers are read is in `omni_async.rewards.judging`; whom to ask, and what happens when nobody answers, in
-`omni_async.rewards.model_servers`, which is waited for.
+answers are read is in `omni_async.rewards.scorers.judging`; whom to ask, and what happens when nobody answers, in
+`omni_async.rewards.scorers.model_servers`, which is waited for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_async.config.section import Urls
 from omni_async.data.image_files import read_prompt_image
 from omni_async.media import Media, evenly
 from omni_async.rewards.base import Addresses, ScoreError, describe
-from omni_async.rewards.judging import (
+from omni_async.rewards.scorers.judging import (
     PROMPTS,
     Mode,
     Reply,
@@ -34,9 +34,9 @@ from omni_async.rewards.judging import (
     read_reply,
     reading,
 )
-from omni_async.rewards.model_names import MOST_NAMES, is_version_of, listed_names
-from omni_async.rewards.model_servers import Connections, ModelServers, Question, Retries, Seconds
-from omni_async.rewards.ocr import missing_text
+from omni_async.rewards.scorers.model_names import MOST_NAMES, is_version_of, listed_names
+from omni_async.rewards.scorers.model_servers import Connections, ModelServers, Question, Retries, Seconds
+from omni_async.rewards.scorers.ocr import missing_text
 from omni_async.types import Prompt, Score
 
 _PATH = "/v1/chat/completions"
@@ -52,10 +52,10 @@ class VlmJudgeScorer:
 
     `answers_as`: the name that they answer by, if it is neither this, nor a version of it, nor listed as the same.
     `urls`: servers, without `/v1`, each given `token`; `server`: an entry of `reward.servers`, or another role of the
-    run. `mode`, and the `prompt` and `system` texts it is asked with: see `omni_async.rewards.judging`. `lowest` and
-    `highest`: of a rating. `frames`: of a video. `side`: pixels of an image's longer side, beyond which it is made
-    smaller. `from_text`: take yes or no from the text where a server sends no log-probabilities. `least_mass`: the
-    probability that the two words must have together.
+    run. `mode`, and the `prompt` and `system` texts it is asked with: see `omni_async.rewards.scorers.judging`.
+    `lowest` and `highest`: of a rating. `frames`: of a video. `side`: pixels of an image's longer side, beyond which it
+    is made smaller. `from_text`: take yes or no from the text where a server sends no log-probabilities. `least_mass`:
+    the probability that the two words must have together.
 
     Parts: `prompt_tokens` and `completion_tokens`, what the judge read and wrote."""
 

@@ -12,8 +12,8 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.rewards.base import ScoreError, describe
-from omni_async.rewards.clip import Clip, frames_of, missing_clip
-from omni_async.rewards.pretrained import Precision, per_sample
+from omni_async.rewards.scorers.clip import Clip, frames_of, missing_clip
+from omni_async.rewards.scorers.pretrained import Precision, per_sample
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.rewards.base import ScoreError, describe
-from omni_async.rewards.clip import Clip
-from omni_async.rewards.pretrained import folder_of, load_model, missing_file, version_of, wrong_checkpoint
+from omni_async.rewards.scorers.clip import Clip
+from omni_async.rewards.scorers.pretrained import folder_of, load_model, missing_file, version_of, wrong_checkpoint
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.config.reading import read_file
-from omni_async.rewards.aesthetic import read_head, read_tensors
-from omni_async.rewards.clip import frames_of
-from omni_async.rewards.pretrained import (
+from omni_async.rewards.scorers.aesthetic import read_head, read_tensors
+from omni_async.rewards.scorers.clip import frames_of
+from omni_async.rewards.scorers.pretrained import (
     Precision,
     folder_of,
     load_model,

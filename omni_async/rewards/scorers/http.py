@@ -1,7 +1,7 @@
 """Asks reward servers: `omni-async serve-reward`, or anything that speaks the protocol of `docs/rewards/http.md`.
 
-Waits for their answers, as `omni_async.rewards.model_servers` says. A sample's key is made of its content, so that a
-server which has scored it already can answer a repeated request from memory.
+Waits for their answers, as `omni_async.rewards.scorers.model_servers` says. A sample's key is made of its content, so
+that a server which has scored it already can answer a repeated request from memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omni_async.config.section import Urls
 from omni_async.media import Media
 from omni_async.rewards import wire
 from omni_async.rewards.base import Addresses, Outage, ScoreError, Unbounded
-from omni_async.rewards.model_servers import BadAnswer, Connections, ModelServers, Question, Retries, Seconds
+from omni_async.rewards.scorers.model_servers import BadAnswer, Connections, ModelServers, Question, Retries, Seconds
 from omni_async.types import Prompt, Score
 
 

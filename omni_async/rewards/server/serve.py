@@ -16,15 +16,15 @@ from msgspec.structs import replace
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.config import ConfigError
-from omni_async.reward_server.connections import IDLE_S, listen
-from omni_async.reward_server.listener import address_of, end_signal, listening
-from omni_async.reward_server.metrics import Metrics
-from omni_async.reward_server.scoring import Scoring
-from omni_async.reward_server.server import RewardApp
-from omni_async.reward_server.settings import Server, ServerConfig, token_of
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.registry import ScorerConfigError
+from omni_async.rewards.server.connections import IDLE_S, listen
+from omni_async.rewards.server.listener import address_of, end_signal, listening
+from omni_async.rewards.server.metrics import Metrics
+from omni_async.rewards.server.scoring import Scoring
+from omni_async.rewards.server.server import RewardApp
+from omni_async.rewards.server.settings import Server, ServerConfig, token_of
 
 Tell = Callable[[str], None]
 

@@ -35,8 +35,8 @@ def add_serve_reward(commands: Any) -> None:
 
 def serve_reward(options: argparse.Namespace) -> int:
     """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot begin."""
-    from omni_async.reward_server.serve import serve
-    from omni_async.reward_server.settings import load_server
+    from omni_async.rewards.server.serve import serve
+    from omni_async.rewards.server.settings import load_server
 
     with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is not the address
         config = load_server(options.scorers, options.overrides)

@@ -18,13 +18,13 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.config.redact import one_line
 from omni_async.config.section import bytes_of
 from omni_async.media import Media
-from omni_async.reward_server.connections import send_continue
-from omni_async.reward_server.limits import RateLimit, Room, client_of
-from omni_async.reward_server.metrics import Metrics
-from omni_async.reward_server.scoring import NotNow, Scoring
-from omni_async.reward_server.settings import Server
 from omni_async.rewards import wire
 from omni_async.rewards.failures import place_of, told
+from omni_async.rewards.server.connections import send_continue
+from omni_async.rewards.server.limits import RateLimit, Room, client_of
+from omni_async.rewards.server.metrics import Metrics
+from omni_async.rewards.server.scoring import NotNow, Scoring
+from omni_async.rewards.server.settings import Server
 from omni_async.types import Prompt
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

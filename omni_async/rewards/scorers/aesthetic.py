@@ -19,8 +19,8 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.config.reading import require_file
-from omni_async.rewards.clip import Clip, frames_of, missing_clip
-from omni_async.rewards.pretrained import Precision, folder_of, missing_file, per_sample
+from omni_async.rewards.scorers.clip import Clip, frames_of, missing_clip
+from omni_async.rewards.scorers.pretrained import Precision, folder_of, missing_file, per_sample
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from msgspec import Meta
 
 from omni_async.config.decoding import decode_json
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.model_servers import BadAnswer
-from omni_async.rewards.ocr import similarity_of, wanted_text
+from omni_async.rewards.scorers.model_servers import BadAnswer
+from omni_async.rewards.scorers.ocr import similarity_of, wanted_text
 from omni_async.types import Prompt
 
 Mode = Literal["yes_no", "rating", "text", "pairwise"]

@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from omni_async.reward_server.limits import client_of
+from omni_async.rewards.server.limits import client_of
 
 IDLE_S = 30.0
 _FRESH_S = 1.0  # a new connection is not idle: its request is on its way

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from omni_async.rewards.clip import PromptAlignmentScorer
+from omni_async.rewards.scorers.clip import PromptAlignmentScorer
 from omni_async.types import Score
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from omni_async.media import evenly
 from omni_async.rewards.base import ScoreError, describe
-from omni_async.rewards.ocr import mean_of_frames, missing_text, similarity_of, wanted_text
+from omni_async.rewards.scorers.ocr import mean_of_frames, missing_text, similarity_of, wanted_text
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from omni_async.config.load import decode
 from omni_async.config.section import InMemory, Plain, Seconds, Section, SizeText, most
 from omni_async.config.tree import errors_of, read_tree
 from omni_async.plugins.families import MediaShape
-from omni_async.reward_server.listener import read_token, require_token
 from omni_async.rewards import registry
+from omni_async.rewards.server.listener import read_token, require_token
 
 # One of each part: a server does not know what its clients draw.
 _ANY_MEDIA = (MediaShape("image", (3, 1, 1)), MediaShape("video", (1, 3, 1, 1), 1.0), MediaShape("audio", (1, 1), 1.0))

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.pretrained import (
+from omni_async.rewards.scorers.pretrained import (
     Precision,
     embedded_texts,
     folder_of,

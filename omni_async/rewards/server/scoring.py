@@ -21,13 +21,13 @@ from omni_async.aio.waiting import Event, FairQueue, Stopped, cancel, unless
 from omni_async.config.schema import Reward
 from omni_async.control.reward_formula import RewardFormula
 from omni_async.media import Media
-from omni_async.reward_server.metrics import Metrics
 from omni_async.rewards import registry
-from omni_async.rewards.addresses import KnownAddresses
 from omni_async.rewards.base import Addresses
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
+from omni_async.rewards.scorers.addresses import KnownAddresses
+from omni_async.rewards.server.metrics import Metrics
 from omni_async.rewards.wire import Outcome, kind_of
 from omni_async.types import Prompt, Score
 

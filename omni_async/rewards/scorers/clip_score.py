@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omni_async.rewards.clip import PromptAlignmentScorer
+from omni_async.rewards.scorers.clip import PromptAlignmentScorer
 from omni_async.types import Score
 
 if TYPE_CHECKING:

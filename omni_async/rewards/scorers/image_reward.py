@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from omni_async.rewards.aesthetic import read_head, read_tensors
-from omni_async.rewards.clip import frames_of
-from omni_async.rewards.pretrained import (
+from omni_async.rewards.scorers.aesthetic import read_head, read_tensors
+from omni_async.rewards.scorers.clip import frames_of
+from omni_async.rewards.scorers.pretrained import (
     Precision,
     folder_of,
     missing_file,

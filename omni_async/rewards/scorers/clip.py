@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.media import evenly
-from omni_async.rewards.pretrained import (
+from omni_async.rewards.scorers.pretrained import (
     Precision,
     embedded_texts,
     folder_of,

@@ -15,8 +15,8 @@ import numpy as np
 from msgspec import Meta
 
 from omni_async.media import evenly
-from omni_async.rewards.clap import mono_at
-from omni_async.rewards.pretrained import (
+from omni_async.rewards.scorers.clap import mono_at
+from omni_async.rewards.scorers.pretrained import (
     Precision,
     folder_of,
     load_model,
