@@ -21,10 +21,21 @@ from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.tune.keys import ENGINES, GROUPS, RANKS, REWARDERS, TRAJECTORIES, Keys, S, keys_of, roomy, with_keys
-from omni_async.tune.plot import picture
-from omni_async.tune.search import Point
-from omni_async.tune.tuning import tune
+from omni_async.simulation.tune.keys import (
+    ENGINES,
+    GROUPS,
+    RANKS,
+    REWARDERS,
+    TRAJECTORIES,
+    Keys,
+    S,
+    keys_of,
+    roomy,
+    with_keys,
+)
+from omni_async.simulation.tune.plot import picture
+from omni_async.simulation.tune.search import Point
+from omni_async.simulation.tune.tuning import tune
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"

@@ -26,6 +26,8 @@ from omni_async.bench.command import add_bench
 from omni_async.command_line import add_command, require_writable
 from omni_async.commands.operate import add_operations, operate
 from omni_async.commands.serve_reward import add_serve_reward
+from omni_async.commands.simulate import add_simulate
+from omni_async.commands.tune import add_tune
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.writing import write_atomic
@@ -36,8 +38,6 @@ from omni_async.plugins.entry_points import not_one_of
 from omni_async.report.command import add_report
 from omni_async.scaffold.command import INIT, add_init
 from omni_async.scoring.command import add_score
-from omni_async.simulation.command import add_simulate
-from omni_async.tune.command import add_tune
 from omni_async.watch.command import add_watch
 
 _TRAIN = """\
@@ -262,7 +262,7 @@ def _run(options: argparse.Namespace) -> int:
 
                 return bench(options)
             case "simulate":
-                from omni_async.simulation.command import simulate_recipe
+                from omni_async.commands.simulate import simulate_recipe
 
                 return simulate_recipe(options)
             case "parity":
@@ -274,7 +274,7 @@ def _run(options: argparse.Namespace) -> int:
 
                 return serve_reward(options)
             case "tune":
-                from omni_async.tune.command import tune_recipe
+                from omni_async.commands.tune import tune_recipe
 
                 return tune_recipe(options)
             case _:

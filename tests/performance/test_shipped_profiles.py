@@ -13,7 +13,7 @@ from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, ServiceTime, load_profile, shipped_profiles, write_profile
 from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
-from omni_async.tune.keys import RANKS, REWARDERS, ranked_splits
+from omni_async.simulation.tune.keys import RANKS, REWARDERS, ranked_splits
 
 NAMES = sorted(profile.name for profile in shipped())
 SAMPLES = 512

@@ -16,7 +16,7 @@ from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile, ServiceTime
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import Steady, simulate
-from omni_async.tune.keys import with_keys
+from omni_async.simulation.tune.keys import with_keys
 
 EXACT = 0.01
 

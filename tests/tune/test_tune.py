@@ -16,10 +16,10 @@ from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Resources
 from omni_async.performance.profile import ServiceTime
 from omni_async.simulation.simulate import simulate
-from omni_async.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
-from omni_async.tune.plot import picture
-from omni_async.tune.report import require_another_file, text, write_tuned
-from omni_async.tune.tuning import IN_STEP, overlapped, tune
+from omni_async.simulation.tune.keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
+from omni_async.simulation.tune.plot import picture
+from omni_async.simulation.tune.report import require_another_file, text, write_tuned
+from omni_async.simulation.tune.tuning import IN_STEP, overlapped, tune
 from tests.tune.tune_world import PROFILE, RECIPE, job, simulate_by_law
 
 VARIED = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.05), score=ServiceTime(unit_s=0.2, cv=0.1))

@@ -23,7 +23,7 @@ from omni_async.performance.law import async_step
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as simulator
 from omni_async.simulation.result import times_of
-from omni_async.tune.keys import TUNED, keys_of
+from omni_async.simulation.tune.keys import TUNED, keys_of
 from tests.test_documented import COMMANDS
 from tests.tune.tune_world import PROFILE, RECIPE, simulate_by_law
 

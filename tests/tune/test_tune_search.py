@@ -14,10 +14,16 @@ from msgspec.structs import replace
 from omni_async.config.checks import check
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import ServiceTime
-from omni_async.tune import keys as key
-from omni_async.tune.keys import fewest_trajectories, ranked_splits, split_by_law, with_keys, worth_simulating
-from omni_async.tune.search import LOSS, MODEST, Point, Trials, fastest, search
-from omni_async.tune.tuning import front
+from omni_async.simulation.tune import keys as key
+from omni_async.simulation.tune.keys import (
+    fewest_trajectories,
+    ranked_splits,
+    split_by_law,
+    with_keys,
+    worth_simulating,
+)
+from omni_async.simulation.tune.search import LOSS, MODEST, Point, Trials, fastest, search
+from omni_async.simulation.tune.tuning import front
 from tests.tune.tune_world import PROFILE, job, simulate_by_law
 
 

@@ -14,8 +14,19 @@ from omni_async.config.checks import check
 from omni_async.config.schema import Resources, Scorer
 from omni_async.config.stages import Pool
 from omni_async.performance.profile import ScorerTime, ServiceTime
-from omni_async.tune import keys as key
-from omni_async.tune.keys import ENGINES, GROUPS, INFLIGHT, PUBLISH, RANKS, REWARDERS, SWAP, TRAJECTORIES, WINDOW, S
+from omni_async.simulation.tune import keys as key
+from omni_async.simulation.tune.keys import (
+    ENGINES,
+    GROUPS,
+    INFLIGHT,
+    PUBLISH,
+    RANKS,
+    REWARDERS,
+    SWAP,
+    TRAJECTORIES,
+    WINDOW,
+    S,
+)
 from tests.tune.tune_world import GPU, PROFILE, job
 
 

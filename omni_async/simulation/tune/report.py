@@ -19,9 +19,9 @@ from omni_async.config.reading import real_path
 from omni_async.config.redact import redact
 from omni_async.config.yaml_text import to_yaml
 from omni_async.performance.law import max_speedup
-from omni_async.tune.keys import PoolSize, with_keys
-from omni_async.tune.search import LOSS, Point, tolerated
-from omni_async.tune.tuning import Tuned, seconds
+from omni_async.simulation.tune.keys import PoolSize, with_keys
+from omni_async.simulation.tune.search import LOSS, Point, tolerated
+from omni_async.simulation.tune.tuning import Tuned, seconds
 
 _COLUMNS = {
     "staleness.max_updates": "S",

@@ -28,8 +28,8 @@ from omni_async.performance.profile import Profile
 from omni_async.roles.plan import plan_updates
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.sweep import choose_bundle
-from omni_async.tune import keys as key
-from omni_async.tune.keys import (
+from omni_async.simulation.tune import keys as key
+from omni_async.simulation.tune.keys import (
     Keys,
     Split,
     Value,

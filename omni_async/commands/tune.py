@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_async.command_line import add_command, live_bar, require_apart, require_writable, write_results
+from omni_async.commands.simulate import add_job, profile_of
 from omni_async.config import ConfigError, load
 from omni_async.config.load import inputs_of
-from omni_async.simulation.command import add_job, profile_of
-from omni_async.tune.keys import TUNED, with_keys
+from omni_async.simulation.tune.keys import TUNED, with_keys
 
 if TYPE_CHECKING:
-    from omni_async.tune.search import Point
+    from omni_async.simulation.tune.search import Point
 
 _TUNE = """\
 Find out, before anything runs, how to deal N devices to rollout, reward and trainer, how much staleness that needs,
@@ -76,7 +76,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     import msgspec
 
-    from omni_async.tune.report import require_another_file
+    from omni_async.simulation.tune.report import require_another_file
 
     out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
     require_another_file(out, options.recipe)
@@ -88,8 +88,8 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     from omni_async.simulation.result import not_measured
     from omni_async.simulation.simulate import simulate
-    from omni_async.tune.report import text, write_tuned
-    from omni_async.tune.tuning import tune
+    from omni_async.simulation.tune.report import text, write_tuned
+    from omni_async.simulation.tune.tuning import tune
 
     columns = ("simulation", "done", "at most", "bar", "elapsed", "{task.description}")
     with live_bar(*columns, total=options.budget) as bar:
@@ -111,7 +111,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
     if tuned.is_no_slower:
         writers[out] = lambda path: write_tuned(path, options.recipe, config, options.overrides, tuned)
     if plot is not None:
-        from omni_async.tune.plot import picture
+        from omni_async.simulation.tune.plot import picture
 
         writers[plot] = lambda path: picture(tuned).savefig(path, dpi=130)
     if options.json is not None:

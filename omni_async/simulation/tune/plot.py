@@ -7,9 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from omni_async.tune.keys import S, count
-from omni_async.tune.search import Point
-from omni_async.tune.tuning import Tuned
+from omni_async.simulation.tune.keys import S, count
+from omni_async.simulation.tune.search import Point
+from omni_async.simulation.tune.tuning import Tuned
 
 # Okabe and Ito's, which colour-blind readers tell apart.
 _FRONT, _CHOSEN, _RECIPE, _OTHER = "#0072B2", "#D55E00", "#009E73", "#999999"

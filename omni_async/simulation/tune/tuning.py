@@ -21,7 +21,7 @@ from omni_async.config.schema import ScheduleName
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
 from omni_async.roles.plan import require_trainable
-from omni_async.tune.keys import (
+from omni_async.simulation.tune.keys import (
     ENGINES,
     GROUPS,
     INFLIGHT,
@@ -50,7 +50,7 @@ from omni_async.tune.keys import (
     with_keys,
     worth_simulating,
 )
-from omni_async.tune.search import BUFFER_NAMES, Point, Simulate, Trials, fastest, search
+from omni_async.simulation.tune.search import BUFFER_NAMES, Point, Simulate, Trials, fastest, search
 
 # A search that cannot scan one split says nothing.
 SMALLEST_BUDGET = 12
