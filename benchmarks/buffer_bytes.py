@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import benchmark_parser
-from omni_async.bench.result import Machine, describe_machine
+from omni_async.commands.bench.result import Machine, describe_machine
 from omni_async.config import Config, ConfigError, check
 from omni_async.config.section import SizeText, bytes_of, size_text
 from omni_async.config.writing import replacing, write_atomic

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import benchmark_parser
-from omni_async.bench.result import Machine, describe_machine
+from omni_async.commands.bench.result import Machine, describe_machine
 from omni_async.config import Config, check
 from omni_async.config.writing import write_atomic
 from omni_async.control.coordinator import Coordinator

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.arguments import benchmark_parser
-from omni_async.bench.result import Machine, describe_machine
+from omni_async.commands.bench.result import Machine, describe_machine
 from omni_async.config.writing import write_atomic
 
 _HELP = """\

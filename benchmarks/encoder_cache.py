@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.checkpoints import tiny_checkpoint
-from omni_async.bench.result import Machine, describe_machine, spread
+from omni_async.commands.bench.result import Machine, describe_machine, spread
 from omni_async.diffusion.policy import load_policy
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine

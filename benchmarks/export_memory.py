@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.ranks import on_ranks
 from benchmarks.weights_model import SizedPolicy
-from omni_async.bench.result import Machine, describe_machine
+from omni_async.commands.bench.result import Machine, describe_machine
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import copy_out
 from omni_async.weights.buckets import BucketSet

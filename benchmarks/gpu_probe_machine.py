@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_probe_bench import Bench
 from benchmarks.gpu_probe_run import Report, Settings, first_line
-from omni_async.bench.result import describe_machine
+from omni_async.commands.bench.result import describe_machine
 from omni_async.training.device import collective_backend, init_lone_process_group
 
 _PACKAGES = ("torch", "triton", "diffusers", "fa3_fwd", "vllm", "vllm-omni", "ray")

@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.checkpoints import tiny_checkpoint
-from omni_async.bench.result import Machine, Spread, describe_machine, spread
+from omni_async.commands.bench.result import Machine, Spread, describe_machine, spread
 from omni_async.config.schema import Lora
 from omni_async.diffusion.components import named_parameters
 from omni_async.diffusion.policy import load_policy

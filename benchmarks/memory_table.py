@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from omni_async.commands.memory.amounts import GIB, Amount
+from omni_async.commands.memory.devices import bytes_of_device
+from omni_async.commands.memory.estimate import estimate
 from omni_async.config import Config, load
-from omni_async.memory.amounts import GIB, Amount
-from omni_async.memory.devices import bytes_of_device
-from omni_async.memory.estimate import estimate
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "memory.md"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.arguments import EMULATED, add_emulated, command_parser, parse_emulated
-from omni_async.bench.comparison import ArmSummary, compare
-from omni_async.bench.overlap import run_overlap
-from omni_async.bench.result import Overlap, Spread
+from omni_async.commands.bench.comparison import ArmSummary, compare
+from omni_async.commands.bench.overlap import run_overlap
+from omni_async.commands.bench.result import Overlap, Spread
 from omni_async.config import ConfigError
 from omni_async.config.writing import write_atomic
 

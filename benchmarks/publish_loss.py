@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.checkpoints import tiny_checkpoint
 from benchmarks.publish_loss_engine import BusyHost, Outcome, Way
-from omni_async.bench.result import Machine, describe_machine
+from omni_async.commands.bench.result import Machine, describe_machine
 from omni_async.config import Config, check, with_spec
 from omni_async.control.requests import RequestFactory
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, find_family

@@ -26,7 +26,7 @@ import yaml
 from PIL import Image, ImageDraw
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
-from omni_async.bench.result import Machine, describe_machine
+from omni_async.commands.bench.result import Machine, describe_machine
 from omni_async.media import Media
 from omni_async.rewards.scorers.http import HttpScorer
 from omni_async.rewards.scorers.ocr import OcrScorer

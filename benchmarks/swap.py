@@ -27,7 +27,7 @@ from safetensors import safe_open
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.checkpoints import tiny_checkpoint
 from benchmarks.copied_bytes import CopiedBytes
-from omni_async.bench.result import Machine, describe_machine, spread
+from omni_async.commands.bench.result import Machine, describe_machine, spread
 from omni_async.rollout import base_weights
 from omni_async.rollout.base_weights import BaseWeights
 from omni_async.rollout.payloads import Staged

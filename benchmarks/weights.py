@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.weights_report import Results, show
-from omni_async.bench.result import describe_machine
+from omni_async.commands.bench.result import describe_machine
 from omni_async.config import Config, ConfigError, load
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"

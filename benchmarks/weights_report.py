@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
-from omni_async.bench.result import Machine, Spread, spread
+from omni_async.commands.bench.result import Machine, Spread, spread
 
 BLOCKED_TARGET = 1.5  # plain copies of the same tensors
 THROUGHPUT_TARGET = 0.95

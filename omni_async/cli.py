@@ -22,23 +22,23 @@ from typing import Any
 
 from omni_async import __version__
 from omni_async.aio.threads import busy
-from omni_async.bench.command import add_bench
-from omni_async.command_line import add_command, require_writable
+from omni_async.commands.bench.command import add_bench
+from omni_async.commands.command_line import add_command, require_writable
+from omni_async.commands.evaluation.command import add_eval, add_sample
+from omni_async.commands.export.command import add_export
 from omni_async.commands.operate import add_operations, operate
+from omni_async.commands.parity.command import add_parity
+from omni_async.commands.report.command import add_report
+from omni_async.commands.scaffold.command import INIT, add_init
+from omni_async.commands.scoring.command import add_score
 from omni_async.commands.serve_reward import add_serve_reward
 from omni_async.commands.simulate import add_simulate
 from omni_async.commands.tune import add_tune
+from omni_async.commands.watch.command import add_watch
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.writing import write_atomic
-from omni_async.evaluation.command import add_eval, add_sample
-from omni_async.export.command import add_export
-from omni_async.parity.command import add_parity
 from omni_async.plugins.entry_points import not_one_of
-from omni_async.report.command import add_report
-from omni_async.scaffold.command import INIT, add_init
-from omni_async.scoring.command import add_score
-from omni_async.watch.command import add_watch
 
 _TRAIN = """\
 Train from a recipe. Every value of the YAML file can be overridden on the command line:
@@ -222,11 +222,11 @@ def _run(options: argparse.Namespace) -> int:
                 config = load(options.recipe, options.overrides)
                 if options.device is None:
                     return _check(config, not options.no_probe)
-                from omni_async.memory.command import memory
+                from omni_async.commands.memory.command import memory
 
                 return memory(config, options.device)
             case "init":
-                from omni_async.scaffold.init import init
+                from omni_async.commands.scaffold.init import init
 
                 return init(options)
             case "list":
@@ -234,31 +234,31 @@ def _run(options: argparse.Namespace) -> int:
             case "status" | "scale" | "stop":
                 return operate(options)
             case "report":
-                from omni_async.report.command import report
+                from omni_async.commands.report.command import report
 
                 return report(options)
             case "watch":
-                from omni_async.watch.command import watch
+                from omni_async.commands.watch.command import watch
 
                 return watch(options)
             case "score":
-                from omni_async.scoring.command import score
+                from omni_async.commands.scoring.command import score
 
                 return score(options)
             case "sample":
-                from omni_async.evaluation.command import sample
+                from omni_async.commands.evaluation.command import sample
 
                 return sample(options)
             case "eval":
-                from omni_async.evaluation.command import evaluate
+                from omni_async.commands.evaluation.command import evaluate
 
                 return evaluate(options)
             case "export":
-                from omni_async.export.command import export
+                from omni_async.commands.export.command import export
 
                 return export(options)
             case "bench":
-                from omni_async.bench.command import bench
+                from omni_async.commands.bench.command import bench
 
                 return bench(options)
             case "simulate":
@@ -266,7 +266,7 @@ def _run(options: argparse.Namespace) -> int:
 
                 return simulate_recipe(options)
             case "parity":
-                from omni_async.parity.command import parity
+                from omni_async.commands.parity.command import parity
 
                 return parity(options)
             case "serve-reward":
@@ -373,7 +373,7 @@ def _docs(out: Path) -> int:
 
 def _list(what: str | None) -> int:
     if what == "recipes":
-        from omni_async.scaffold.recipe_list import recipe_lines
+        from omni_async.commands.scaffold.recipe_list import recipe_lines
 
         return _say("\n".join(recipe_lines()))
     from omni_async.runtime.preflight.listing import listing

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from omni_async import cli
-from omni_async.command_line import as_csv
+from omni_async.commands.command_line import as_csv
 from omni_async.performance.profile import write_profile
 from tests.config.test_writing import largest_file
 from tests.runtime.runtime_world import write_world

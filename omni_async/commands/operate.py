@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from omni_async.checkpoint.folders import newest_first
-from omni_async.command_line import add_command
+from omni_async.commands.command_line import add_command
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.accelerator import showing
-from omni_async.command_line import add_command
+from omni_async.commands.command_line import add_command
 from omni_async.config.redact import one_line, redact_text
 
 _SERVE = """\

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import add_command, live_bar, positive, require_writable, write_json
+from omni_async.commands.command_line import add_command, live_bar, positive, require_writable, write_json
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.load import inputs_of
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.command_line import add_command, live_bar, require_apart, require_writable, write_results
+from omni_async.commands.command_line import add_command, live_bar, require_apart, require_writable, write_results
 from omni_async.commands.simulate import add_job, profile_of
 from omni_async.config import ConfigError, load
 from omni_async.config.load import inputs_of

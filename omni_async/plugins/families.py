@@ -124,7 +124,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     tokens (`omni_async.diffusion.policy.SequencePlan`); `comfyui_layers` are (pattern, replacement) that make ComfyUI's
     name of a denoiser's layer, of which the first that matches the whole name counts (none: it has no LoRA layout for
     these layers that is a renaming); `parity` is the `module:NAME` of the tuple of its
-    `omni_async.parity.case.Case`s."""
+    `omni_async.commands.parity.case.Case`s."""
 
     name: str
     policy: str

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from omni_async.parity.case import Case, built
+from omni_async.commands.parity.case import Case, built
 from pipelines.flux.sampling import FluxSampling
 
 _GUIDED = partial(FluxSampling, height=32, width=32, true_cfg_scale=2.0, negative_prompt="dull")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omni_async.parity.case import Case, Upstream, built
+from omni_async.commands.parity.case import Case, Upstream, built
 from omni_async.plugins.families import SamplingSpec
 from omni_async.types import Prompt
 from pipelines.hunyuan_video_15.sampling import HunyuanVideo15Sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from omni_async.parity.case import Case, Upstream, built
+from omni_async.commands.parity.case import Case, Upstream, built
 from omni_async.types import Prompt
 from pipelines.ltx_2.sampling import LTX2Sampling
 

@@ -1,6 +1,6 @@
 """Says what `omni-async parity` compares of Qwen-Image."""
 
-from omni_async.parity.case import Case, built
+from omni_async.commands.parity.case import Case, built
 from pipelines.qwen_image.sampling import QwenImageSampling
 
 CASES = (

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from omni_async.parity.case import Case, Upstream, built
+from omni_async.commands.parity.case import Case, Upstream, built
 from omni_async.types import Prompt
 from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 

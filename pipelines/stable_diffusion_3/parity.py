@@ -1,6 +1,6 @@
 """Says what `omni-async parity` compares of Stable Diffusion 3."""
 
-from omni_async.parity.case import Case, built
+from omni_async.commands.parity.case import Case, built
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 
 CASES = (

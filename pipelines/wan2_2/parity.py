@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from omni_async.parity.case import Case, built
+from omni_async.commands.parity.case import Case, built
 from pipelines.wan2_2.sampling import Wan22Sampling
 
 _PLAIN = partial(Wan22Sampling, max_sequence_length=32)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from omni_async.parity.case import Case, Upstream, built
+from omni_async.commands.parity.case import Case, Upstream, built
 from pipelines.wan2_2_i2v.sampling import Wan22I2VSampling
 
 

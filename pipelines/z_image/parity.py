@@ -1,6 +1,6 @@
 """Says what `omni-async parity` compares of Z-Image."""
 
-from omni_async.parity.case import Case, built
+from omni_async.commands.parity.case import Case, built
 from pipelines.z_image.sampling import ZImageSampling
 
 CASES = (

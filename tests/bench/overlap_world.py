@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from omni_async.aio.clock import ManualClock
-from omni_async.bench.plan import stamp
+from omni_async.commands.bench.plan import stamp
 from omni_async.config import Config
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, ServiceTime, write_profile

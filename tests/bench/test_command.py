@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from omni_async import cli
-from omni_async.bench import overlap as overlap_module
-from omni_async.bench.plan import DEFAULT_ARMS
-from omni_async.bench.result import read_overlap
+from omni_async.commands.bench import overlap as overlap_module
+from omni_async.commands.bench.plan import DEFAULT_ARMS
+from omni_async.commands.bench.result import read_overlap
 from tests.bench import overlap_world as world
 
 

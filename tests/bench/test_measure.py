@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.bench.comparison import CATEGORIES, differences, in_words
-from omni_async.bench.measure import NotMeasurableError, attribute, measure, run_profile, steady_part
+from omni_async.commands.bench.comparison import CATEGORIES, differences, in_words
+from omni_async.commands.bench.measure import NotMeasurableError, attribute, measure, run_profile, steady_part
 from omni_async.config import ConfigError, load
 from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Span

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from omni_async.bench.comparison import compare
-from omni_async.bench.measure import attribute
-from omni_async.bench.overlap import run_overlap
-from omni_async.bench.result import Overlap, read_overlap, spread
+from omni_async.commands.bench.comparison import compare
+from omni_async.commands.bench.measure import attribute
+from omni_async.commands.bench.overlap import run_overlap
+from omni_async.commands.bench.result import Overlap, read_overlap, spread
 from omni_async.config import load
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Payload, Profile, ServiceTime, load_profile, write_profile

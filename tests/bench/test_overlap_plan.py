@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from omni_async.bench.measure import steady_part
-from omni_async.bench.plan import BASELINES, DEFAULT_ARMS, Arm, finished_run, make_plan, parse_arms
+from omni_async.commands.bench.measure import steady_part
+from omni_async.commands.bench.plan import BASELINES, DEFAULT_ARMS, Arm, finished_run, make_plan, parse_arms
 from omni_async.config import ConfigError
 from omni_async.config.algorithm import automatic_correction
 from omni_async.config.schedule import SCHEDULES
@@ -158,7 +158,7 @@ def test_a_run_is_complete_if_it_is_done_with_these_settings_this_code_and_this_
     assert finished_run(job.inputs) in runs
     slower = replace(job.inputs, profile=msgspec.structs.replace(job.inputs.profile, name="measured again"))
     assert finished_run(slower) is None
-    monkeypatch.setattr("omni_async.bench.plan._code", lambda: "mended")
+    monkeypatch.setattr("omni_async.commands.bench.plan._code", lambda: "mended")
     assert finished_run(job.inputs) is None
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from omni_async.bench import table
-from omni_async.bench.comparison import CATEGORIES, compare, fastest
-from omni_async.bench.figure import figure_of
-from omni_async.bench.result import (
+from omni_async.commands.bench import table
+from omni_async.commands.bench.comparison import CATEGORIES, compare, fastest
+from omni_async.commands.bench.figure import figure_of
+from omni_async.commands.bench.result import (
     FILE_NAME,
     ArmRecord,
     Machine,

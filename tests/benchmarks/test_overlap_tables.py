@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overlap_profiles, overlap_simulated
-from omni_async.bench.comparison import compare
-from omni_async.bench.overlap import run_overlap
-from omni_async.bench.result import Overlap
+from omni_async.commands.bench.comparison import compare
+from omni_async.commands.bench.overlap import run_overlap
+from omni_async.commands.bench.result import Overlap
 from omni_async.config import load
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import load_profile

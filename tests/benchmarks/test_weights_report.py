@@ -18,7 +18,7 @@ from benchmarks.publish_loss import Record, Way
 from benchmarks.publish_loss_engine import BusyHost, Outcome
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from benchmarks.weights_report import Results, show
-from omni_async.bench.result import describe_machine
+from omni_async.commands.bench.result import describe_machine
 from tests.patience import PATIENCE
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omni_async.bench.result import read_overlap
 from omni_async.cli import main
+from omni_async.commands.bench.result import read_overlap
 from omni_async.config import ConfigError, load
 from omni_async.config.decoding import decode_json
 from omni_async.config.reading import OutsideError, TooLargeError, open_file, read_file, require_file

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from omni_async.aio.clock import ManualClock
+from omni_async.commands.scoring.samples import find_samples
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
@@ -27,7 +28,6 @@ from omni_async.records.write.sinks.feed import Sinks
 from omni_async.records.write.summary import read_summary, write_summary
 from omni_async.runtime.driver import sample_files
 from omni_async.runtime.driver.observer import Observer
-from omni_async.scoring.samples import find_samples
 from omni_async.types import Prompt, Score, ScoreJob, Span
 from tests.control import control_world
 from tests.loops import play

@@ -10,8 +10,8 @@ import pytest
 
 from omni_async.checkpoint import read_state
 from omni_async.cli import main
+from omni_async.commands.report.data import page_of
 from omni_async.records.read.record import read_run
-from omni_async.report.data import page_of
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import SampleRequest

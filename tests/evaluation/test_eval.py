@@ -14,10 +14,10 @@ from PIL import Image
 from rich.console import Console
 
 from omni_async import cli
-from omni_async.evaluation.results import Failed, compare, show
-from omni_async.evaluation.scores import record
-from omni_async.evaluation.settings import Settings
-from omni_async.evaluation.statistics import clustered_mean, paired_test
+from omni_async.commands.evaluation.results import Failed, compare, show
+from omni_async.commands.evaluation.scores import record
+from omni_async.commands.evaluation.settings import Settings
+from omni_async.commands.evaluation.statistics import clustered_mean, paired_test
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import Score

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from omni_async import cli
+from omni_async.commands.evaluation.gallery import Gallery
+from omni_async.commands.evaluation.models import Model
+from omni_async.commands.evaluation.results import compare, write
 from omni_async.config import ConfigError
-from omni_async.evaluation.gallery import Gallery
-from omni_async.evaluation.models import Model
-from omni_async.evaluation.results import compare, write
 from omni_async.types import Prompt, Score
 
 

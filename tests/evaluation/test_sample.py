@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from omni_async import cli
 from omni_async.checkpoint.folders import MANIFEST_FILE, write_manifest
 from omni_async.checkpoint.state import read_state, write_state
-from omni_async.evaluation.gallery import Gallery
-from omni_async.evaluation.models import ADAPTERS, EXPORTED_RECIPE, find_models
-from omni_async.evaluation.settings import _typed
+from omni_async.commands.evaluation.gallery import Gallery
+from omni_async.commands.evaluation.models import ADAPTERS, EXPORTED_RECIPE, find_models
+from omni_async.commands.evaluation.settings import _typed
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.training.trained import TrainedWeights
 from tests.configs import build

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from omni_async.evaluation.statistics import clustered_mean, holm, paired_test
+from omni_async.commands.evaluation.statistics import clustered_mean, holm, paired_test
 
 
 def test_samples_of_a_prompt_count_as_one_observation() -> None:

@@ -20,12 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from omni_async.checkpoint.folders import write_manifest
-from omni_async.command_line import as_markdown
+from omni_async.commands.command_line import as_markdown
+from omni_async.commands.export import card, full, how_to_load
+from omni_async.commands.export import folder as export_folder
+from omni_async.commands.export.card import card_of
+from omni_async.commands.export.curves import plot_curves
 from omni_async.config import ConfigError
-from omni_async.export import card, full, how_to_load
-from omni_async.export import folder as export_folder
-from omni_async.export.card import card_of
-from omni_async.export.curves import plot_curves
 from omni_async.training.loading import open_tensors
 from tests.export.export_world import (
     VERSION,

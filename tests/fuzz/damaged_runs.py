@@ -129,7 +129,7 @@ def simulate_known_once() -> None:
     """Let a report simulate the recipe and profile of an undamaged run once in this process and its children.
 
     The simulation takes a second. A damaged recipe or profile is simulated each time."""
-    from omni_async.report import what_it_buys
+    from omni_async.commands.report import what_it_buys
 
     real, known = what_it_buys.what_if, dict[str, Any]()
 
@@ -145,7 +145,7 @@ def simulate_known_once() -> None:
 
 def be_quick() -> None:
     """Draw black images in place of a model's, and simulate each job once."""
-    from omni_async.evaluation import drawing
+    from omni_async.commands.evaluation import drawing
     from omni_async.simulation import what_if
 
     drawing.DiffusersEngine = _Black
@@ -598,11 +598,11 @@ def _watch(place_: _Place, rng: random.Random, problems: list[str]) -> int:
 async def _look_at_page(place_: _Place, rng: random.Random, problems: list[str]) -> None:
     from aiohttp.test_utils import TestClient, TestServer
 
+    from omni_async.commands.watch.app import WatchApp
+    from omni_async.commands.watch.guard import Guard
+    from omni_async.commands.watch.live import LiveRun
+    from omni_async.commands.watch.report_sections import Sections
     from omni_async.records.write.rundir import RunDirectory
-    from omni_async.watch.app import WatchApp
-    from omni_async.watch.guard import Guard
-    from omni_async.watch.live import LiveRun
-    from omni_async.watch.report_sections import Sections
 
     live = LiveRun(RunDirectory(place_.run), Sections())
     app = WatchApp(live, Guard("127.0.0.1", None)).app()

@@ -13,8 +13,8 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from omni_async.bench.measure import NotMeasurableError
 from omni_async.checkpoint import CheckpointError
+from omni_async.commands.bench.measure import NotMeasurableError
 from omni_async.config import ConfigError
 from omni_async.performance.profile import ServiceTime
 from omni_async.version_spans import VersionSpans

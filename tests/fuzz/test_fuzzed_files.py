@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.numpy import save_file
 
-from omni_async.bench.measure import measure
-from omni_async.bench.result import Overlap
 from omni_async.checkpoint import State, folder_name, require_whole
 from omni_async.checkpoint.folders import write_manifest
 from omni_async.checkpoint.state import read_state, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.cli import main
+from omni_async.commands.bench.measure import measure
+from omni_async.commands.bench.result import Overlap
 from omni_async.config import Config, load
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.data.preferences import PreferencePairs

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_async import types
-from omni_async.bench.result import Overlap
 from omni_async.checkpoint.folders import Manifest
 from omni_async.checkpoint.state import State
+from omni_async.commands.bench.result import Overlap
 from omni_async.control import control_state, events
 from omni_async.performance.profile import Profile
 from omni_async.records.write.summary import Summary

@@ -21,17 +21,17 @@ from omni_async import cli
 from omni_async.aio.clock import ManualClock
 from omni_async.cli import main
 from omni_async.commands import serve_reward
+from omni_async.commands.evaluation import command as evaluation
+from omni_async.commands.report import configuration
+from omni_async.commands.scoring import scoring
+from omni_async.commands.watch import app as watch
 from omni_async.config import load
 from omni_async.config.redact import redact_text, secrets_in
 from omni_async.control.reasons import short
-from omni_async.evaluation import command as evaluation
 from omni_async.records.write.console import LineConsole
 from omni_async.records.write.live_console import LiveConsole
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.report import configuration
 from omni_async.rewards.loaded import LoadedReward
-from omni_async.scoring import scoring
-from omni_async.watch import app as watch
 from tests.job_world import write_emulated
 
 # Something in them that no other text holds: hypothesis also draws the constants of our own files, such as

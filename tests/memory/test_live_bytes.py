@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from omni_async.memory.live import LiveBytes
+from omni_async.commands.memory.live import LiveBytes
 
 
 def test_a_storage_counts_once_and_until_it_is_freed():

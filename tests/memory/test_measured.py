@@ -9,14 +9,14 @@ import torch
 
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
+from omni_async.commands.memory import trainer as trainer_module
+from omni_async.commands.memory.engine import MeasuredEngine
+from omni_async.commands.memory.live import LiveBytes
+from omni_async.commands.memory.modules import Layers
+from omni_async.commands.memory.trainer import MeasuredTrainer
 from omni_async.config import Config, with_spec
 from omni_async.config.layout import ParallelLayout
 from omni_async.diffusion.policy import Policy, load_policy
-from omni_async.memory import trainer as trainer_module
-from omni_async.memory.engine import MeasuredEngine
-from omni_async.memory.live import LiveBytes
-from omni_async.memory.modules import Layers
-from omni_async.memory.trainer import MeasuredTrainer
 from omni_async.plugins.families import find_family
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import PlainBackend

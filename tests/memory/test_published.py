@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.memory_table import DEVICE, PAGE, ROOT, published_recipes, rows_of
+from omni_async.commands.memory.command import memory_report
+from omni_async.commands.memory.published import find_model, published_models
 from omni_async.config import ConfigError, load
 from omni_async.diffusion.policy import load_policy
-from omni_async.memory.command import memory_report
-from omni_async.memory.published import find_model, published_models
 from omni_async.plugins.families import family_names, find_family
 
 RECIPES = published_recipes()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from omni_async.memory.live import LiveBytes
-from omni_async.memory.symbolic import symbolic
+from omni_async.commands.memory.live import LiveBytes
+from omni_async.commands.memory.symbolic import symbolic
 
 
 def test_few_values_are_kept_and_many_are_not():

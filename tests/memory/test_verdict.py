@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from omni_async import cli
+from omni_async.commands.memory import estimate
+from omni_async.commands.memory.amounts import GIB, Amount
+from omni_async.commands.memory.devices import DEVICES, bytes_of_device, shared_devices
+from omni_async.commands.memory.engine import MeasuredEngine, estimate_engine
+from omni_async.commands.memory.scorers import _server
+from omni_async.commands.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
+from omni_async.commands.memory.verdict import judge, ways_out
 from omni_async.config import Config, ConfigError
 from omni_async.config.stages import Resources, Server
-from omni_async.memory import estimate
-from omni_async.memory.amounts import GIB, Amount
-from omni_async.memory.devices import DEVICES, bytes_of_device, shared_devices
-from omni_async.memory.engine import MeasuredEngine, estimate_engine
-from omni_async.memory.scorers import _server
-from omni_async.memory.trainer import MeasuredTrainer, checkpoint_bytes, estimate_trainer, rows_of
-from omni_async.memory.verdict import judge, ways_out
 from tests.configs import build
 
 ROOT = Path(__file__).parents[2]

@@ -1,14 +1,14 @@
-"""Every family with what is compared of it (`omni_async.parity`), and requests for its samples."""
+"""Every family with what is compared of it (`omni_async.commands.parity`), and requests for its samples."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omni_async.commands.parity.case import PROMPTS as PROMPTS
+from omni_async.commands.parity.case import STEPS as STEPS
+from omni_async.commands.parity.case import Case
+from omni_async.commands.parity.model import Subject
 from omni_async.diffusion.policy import Policy, load_policy
-from omni_async.parity.case import PROMPTS as PROMPTS
-from omni_async.parity.case import STEPS as STEPS
-from omni_async.parity.case import Case
-from omni_async.parity.model import Subject
 from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import SamplingSpec, family_names, find_family
 from omni_async.types import SampleRequest

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from omni_async.cli import main
+from omni_async.commands.parity.case import Upstream
+from omni_async.commands.parity.engine import check_engine
+from omni_async.commands.parity.model import Subject, _idle, check_model
+from omni_async.commands.parity.table import Row
 from omni_async.data.image_files import read_prompt_image
 from omni_async.diffusion.sde.schedules import linear
-from omni_async.parity.case import Upstream
-from omni_async.parity.engine import check_engine
-from omni_async.parity.model import Subject, _idle, check_model
-from omni_async.parity.table import Row
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from pipelines.qwen_image.policy import QwenImagePolicy

@@ -13,10 +13,10 @@ from PIL import Image
 from tensordict import TensorDict
 from torch.testing import assert_close
 
+from omni_async.commands.parity.case import Upstream
+from omni_async.commands.parity.model import ROUNDING, Subject, check_model, difference
 from omni_async.config import ConfigError, load
 from omni_async.data.image_files import prompt_image
-from omni_async.parity.case import Upstream
-from omni_async.parity.model import ROUNDING, Subject, check_model, difference
 from omni_async.rollout.stepping import ConditioningCache
 from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt, PromptImage

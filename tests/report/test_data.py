@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from omni_async.commands.report.blocks import MOST_POINTS, thinned
+from omni_async.commands.report.data import SECTIONS, page_of
+from omni_async.commands.report.numbers import estimate, number, seconds
+from omni_async.commands.report.waiting import STATES, shares
 from omni_async.records.read.record import read_run
 from omni_async.records.write.rundir import RunDirectory, append_jsonl
 from omni_async.records.write.timeline import busy_fractions
-from omni_async.report.blocks import MOST_POINTS, thinned
-from omni_async.report.data import SECTIONS, page_of
-from omni_async.report.numbers import estimate, number, seconds
-from omni_async.report.waiting import STATES, shares
 from omni_async.types import LedgerEntry, Span
 
 

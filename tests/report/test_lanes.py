@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.run_folders import MadeRun
+from omni_async.commands.report import lanes as report_lanes
+from omni_async.commands.report.data import page_of
+from omni_async.commands.report.file import one_file
+from omni_async.commands.report.lanes import embedded, lanes
 from omni_async.records.read.record import read_run
 from omni_async.records.write.files import read_records
-from omni_async.report import lanes as report_lanes
-from omni_async.report.data import page_of
-from omni_async.report.file import one_file
-from omni_async.report.lanes import embedded, lanes
 from omni_async.types import Span
 from tests.browser import OpenPage, browser, open_page
 

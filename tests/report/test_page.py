@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from omni_async.commands.report.data import SECTIONS, page_of
+from omni_async.commands.report.file import one_file
 from omni_async.records.read.record import read_run
 from omni_async.records.write.rundir import append_jsonl
-from omni_async.report.data import SECTIONS, page_of
-from omni_async.report.file import one_file
 from omni_async.types import LedgerEntry
 from tests.browser import OpenPage, in_a_thread, played, violations, write_clips
 

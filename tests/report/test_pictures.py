@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from omni_async.commands.report import pictures
+from omni_async.commands.report.pictures import samples
+from omni_async.commands.report.shown import show
 from omni_async.records.read.record import read_run
 from omni_async.records.write.images import image_grid
-from omni_async.report import pictures
-from omni_async.report.pictures import samples
-from omni_async.report.shown import show
 
 
 def write_round(

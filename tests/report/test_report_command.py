@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omni_async.cli import main
-from omni_async.report.file import json_in_html, one_file
+from omni_async.commands.report.file import json_in_html, one_file
 
 
 def test_a_report_is_one_file_that_names_no_other(emulated, tmp_path, capsys):

@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch
 
+from omni_async.commands.scoring.local_servers import local_servers
 from omni_async.config import ConfigError
 from omni_async.config.schema import Scorer
 from omni_async.config.stages import Resources, Reward, Server
 from omni_async.rewards.base import ScoreError
 from omni_async.roles.vllm_server import VllmServer
-from omni_async.scoring.local_servers import local_servers
 from tests.reward_server.test_vllm_server import FAKE, ROOT
 
 JUDGE = Scorer(name="vlm_judge", params={"server": "qwen", "model": "qwen"})
@@ -97,7 +97,7 @@ async def test_a_server_that_cannot_be_started_is_named(
 
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     of_cuda = "0.30.0" if "runs on accelerators" in said else None
-    monkeypatch.setattr("omni_async.scoring.local_servers.vllm_without_cpus", lambda: of_cuda)
+    monkeypatch.setattr("omni_async.commands.scoring.local_servers.vllm_without_cpus", lambda: of_cuda)
     await asyncio.to_thread(behaviour.write_text, does)
     with pytest.raises(ConfigError, match=said):
         async with local_servers(reward(tmp_path, **given), 2 if does == "silent" else 60, tell):

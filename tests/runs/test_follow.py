@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.run_folders import ORIGIN, MadeRun
+from omni_async.commands.report.alerts import alerts_section
+from omni_async.commands.report.shown import show
+from omni_async.commands.report.verdict import verdict
+from omni_async.commands.report.waiting import waiting
 from omni_async.records.read import follow, line_files
 from omni_async.records.read.alerts import alerts
 from omni_async.records.read.follow import Follower
@@ -21,10 +25,6 @@ from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.files import read_lines, read_records
 from omni_async.records.write.rundir import append_jsonl
 from omni_async.records.write.timeline import read_trace
-from omni_async.report.alerts import alerts_section
-from omni_async.report.shown import show
-from omni_async.report.verdict import verdict
-from omni_async.report.waiting import waiting
 from omni_async.types import Span
 
 

@@ -17,6 +17,9 @@ import pytest
 
 from benchmarks.run_folders import MadeRun
 from omni_async.cli import main
+from omni_async.commands.report import staleness
+from omni_async.commands.report.data import page_of
+from omni_async.commands.report.shown import show
 from omni_async.config import ConfigError
 from omni_async.config.reading import OutsideError
 from omni_async.control.control_state import LedgerState
@@ -29,9 +32,6 @@ from omni_async.records.read.spans import Actor, Placed, SpanLine, SpanStore
 from omni_async.records.write import files
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.records.write.summary import read_ending, write_summary
-from omni_async.report import staleness
-from omni_async.report.data import page_of
-from omni_async.report.shown import show
 from omni_async.simulation.run_folder import read_measured
 from omni_async.types import Span
 from tests.configs import make_summary
@@ -380,7 +380,7 @@ def image(path: Path, width: int, height: int) -> None:
 
 
 def test_pixels_and_bytes_of_images_are_bounded_before_they_are_decoded(folder, monkeypatch):
-    from omni_async.report import pictures
+    from omni_async.commands.report import pictures
 
     path = folder / "samples" / "validation-000000-00.png"
     embedded = lambda: pictures._Embedded(folder / "samples")(path)  # noqa: E731

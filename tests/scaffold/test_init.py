@@ -17,14 +17,14 @@ from rich.console import Console
 
 from omni_async import cli
 from omni_async.algorithms.registry import objective_names
+from omni_async.commands.scaffold import init as scaffold
+from omni_async.commands.scaffold.asking import Defaults, TerminalPrompts, build_asking
+from omni_async.commands.scaffold.recipe import Reward, share_out
 from omni_async.config import load
 from omni_async.config.describe import description, walk
 from omni_async.config.schema import Config
 from omni_async.plugins.families import find_family
 from omni_async.runtime.preflight.check import preflight
-from omni_async.scaffold import init as scaffold
-from omni_async.scaffold.asking import Defaults, TerminalPrompts, build_asking
-from omni_async.scaffold.recipe import Reward, share_out
 from tests.config.test_writing import largest_file
 from tests.pipelines.families import FAMILIES
 

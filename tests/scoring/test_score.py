@@ -19,15 +19,15 @@ from msgspec.structs import replace
 from PIL import Image
 
 from omni_async import cli
+from omni_async.commands.scoring import scoring
+from omni_async.commands.scoring.report import histogram
+from omni_async.commands.scoring.samples import find_samples
 from omni_async.config import ConfigError
 from omni_async.control.events import Shown
 from omni_async.data.media_files import read_media
 from omni_async.media import Media
 from omni_async.records.write.images import write_media
 from omni_async.runtime.driver.sample_files import _row
-from omni_async.scoring import scoring
-from omni_async.scoring.report import histogram
-from omni_async.scoring.samples import find_samples
 from omni_async.types import Prompt, PromptImage, Score
 from tests.runtime.runtime_world import write_world
 from tests.scoring import judges

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from omni_async.commands.scoring.samples import Sample, find_samples
+from omni_async.commands.scoring.tables import rows
 from omni_async.config import ConfigError
 from omni_async.data.media_files import read_media
-from omni_async.scoring.samples import Sample, find_samples
-from omni_async.scoring.tables import rows
 from tests.fuzz.foreign import changed, few
 
 
@@ -157,7 +157,7 @@ def test_tables_of_text_may_have_marks_and_any_ends_of_lines():
 @pytest.mark.parametrize(("name", "most"), [("_MOST_ROWS", 2), ("_LARGEST", 60), ("_MOST_VALUES", 4)])
 @pytest.mark.parametrize("kind", ["t.jsonl", "t.parquet"])
 def test_all_rows_together_have_bounds(kind, name, most, monkeypatch):
-    monkeypatch.setattr(f"omni_async.scoring.tables.{name}", most)
+    monkeypatch.setattr(f"omni_async.commands.scoring.tables.{name}", most)
     table = [{"prompt": "x", "image": "a.png", "n": 1}] * 3
     message = refusal(write(kind, table if kind == "t.jsonl" else {key: [cell] * 3 for key, cell in table[0].items()}))
     assert "; split it" in message
@@ -205,7 +205,7 @@ DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAI
     ],
 )
 def test_a_small_parquet_file_that_stands_for_much_is_refused_before_it_is_in_memory(column, how, why, monkeypatch):
-    monkeypatch.setattr("omni_async.scoring.tables._MOST_VALUES", 1_000_000)
+    monkeypatch.setattr("omni_async.commands.scoring.tables._MOST_VALUES", 1_000_000)
     column = column if isinstance(column, pa.Array) else pa.array(column)
     path, names = Path("data/t.parquet"), pa.array(["a.png"] * len(column))
     pq.write_table(pa.table({"prompt": names, "image": names, "n": column}), path, **how)

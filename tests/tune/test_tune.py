@@ -10,7 +10,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from omni_async.command_line import require_writable
+from omni_async.commands.command_line import require_writable
 from omni_async.config import ConfigError, load
 from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Resources

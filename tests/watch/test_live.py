@@ -19,16 +19,16 @@ import msgspec
 import pytest
 
 from benchmarks.run_folders import MadeRun
+from omni_async.commands.report.blocks import Section
+from omni_async.commands.report.data import SECTIONS
+from omni_async.commands.report.shown import Shown
+from omni_async.commands.watch import live, report_sections
+from omni_async.commands.watch.command import newest
+from omni_async.commands.watch.now import require_answer
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Counters, summarise, write_summary
-from omni_async.report.blocks import Section
-from omni_async.report.data import SECTIONS
-from omni_async.report.shown import Shown
 from omni_async.runtime.driver import control_socket
 from omni_async.runtime.driver.control_socket import Request, Tell
-from omni_async.watch import live, report_sections
-from omni_async.watch.command import newest
-from omni_async.watch.now import require_answer
 from tests import patience
 from tests.loops import settle
 from tests.patience import PATIENCE

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.run_folders import MadeRun
-from omni_async.watch.serve import serving
+from omni_async.commands.watch.serve import serving
 from tests.browser import OpenPage, browser, open_page, played, violations, write_clips
 from tests.patience import PATIENCE
 from tests.watch.watch_world import TOKEN, RunningJob

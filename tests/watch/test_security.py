@@ -19,12 +19,12 @@ from aiohttp.web_protocol import RequestHandler
 
 from benchmarks.run_folders import MadeRun
 from omni_async.cli import main
+from omni_async.commands.watch import app, command, guard, live, serve
+from omni_async.commands.watch.actions import Asked
+from omni_async.commands.watch.command import Once
+from omni_async.commands.watch.guard import HEADERS, KEY_HEADER
 from omni_async.rewards.server import connections
 from omni_async.rewards.server.listener import address_of, listening
-from omni_async.watch import app, command, guard, live, serve
-from omni_async.watch.actions import Asked
-from omni_async.watch.command import Once
-from omni_async.watch.guard import HEADERS, KEY_HEADER
 from tests.loops import settle
 from tests.patience import PATIENCE
 from tests.ports import listening_at

@@ -1,0 +1,289 @@
+"""Implements `omni-async sample` and `omni-async eval`: arguments, help, progress, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_async.commands.command_line import PathsAndOverrides, add_command, live_bar, positive, require_outside
+from omni_async.config import ConfigError
+from omni_async.config.reading import is_within, real_path
+
+if TYPE_CHECKING:
+    from omni_async.commands.evaluation.gallery import Gallery
+    from omni_async.commands.evaluation.models import Model
+    from omni_async.commands.evaluation.results import Failed
+    from omni_async.commands.evaluation.settings import Settings
+
+_SAMPLE = """\
+Draw samples with a model: a diffusers folder (a base model, or what `omni-async export` wrote), a run or a checkpoint.
+
+  omni-async sample recipes/quickstart/checkpoint --prompt "the digit 7" height=64 width=64
+  omni-async sample runs/quickstart-20260101-120000
+  omni-async sample runs/quickstart-20260101-120000 --which best --against base --limit 8 --out before_after
+  omni-async sample my_export --against runs/quickstart-20260101-120000 --prompts prompts.txt --seeds 4 --out drawn
+
+Samples are drawn without noise between steps, as a run's validation is, by the diffusers engine in this process. A run
+brings its own settings: sampling, validation's steps, prompts and noise. A prompt of its validation has the noise that
+it had there, so its sample is the run's own. A folder alone has its family's defaults; key=value changes what is in
+rollout.sampling, as in `height=64`, and other keys of a recipe by their whole name, as in `model.dtype=bfloat16`.
+
+DIR gets grid.png, and for every model a folder with its files and samples.jsonl, a table that `omni-async score` takes.
+With --against every model gets the same prompts and the same noise, and the grid has them side by side.
+
+What was interrupted goes on where it stopped, with the same command.
+
+Exit codes: 0 done, 1 drawing failed or a file could not be written, 2 wrong arguments, 130 Ctrl-C (samples are kept).
+"""
+
+_EVAL = """\
+Compare models on the same prompts with the same noise, by the reward that the run was trained on or another's:
+
+  omni-async eval runs/quickstart-20260101-120000
+  omni-async eval runs/quickstart-20260101-120000 --which base,best --seeds 8 --out compared
+  omni-async eval runs/a-20260101-120000 runs/b-20260101-130000 --which last --prompts prompts.jsonl --out compared
+  omni-async eval recipes/quickstart/checkpoint my_export --recipe recipes/quickstart/quickstart.yaml --out compared
+
+Of a run, its base and all its checkpoints are compared, or those that --which names. Settings, prompts and the reward
+are the first run's, or those of --recipe. The first model is what the others are compared with.
+
+DIR gets filmstrip.png (a row per prompt, a column per model), results.json and results.csv (of the reward and all its
+parts: mean, 95 % interval, difference from the first model with its interval and p), scores.csv (a row per sample), and
+what `omni-async sample` leaves. Intervals and tests count prompts and not samples, because those of one prompt are
+alike; p values are corrected for the number of models by Holm's procedure. A sample without a score is left out, and
+named with the reason.
+
+What was interrupted goes on where it stopped, with the same command: nothing is drawn or scored twice. Models may be
+added to DIR; with other settings it is refused.
+
+Exit codes: 0 done, 1 nothing could be scored, drawing failed or a file could not be written, 2 wrong arguments, 130
+Ctrl-C (samples and scores are kept).
+"""
+_DRAWN, _COMPARED = Path("drawn"), Path("compared")
+_QUIET_S = 60.0
+_WHICH = re.compile(r"base|best|last|\d{1,18}")
+
+
+def add_sample(commands: Any) -> None:
+    """Add `omni-async sample` to the command line's subparsers. Imports nothing heavy."""
+    parser = add_command(commands, "sample", "draw samples with a model, a run or a checkpoint", _SAMPLE)
+    add = parser.add_argument
+    add("what", metavar="WHAT", help="a model in diffusers layout, an export, a run, or a checkpoint")
+    _add_overrides(parser)
+    add("--which", metavar="W", help="of a run: best (by validation), last, or a number of updates (default: last)")
+    more = "draw with this model, too: `base`, what WHAT was trained from, or as WHAT"
+    add("--against", metavar="WHAT2", help=more)
+    _add_drawing(parser, "1", _DRAWN)
+
+
+def add_eval(commands: Any) -> None:
+    """Add `omni-async eval` to the command line's subparsers. Imports nothing heavy."""
+    parser = add_command(commands, "eval", "compare models on the same prompts and noise, with statistics", _EVAL)
+    add = parser.add_argument
+    more = "models, runs or checkpoints; and values to override, as in `omni-async sample`"
+    add("paths", nargs="+", action=PathsAndOverrides, metavar="WHAT", help=more)
+    parser.set_defaults(overrides=[])
+    more = "of runs: base, best, last and numbers of updates, with commas (default: base and all)"
+    add("--which", type=_several, default=[], metavar="W,...", help=more)
+    add("--rows", type=positive, default=8, metavar="N", help="prompts in the filmstrip (default: 8)")
+    _add_drawing(parser, "the recipe's validation.samples_per_prompt", _COMPARED)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    more = "change a key of rollout.sampling, or by its whole name any of a recipe (YAML)"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=more)
+
+
+def _add_drawing(parser: argparse.ArgumentParser, seeds: str, folder: Path) -> None:
+    add = parser.add_argument
+    more = "of checkpoints, as in `omni-async export`: the policy that drew the run's samples (default), the one in"
+    more += " training, DiffusionNFT's old one, or the moving average of trainer.ema"
+    add("--policy", choices=("drawing", "trained", "old", "ema"), default="drawing", help=more)
+    add("--recipe", type=Path, metavar="FILE", help="a recipe for settings, prompts and reward in place of the run's")
+    prompts = parser.add_mutually_exclusive_group()
+    more = "a prompt; may be repeated (default: the recipe's validation.prompts)"
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help=more)
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt file, .txt or .jsonl")
+    add("--limit", type=positive, metavar="N", help="the first N prompts alone")
+    add("--seeds", type=positive, metavar="N", help=f"samples per prompt (default: {seeds})")
+    add("--seed", type=int, metavar="N", help="what their noise is made of (default: the recipe's run.seed)")
+    add("--steps", type=positive, metavar="N", help="denoising steps (default: those of validation)")
+    add("--guidance", type=float, metavar="G", help="guidance scale, whatever the family calls it")
+    add("--device", metavar="NAME", help="torch's name of one (default: the accelerator, or the CPU if there is none)")
+    add("--out", type=Path, metavar="DIR", help=f"a folder for everything (default: {folder}/NAME, NAME being WHAT's)")
+
+
+def _several(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not _WHICH.fullmatch(word)]:
+        raise argparse.ArgumentTypeError(f"expected base, best, last or a number of updates, got {wrong[0]!r}")
+    return words
+
+
+# ---- sample ----------------------------------------------------------------------------------------------------------
+
+
+def sample(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    from omni_async.commands.evaluation.models import BASE, base_of, find_model, named_apart, with_policy
+    from omni_async.commands.evaluation.settings import settings_of
+
+    models = [find_model(options.what, options.which)]
+    if options.against is not None:
+        other = base_of(models[0]) if options.against == BASE else find_model(options.against)
+        models = named_apart([other, *models])
+    models = with_policy(models, options.policy)
+    _notes(models)
+    settings = settings_of(options, models)
+    for note in settings.notes:
+        _note(note)
+    from omni_async.commands.evaluation.pictures import grid
+
+    with _gallery(options, options.out or _DRAWN / _name_of(options.what), settings, models, {}) as gallery:
+        code = _drawn(settings, models, gallery)
+        return code or _saved(gallery, {"grid.png": grid(gallery, models, settings.requests())}, [])
+
+
+def _notes(models: Sequence[Model]) -> None:
+    for note in dict.fromkeys(note for model in models for note in model.notes):
+        _note(note)
+
+
+def _name_of(given: str | Path) -> str:
+    return real_path(given).name or "model"
+
+
+def _gallery(
+    options: argparse.Namespace, out: Path, settings: Settings, models: list[Model], more: dict[str, Any]
+) -> Gallery:
+    from omni_async.commands.evaluation.gallery import Gallery
+
+    for option in ("prompts", "recipe"):
+        if (file := getattr(options, option)) is not None and is_within(file, out):
+            raise ConfigError(f"--{option}: {file} is in {out}, which this command writes; name another --out")
+
+    read = {folder for model in models for folder in (model.base, model.weights)}
+    require_outside("--out", out, [*read, *(model.run / "checkpoints" for model in models if model.run is not None)])
+    return Gallery(out, {**settings.record(), **more}, models)
+
+
+def _drawn(settings: Settings, models: Sequence[Model], gallery: Gallery) -> int:
+    """Draw what the gallery lacks, with a bar. Returns the exit code of what ended it early, 0 if nothing did."""
+    from omni_async.commands.evaluation.drawing import draw_all
+
+    total = len(models) * len(settings.requests())
+    with live_bar("draws", "bar", "done", "{task.description}", "left", total=total) as bar:
+        return _interruptible(draw_all(settings, models, gallery, bar or _now_and_then(total)))
+
+
+def _now_and_then(total: int) -> Callable[[str, int], None]:
+    """Return what writes a line a minute, for where there is no bar."""
+    last_report = time.monotonic()
+
+    def report(label: str, done: int) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > _QUIET_S:
+            last_report = time.monotonic()
+            _note(f"{label}: {done} of {total} drawn")
+
+    return report
+
+
+def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
+    """Run to the end. Returns 0, or the exit code of what ended it: what was written by then is kept."""
+    from omni_async.rewards.guard import ScorerHangs
+    from omni_async.rollout.base import EngineError
+
+    try:
+        asyncio.run(work)
+    except KeyboardInterrupt:
+        _note("interrupted; what was made is kept, and the same command goes on")
+        return 130
+    except OSError as error:
+        _note(f"a file could not be written: {error}; what was made is kept, and the same command goes on")
+        return 1
+    except (EngineError, ScorerHangs) as error:
+        _note(f"given up: {error}")
+        return 1
+    return 0
+
+
+def _saved(gallery: Gallery, pictures: dict[str, Any], more: list[str]) -> int:
+    """Save pictures, those that are there, and say what is in the folder. Returns the exit code."""
+    from omni_async.config.writing import replacing
+
+    for name, picture in pictures.items():
+        try:
+            if picture is not None:
+                with replacing(gallery.folder / name) as unfinished:
+                    picture.save(unfinished)
+        except OSError as error:
+            _note(f"{gallery.folder / name} could not be written: {error.strerror or error}")
+            return 1
+    sys.stdout.write(f"{gallery.folder}: {', '.join([*pictures, *more, *gallery.labels])}\n")
+    return 0
+
+
+# ---- eval ------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    from omni_async.commands.evaluation import scores
+    from omni_async.commands.evaluation.models import find_models, with_policy
+    from omni_async.commands.evaluation.settings import settings_of
+
+    models = with_policy(find_models([str(path) for path in options.paths], options.which), options.policy)
+    _notes(models)
+    settings = settings_of(options, models)
+    for note in settings.notes:
+        _note(note)
+    requests = settings.requests()
+    checks = scores.checks_of(settings.config, requests)
+    out = options.out or _COMPARED / _name_of(options.paths[0])
+    with _gallery(options, out, settings, models, {"reward": scores.record(settings.config)}) as gallery:
+        if code := _drawn(settings, models, gallery):
+            return code
+        failed: list[Failed] = []
+
+        async def scored(progress: Callable[[int], None]) -> None:
+            failed.extend(await scores.score_all(settings.config, models, requests, checks, gallery, progress))
+
+        with live_bar("scores", "bar", "done", "elapsed", "left", total=len(models) * len(requests)) as bar:
+            if code := _interruptible(scored((lambda done: None) if bar is None else lambda done: bar("", done))):
+                return code
+        return _conclude(options, settings, models, gallery, failed)
+
+
+def _conclude(
+    options: argparse.Namespace, settings: Settings, models: list[Model], gallery: Gallery, failed: list[Failed]
+) -> int:
+    """Print and write the comparison. Returns the exit code."""
+    from rich.console import Console
+
+    from omni_async.commands.evaluation.pictures import filmstrip
+    from omni_async.commands.evaluation.results import compare, show, write
+
+    requests, scores = settings.requests(), gallery.scores
+    results = compare([model.label for model in models], scores, failed, len(requests))
+    show(Console(width=max(120, Console().width), highlight=False), results)
+    try:
+        write(gallery.folder, results, models, requests, scores)
+    except OSError as error:
+        _note(f"results could not be written: {error.strerror or error}")
+        return 1
+    picture = filmstrip(gallery, models, requests, options.rows)
+    code = _saved(gallery, {"filmstrip.png": picture}, ["results.json", "results.csv", "scores.csv"])
+    return code or int(not results.rows)
+
+
+def _note(text: str) -> None:
+    from omni_async.config.redact import one_line, redact_text
+
+    sys.stderr.write(f"omni-async: {one_line(redact_text(text))}\n")

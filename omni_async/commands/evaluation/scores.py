@@ -1,0 +1,114 @@
+"""Scores what models drew with a recipe's reward, as `omni-async score` does; what has a score is not scored again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_async.checkpoint.contents import reward_contents
+from omni_async.commands.evaluation.gallery import Gallery
+from omni_async.commands.evaluation.models import Model
+from omni_async.commands.evaluation.results import Failed
+from omni_async.commands.scoring.samples import Sample
+from omni_async.commands.scoring.scoring import Scored, build_reward, prompt_checks, score_samples
+from omni_async.config import Config
+from omni_async.config.redact import redact
+from omni_async.data.prompts import PromptCheck
+from omni_async.types import SampleRequest
+
+# What of the reward a score does not depend on: how scorers are asked.
+_HOW = {"workers", "batch", "streaming", "timeout_s", "hedge_s", "retries", "backoff_s", "backoff_max_s", "outage_s"}
+_HOW |= {"probe", "cache", "pools", "servers"}
+
+
+def record(config: Config) -> dict[str, Any]:
+    """Return what scores depend on, besides the samples, as plain values without credentials."""
+    tree: dict[str, Any] = redact(msgspec.to_builtins(config.reward))
+    models = {server["name"]: server["model"] for server in tree["servers"]}  # which scorers know by the servers' names
+    contents = reward_contents(config)  # models of scorers may be replaced where they are
+    return {key: value for key, value in tree.items() if key not in _HOW} | {"judges": models, "contents": contents}
+
+
+def checks_of(config: Config, requests: Sequence[SampleRequest]) -> list[PromptCheck]:
+    """Check the scorers, without building them and before anything is drawn; return what they require of prompts.
+
+    Raises ConfigError."""
+    parts = [shape.part for shape in config.rollout.sampling.media()]
+    return prompt_checks(config, [Sample("", {part: Path() for part in parts}, each.prompt) for each in requests[:1]])
+
+
+async def score_all(
+    config: Config,
+    models: Sequence[Model],
+    requests: Sequence[SampleRequest],
+    checks: Sequence[PromptCheck],
+    gallery: Gallery,
+    progress: Callable[[int], None],
+) -> list[Failed]:
+    """Score every drawn sample without a score, into the gallery; return those that have none.
+
+    Args:
+        config: its `reward` counts.
+        models: whose samples are scored.
+        requests: their samples.
+        checks: what the scorers require of a prompt.
+        gallery: where samples and scores are.
+        progress: takes the number of samples that are scored or given up.
+
+    Raises:
+        ConfigError: as `score_samples`, or a scorer cannot be built.
+        ScorerHangs: as `score_samples`.
+        OSError: a score cannot be written."""
+    there = gallery.scores
+    waiting: list[tuple[str, SampleRequest, Scored]] = []
+    failed: list[Failed] = []
+    for model in models:
+        for request in requests:
+            files = gallery.files(model.label, request)
+            if (request.prompt.index, request.sample) in there[model.label]:
+                continue
+            if not files:
+                failed.append(Failed(model.label, request.prompt.index, request.sample, "it was not drawn"))
+                continue
+            name = f"{model.label}/{next(iter(files.values())).stem}"
+            waiting.append((model.label, request, Scored(Sample(name, files, request.prompt, gallery.folder))))
+    done = len(models) * len(requests) - len(waiting)
+    progress(done)
+    if not waiting:
+        return failed
+    witnesses = _witnesses(models, requests, gallery)
+    unwritten = dict(enumerate(waiting))
+
+    def write(made: int) -> None:
+        for number, (label, request, row) in [*unwritten.items()]:
+            if row.scores:
+                gallery.add_score(label, request.prompt, request.sample, row.scores[0])
+                del unwritten[number]
+        progress(done + max(0, made - len(witnesses)))
+
+    try:
+        rows = [*witnesses, *(row for _, _, row in waiting)]
+        await score_samples(config, build_reward(config), rows, checks, 1, write)
+    finally:
+        write(0)
+    for label, request, row in unwritten.values():
+        failed.append(Failed(label, request.prompt.index, request.sample, row.error or "it was not scored"))
+    return failed
+
+
+def _witnesses(models: Sequence[Model], requests: Sequence[SampleRequest], gallery: Gallery) -> list[Scored]:
+    """Return samples that were scored before, to be scored once more; none if none were.
+
+    Where all that are left cannot be scored, a scorer that answers for these is known not to be down, and the others
+    are not waited for. Two, because a scorer is tried with two prompts."""
+    there = gallery.scores
+    for model in models:
+        for request in requests:
+            if (request.prompt.index, request.sample) in there[model.label]:
+                files = gallery.files(model.label, request)
+                witness = Sample(model.label, files, request.prompt, gallery.folder)
+                return [Scored(witness) for _ in range(2)] if files else []
+    return []

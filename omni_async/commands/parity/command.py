@@ -1,0 +1,197 @@
+"""Implements `omni-async parity`: its arguments, its help, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+from omni_async.commands.command_line import add_command, require_writable, write_json
+from omni_async.config import ConfigError, load
+from omni_async.config.load import inputs_of
+from omni_async.plugins.entry_points import load_named
+from omni_async.plugins.families import PipelineFamily, find_family
+
+if TYPE_CHECKING:
+    from omni_async.commands.parity.case import Case
+    from omni_async.commands.parity.model import Subject
+    from omni_async.commands.parity.table import Row
+    from omni_async.rollout.base import RolloutEngine
+
+ENGINES = ("diffusers", "vllm_omni")
+
+_PARITY = """\
+Show that a model family computes what it should: the policy what diffusers' pipeline of the same checkpoint computes,
+and a rollout engine what the trainer computes.
+
+  omni-async parity qwen_image
+  omni-async parity stable_diffusion_3 --engine vllm_omni
+  omni-async parity recipes/quickstart/quickstart.yaml --engine all
+  omni-async parity my_family --engine none --json parity.json
+
+A family's name stands for the tiny checkpoints that it builds itself, a recipe for its own checkpoint and sampling
+settings, of which both the pipeline's denoisers and the trainer's are in memory then, in float32 on the CPU. Printed is
+what was measured beside the most that is allowed. Where samples part from the pipeline's, the first argument or layer
+that differs is named.
+
+Exit codes: 0 all is within bounds, 1 something is not, 2 wrong usage.
+"""
+
+
+def add_parity(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    parity = add_command(
+        commands, "parity", "compare a model family with its upstream pipeline, and engines with the trainer", _PARITY
+    )
+    add = parity.add_argument
+    add("target", metavar="FAMILY|RECIPE", help="the name of a family (`omni-async list`), or a YAML file")
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe")
+    chosen = "the engine to compare besides the policy (default: diffusers)"
+    add("--engine", choices=(*ENGINES, "all", "none"), default="diffusers", help=chosen)
+    add("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
+
+
+def parity(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    if options.json is not None:
+        require_writable("--json", options.json, _inputs(options.target, options.overrides))
+    family, cases = _cases(options.target, options.overrides)
+    from omni_async.commands.parity.table import HEADER, cells, line, rule
+
+    engines = {"all": ENGINES, "none": ()}.get(options.engine, (options.engine,))
+    rows: dict[str, list[Row]] = {}
+    for case in cases:
+        label = f"{family.name} {case.label}".rstrip()
+        rows[label] = []
+        with tempfile.TemporaryDirectory() as folder, _diverted(Path(folder) / "log.txt") as out:
+            out.write(f"## {label}\n\n{line(HEADER)}\n{rule()}\n")
+            path, case = str(case.build(Path(folder) / "checkpoint")), case.with_images(Path(folder))
+            for row in _compared(family, case, path, engines):
+                rows[label].append(row)
+                out.write(f"{line(cells(row))}\n")
+            out.write("\n")
+    code = write_json(options.json, msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+    wrong = [row for found in rows.values() for row in found if not row.passed]
+    if wrong:
+        sys.stdout.write(f"{len(wrong)} of {sum(map(len, rows.values()))} checks failed\n")
+    return 1 if wrong else code
+
+
+def _inputs(target: str, overrides: list[str]) -> list[Path]:
+    """Return the files that a recipe names; nothing for a family."""
+    return inputs_of(Path(target), load(target, overrides)) if _is_recipe(Path(target)) else []
+
+
+def _is_recipe(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") or path.is_file()
+
+
+def _cases(target: str, overrides: list[str]) -> tuple[PipelineFamily, tuple[Case, ...]]:
+    path = Path(target)
+    if _is_recipe(path):
+        return _of_recipe(path, overrides)
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: only a recipe has values to override, {target!r} is the name of a family")
+    try:
+        family = find_family(target)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if family.parity is None:
+        raise ConfigError(
+            f"family {target!r} names no cases to compare (`parity` of its PipelineFamily); give a recipe"
+        )
+    return family, load_named(family.parity)
+
+
+def _of_recipe(path: Path, overrides: list[str]) -> tuple[PipelineFamily, tuple[Case, ...]]:
+    """Return the case of a recipe's checkpoint, with its adapters' targets, one without and one with guidance."""
+    from omni_async.config.load import family_of
+    from omni_async.runtime.preflight.model_files import check_checkpoint
+
+    config = load(path, overrides)
+    checkpoint = Path(config.model.path)
+    try:
+        family = find_family(config.model.pipeline or family_of(checkpoint))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_checkpoint(checkpoint, family, {"rollout.sampling": config.rollout.sampling})
+
+    from omni_async.commands.parity.case import Case
+
+    own: tuple[Case, ...] = load_named(family.parity) if family.parity else ()
+    specs = config.rollout.specs[:2]
+    case = Case(specs=specs, build=lambda folder: checkpoint, label=str(path))
+    if own:
+        case = dataclasses.replace(own[0], specs=specs, build=case.build, label=case.label)
+    if config.model.lora is not None:
+        case = dataclasses.replace(case, targets=config.model.lora.target_modules)
+    return family, (case,)
+
+
+def _compared(family: PipelineFamily, case: Case, path: str, engines: Sequence[str]) -> Iterator[Row]:
+    from omni_async.commands.parity.model import Subject, check_model
+    from omni_async.diffusion.policy import load_policy
+
+    subject = Subject(case, path, load_policy(family, path))
+    yield from check_model(subject)
+    with asyncio.Runner() as runner:
+        for name in engines:
+            rows = _of_engine(subject, family, name)
+            while (row := runner.run(anext(rows, None))) is not None:
+                yield row
+
+
+async def _of_engine(subject: Subject, family: PipelineFamily, name: str) -> AsyncIterator[Row]:
+    from omni_async.commands.parity.engine import check_engine
+    from omni_async.commands.parity.table import failed
+
+    try:
+        engine = _engine(subject, family, name)
+        await engine.start()
+    except Exception as error:  # noqa: BLE001 (a family is foreign code)
+        yield failed(name, "start", error)
+        return
+    async for row in check_engine(subject, engine):
+        yield row
+    await engine.close()
+
+
+@contextmanager
+def _diverted(log: Path) -> Iterator[TextIO]:
+    """Yield what writes to standard output, which itself goes to a file meanwhile, as standard error does.
+
+    Engines print much, prefix what others print, and log the errors that are provoked here."""
+    kept = [os.dup(number) for number in (1, 2)]
+    sys.stdout.flush()
+    with log.open("wb") as file, os.fdopen(os.dup(1), "w", buffering=1) as out:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield out
+        finally:
+            for number, to in zip((1, 2), kept, strict=True):
+                os.dup2(to, number)
+                os.close(to)
+
+
+def _engine(subject: Subject, family: PipelineFamily, name: str) -> RolloutEngine:
+    if name == "diffusers":
+        import torch
+
+        from omni_async.rollout.diffusers_engine import DiffusersEngine
+
+        return DiffusersEngine(name, subject.policy, dtype=torch.float32, max_batch=8, device="cpu")
+    if family.vllm_pipeline is None:
+        raise ValueError(f"family {family.name!r} has no vLLM-Omni pipeline")
+    from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
+
+    return VllmOmniEngine(name, family, path=subject.path, dtype="float32", max_batch=8)

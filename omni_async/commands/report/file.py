@@ -1,0 +1,49 @@
+"""Makes a page one file: scripts, styles, numbers and media are in it, and it may load nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+PAGE = Path(__file__).with_name("page")
+_STYLE = re.compile(r'<link rel="stylesheet" href="([\w./-]+)">')
+_SCRIPT = re.compile(r'<script src="([\w./-]+)"></script>')
+# What a browser holds the page to: it loads nothing, from nowhere.
+_POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def one_file(page: dict[str, Any]) -> str:
+    """Return the HTML of a page's data (`omni_async.commands.report.data.page_of`)."""
+    text = (PAGE / "index.html").read_text(encoding="utf-8")
+    text = _STYLE.sub(lambda found: f"<style>\n{_source(found[1])}</style>", text)
+    text = _SCRIPT.sub(lambda found: f"<script>\n{_source(found[1])}</script>", text)
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    boot = (
+        f'<script type="application/json" id="data">{json_in_html(page)}</script>\n'
+        '<script>omniAsync.page.render(JSON.parse(document.getElementById("data").textContent))</script>'
+    )
+    text = text.replace("<!-- policy -->", policy).replace("<!-- boot -->", boot)
+    return text.replace("<title>omni-async</title>", f"<title>{html.escape(page['title'])} · omni-async</title>")
+
+
+def as_json(data: Any) -> bytes:
+    """Return a page's data as JSON."""
+    try:
+        return msgspec.json.encode(data)
+    except UnicodeEncodeError:  # the name of a folder that is not UTF-8
+        return json.dumps(msgspec.to_builtins(data)).encode()
+
+
+def json_in_html(data: Any) -> str:
+    """Return JSON that may stand in a script element, whatever a prompt is: no text of it ends or opens one."""
+    text = as_json(data).decode()
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _source(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")

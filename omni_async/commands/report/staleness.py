@@ -1,0 +1,69 @@
+"""Shows how old the data were that updates trained on, as a distribution over time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from omni_async.commands.report.blocks import Axis, Block, Chart, Section, Series, Text
+from omni_async.commands.report.shown import UPDATES, Shown, tabs
+
+_MOST_BARS = 160
+_MOST_AGES = 64
+
+
+def staleness(shown: Sequence[Shown]) -> Section:
+    """Return the section of every run's staleness."""
+    lead = (
+        "Staleness of a group: how many updates were made between the oldest weights that drew any of its trained steps"
+        " and the update that trained it. 0 is on-policy."
+    )
+    return Section("staleness", "Staleness", lead, tabs=tabs(shown, _one))
+
+
+def _one(one: Shown) -> list[Block]:
+    trained = [
+        (line.trained_version, line.staleness)
+        for line in one.run.ledger
+        if line.trained_version is not None and line.staleness is not None
+    ]
+    if not trained:
+        return [Text("No group was trained yet.", tone="nothing")]
+    counts = Counter(age for _, age in trained)
+    ages = sorted(counts)
+    oldest = ages[:_MOST_AGES][-1]
+    updates = sorted({version for version, _ in trained})
+    width = -(-len(updates) // _MOST_BARS)
+    bars = [updates[i : i + width] for i in range(0, len(updates), width)]
+    bar_of = {update: number // width for number, update in enumerate(updates)}
+    totals = [Counter[int]() for _ in bars]
+    for version, age in trained:
+        totals[bar_of[version]][min(age, oldest)] += 1
+    areas = [
+        Series(
+            f"staleness {age}{' and more' if age == oldest < ages[-1] else ''}",
+            {"update": [float(bar[-1]) for bar in bars]},
+            [total[age] / total.total() for total in totals],
+            colour=f"age-{number / max(1, min(len(ages), _MOST_AGES) - 1):.3f}",
+        )
+        for number, age in enumerate(ages[:_MOST_AGES])
+    ]
+    mean = sum(age * count for age, count in counts.items()) / len(trained)
+    budget = one.run.setting("staleness.max_updates")
+    said = f"{mean:.2f} updates on average, {max(ages)} at most; the budget S is {budget}."
+    note = f"Each bar is {width} updates, their groups counted together." if width > 1 else ""
+    hint = "Share of an update's groups by their staleness, from the ledger; shades go from the freshest to the oldest."
+    y = Axis("share of groups", low=0, high=1)
+    chart = Chart(
+        "staleness",
+        "Staleness of the trained groups",
+        hint,
+        {"update": UPDATES},
+        y,
+        areas,
+        form="bar",
+        stacked=True,
+        wide=True,
+        note=note,
+    )
+    return [Text(said), chart]

@@ -1,0 +1,267 @@
+"""Says in plain words what became of a run, with the numbers that say so: the first screen of the page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from omni_async.commands.report.blocks import Block, Cell, Fact, Facts, Section, Table, Text
+from omni_async.commands.report.numbers import Estimate, counted, difference, estimate, number, seconds, with_interval
+from omni_async.commands.report.seeds import seeds_of
+from omni_async.commands.report.shown import Shown, recipes_of, tabs
+from omni_async.control.rounds import NotComparable, Round, common, compare, first_and_last, mean
+from omni_async.ranges import finite
+from omni_async.records.read.record import ended_groups
+from omni_async.records.write.console import groups_left_out
+
+LEARNED = "It learned"
+_ENDS = 5  # updates, as in the summary
+_STATUS = {
+    "running": "is running",
+    "done": "is done",
+    "interrupted": "was interrupted",
+    "failed": "failed",
+    "killed": "was killed, or its machine went down: it left no summary",
+}
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A number before and after training.
+
+    `sure`: whether the 95 % interval of the difference is away from zero. `over`: the samples in both means, unless
+    they are all."""
+
+    before: Estimate
+    after: Estimate
+    gain: Estimate
+    sure: bool
+    over: str = ""
+
+
+def verdict(shown: Sequence[Shown]) -> Section:
+    """Return the section that says what happened, to one run or to each of several."""
+    if len(shown) == 1:
+        return Section("verdict", sentence(shown[0]), blocks=_one(shown[0]))
+    blocks: list[Block] = [_comparison(shown), *(Text(text) for _, text in _seeds(shown))]
+    of_one_recipe = _seeds(shown) if len(recipes_of(shown)) == 1 else []
+    title = of_one_recipe[0][0] if of_one_recipe else f"{len(shown)} runs side by side"
+    return Section("verdict", title, blocks=blocks, tabs=tabs(shown, _one))
+
+
+def sentence(one: Shown) -> str:
+    """Say in a sentence whether the run learned."""
+    made = counted(len(one.run.updates), "update")
+    if not one.run.updates:
+        return "No update was made"
+    if one.run.setting("data.preferences"):
+        return f"Trained on preferences for {made}"
+    name, change = _decides(one)
+    if change is None:
+        return f"Too early to say: {made} so far" if one.run.status == "running" else f"Too short to say: {made}"
+    return f"{_learned(change)}: {name} {number(change.before.mean)} → {number(change.after.mean)}{change.over}"
+
+
+def _decides(one: Shown) -> tuple[str, Change | None]:
+    """Return the change that says whether a run learned, and of what it is.
+
+    It is validation's, if the spread of its rounds was recorded or there is nothing else."""
+    rounds, rewards = validation_change(one), reward_change(one)
+    if rounds and (rounds.gain.half is not None or rewards is None):
+        return "validation reward", rounds
+    return "training reward", rewards
+
+
+def _learned(change: Change | None) -> str:
+    if change is None or not change.sure:
+        return "No clear change"
+    return LEARNED if change.gain.mean > 0 else "It got worse"
+
+
+def reward_change(one: Shown) -> Change | None:
+    """Compare the groups of the first with those of the last 5 updates; None of fewer than 10 updates.
+
+    A group is one prompt, so the interval has what prompts differ by in it."""
+    versions = sorted({line.trained_version for line in one.run.ledger if line.trained_version is not None})
+    if len(versions) < 2 * _ENDS:
+        return None
+    ends = []
+    for chosen in ({*versions[:_ENDS]}, {*versions[-_ENDS:]}):
+        rewards = [e.reward for e in one.run.ledger if e.trained_version in chosen and e.reward is not None]
+        ends.append(estimate(rewards))
+    if ends[0] is None or ends[1] is None:
+        return None
+    gain = difference(ends[0], ends[1])
+    return Change(ends[0], ends[1], gain, gain.half is not None and abs(gain.mean) > gain.half)
+
+
+def validation_change(one: Shown) -> Change | None:
+    """Compare the first with the last validation round, over the samples that both have scored.
+
+    None unless there are two with a reward, which are comparable."""
+    ends = first_and_last(one.run.validation)
+    if ends is None:
+        return None
+    try:
+        compared = compare(*ends)
+    except NotComparable:
+        return None
+    if compared.samples == compared.asked:  # or both are unknown
+        before, after = (_whole(one, end.version, mean) for end, mean in zip(ends, compared.reward, strict=True))
+    else:
+        before, after = _shared(one, *ends)
+    gain = difference(before, after)
+    return Change(before, after, gain, gain.half is not None and abs(gain.mean) > gain.half, compared.over)
+
+
+def _whole(one: Shown, version: int, mean: float) -> Estimate:
+    """Return a round's mean with the interval that it recorded."""
+    line = next(line for line in one.run.rounds if line["update"] == version)
+    error = finite(line.get("standard_error"))
+    return Estimate(mean, None if error is None else 1.96 * error)
+
+
+def _shared(one: Shown, first: Round, last: Round) -> tuple[Estimate, Estimate]:
+    """Return the means of two rounds over the samples that both have scored; prompts are what differs independently."""
+    given = one.run.setting("validation.samples_per_prompt", 1)
+    per_prompt = given if isinstance(given, int) and given > 0 else 1
+    positions = common(first, last)
+
+    def over(rewards: Sequence[float | None]) -> Estimate:
+        prompts: dict[int, list[float]] = defaultdict(list)
+        for at in positions:
+            prompts[at // per_prompt].append(rewards[at] or 0.0)
+        spread = estimate([mean(values) for values in prompts.values()])
+        whole = [value for values in prompts.values() for value in values]
+        return Estimate(mean(whole), None if spread is None else spread.half)
+
+    return over(first.rewards), over(last.rewards)
+
+
+_MOST_ROUNDS = 5  # listed rounds with unscored samples
+
+
+def incomplete_rounds(one: Shown) -> list[Block]:
+    """Count the unscored samples of the newest incomplete validation rounds, with their reasons."""
+    rounds = one.run.validation
+    found = [(each, text) for each in rounds if (text := each.left_out)]
+    listed = [f"Validation of version {each.version}: {text}." for each, text in found[-_MOST_ROUNDS:]]
+    if len(found) > _MOST_ROUNDS:
+        listed.insert(0, f"{len(found)} of {len(rounds)} validation rounds have samples that were not scored.")
+    if (ends := first_and_last(rounds)) is not None:
+        try:
+            compare(*ends)
+        except NotComparable as error:
+            listed.append(f"Validation rounds {ends[0].version} and {ends[1].version} are not comparable: {error}.")
+    return [Text(text, "warning") for text in listed]
+
+
+def _one(one: Shown) -> list[Block]:
+    run, blocks = one.run, list[Block]()
+    facts = [*_learning(one), *_pace(one)]
+    reason = f" ({run.reason})" if run.reason else ""
+    ended = f"The run {_STATUS[run.status]}{reason}, after {counted(len(run.updates), 'update')}"
+    planned = run.setting("trainer.updates")
+    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    blocks.append(Text(f"{ended}{of}. {_endings(one)}".strip()))
+    blocks.append(Facts(facts))
+    blocks += incomplete_rounds(one)
+    blocks += [Text(f"{name}: {why}; it is missing on this page.", "warning") for name, why in run.left_out.items()]
+    unwritten = run.summary.unwritten if run.summary else {}
+    blocks += [
+        Text(f"{name} could not be written at the end of the run: {why}", "warning") for name, why in unwritten.items()
+    ]
+    return blocks
+
+
+def _learning(one: Shown) -> list[Fact]:
+    facts = []
+    if (found := validation_change(one)) is not None:
+        rounds = counted(len(one.run.rounds), "round")
+        facts.append(_fact("validation reward", found, f"first and last of {rounds}"))
+    if (found := reward_change(one)) is not None and not one.run.setting("data.preferences"):
+        facts.append(_fact("training reward", found, f"first and last {_ENDS} updates"))
+    return facts
+
+
+def _fact(label: str, found: Change, what: str) -> Fact:
+    sure = " (95 % interval)" if found.gain.half is not None else "; the spread was not recorded"
+    return Fact(
+        label,
+        f"{number(found.before.mean)} → {number(found.after.mean)}",
+        f"{_signed(found.gain)}{sure}, {what}{found.over}",
+    )
+
+
+def _pace(one: Shown) -> list[Fact]:
+    """Return what the run cost, from its summary or, without one, from its last update."""
+    run, summary = one.run, one.run.summary
+    last: dict[str, Any] = run.updates[-1] if run.updates else {}
+    wall = summary.wall_s if summary else finite(last.get("wall_s"))
+    images = summary.images if summary else finite(last.get("images"))
+    facts = [Fact("time", seconds(wall), "after loading" if summary else "after loading, up to the last update")]
+    if images is not None and wall:
+        facts.append(Fact("images", f"{images:,.0f}", f"{number(images / wall)} per second, training samples"))
+    if summary and wall:
+        what = counted(round(summary.devices), "device")
+        facts.append(Fact("device-hours", number(summary.devices * wall / 3600), f"{what}, those of rewards included"))
+    return facts
+
+
+def _endings(one: Shown) -> str:
+    ended, trained = len(one.run.ledger), sum(line.event == "trained" for line in one.run.ledger)
+    if not ended:
+        return ""
+    if trained == ended:
+        return f"All of its {ended:,} groups were trained."
+    left_out = groups_left_out(*ended_groups(one.run.ledger))
+    return " ".join([f"{trained:,} of {ended:,} groups were trained.", *(f"{line}." for line in left_out)])
+
+
+def _comparison(shown: Sequence[Shown]) -> Table:
+    rows: list[list[Cell]] = []
+    for one in shown:
+        rewards, rounds = reward_change(one), validation_change(one)
+        pace = {fact.label: fact.value for fact in _pace(one)}
+        rows.append(
+            [
+                one.label,
+                one.run.status,
+                len(one.run.updates),
+                *(
+                    f"{number(found.before.mean)} → {number(found.after.mean)}{found.over}" if found else None
+                    for found in (rounds, rewards)
+                ),
+                *(pace.get(name) for name in ("time", "images", "device-hours")),
+            ]
+        )
+    columns = ["run", "status", "updates", "validation reward", "training reward", "time", "images", "device-hours"]
+    return Table("comparison", "", columns, rows, "Before and after; the ends of training reward are 5 updates.")
+
+
+def _seeds(shown: Sequence[Shown]) -> list[tuple[str, str]]:
+    """Say of each recipe with several seeds how many of them learned; then what they gained, with its interval."""
+    said = []
+    for runs in recipes_of(shown):
+        rounds = [one for one in runs if validation_change(one) is not None]
+        gains = [found.gain.mean for one in rounds if (found := validation_change(one)) is not None]
+        average = estimate(gains)
+        if average is None or average.half is None:
+            continue
+        name, learned = (
+            runs[0].run.setting("run.name", "recipe"),
+            sum(_learned(_decides(one)[1]) == LEARNED for one in runs),
+        )
+        title = f"{name} learned in {learned} of {seeds_of(runs)}: validation reward {_gain(average.mean)} on average"
+        said.append((title, f"{name}: validation reward {_signed(average)} over {seeds_of(rounds)} (95 % interval)."))
+    return said
+
+
+def _gain(value: float) -> str:
+    return f"{'+' if value >= 0 else ''}{number(value)}"
+
+
+def _signed(found: Estimate) -> str:
+    return f"{'+' if found.mean >= 0 else ''}{with_interval(found)}"

@@ -1,0 +1,148 @@
+"""Shows who waited for whom: what every role did over time, computed from the spans of its workers.
+
+A worker that does several things at once counts once: busy comes before backpressured, that before starved, as in the
+summary. What is left is time of which nothing was recorded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_async.commands.report.blocks import Axis, Block, Cell, Chart, Section, Series, Table, Text
+from omni_async.commands.report.lanes import lanes
+from omni_async.commands.report.shown import Shown, tabs
+from omni_async.records.write.timeline import WAITS
+from omni_async.types import Span
+from omni_async.worker import Worker
+
+Times = NDArray[np.float64]  # (number, 2): starts and ends, sorted and disjoint
+STATES = ("busy", "backpressured", "starved", "nothing")
+_BINS = 160
+_ORDER = ("rollout", "reader", "reward", "trainer", "publisher")
+
+
+def waiting(shown: Sequence[Shown]) -> Section:
+    """Return the section of every run's roles over time."""
+    lead = (
+        "An engine that has no room, a scorer without samples, a trainer without groups: waits show the slowest part."
+    )
+    return Section("waiting", "Who waited for whom", lead, tabs=tabs(shown, _one))
+
+
+def _one(one: Shown) -> list[Block]:
+    spans = one.run.spans()
+    if not spans:
+        return [Text("This run has no timeline: neither trace.json nor spans.jsonl is there.", "nothing")]
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    roles = shares(spans, start, end)
+    return [
+        Text(conclusion(roles)),
+        *(_areas(role, bins, end - start) for role, bins in roles.items()),
+        _totals(roles),
+        lanes(one.run, spans),
+    ]
+
+
+def shares(spans: Sequence[Span], start: float, end: float, bins: int = _BINS) -> dict[str, Times]:
+    """Return, per role, what share of its workers' time was spent in each state.
+
+    Args:
+        spans: of all workers; those of a worker and of its replacement are one worker's.
+        start, end: seconds of the spans' clock.
+        bins: stretches of equal length, which begin at `start`.
+
+    Returns:
+        role -> (bins, 4) in the order of `STATES`, each row adding up to 1."""
+    per_slot: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for span in spans:
+        if span.kind != "outage":
+            kind = span.kind if span.kind in WAITS else "busy"
+            per_slot[Worker.parse(span.actor).slot][kind].append((span.start - start, span.end - start))
+    edges = np.linspace(0.0, end - start, bins + 1)
+    per_role: dict[str, list[Times]] = defaultdict(list)
+    for slot, kinds in per_slot.items():
+        covered, columns, before = np.zeros((0, 2)), [], np.zeros(bins)
+        for state in STATES[:3]:
+            covered = united(np.concatenate([covered, np.array(kinds.get(state) or np.zeros((0, 2)))]))
+            inside = np.diff(_covered_until(covered, edges))
+            columns.append(inside - before)
+            before = inside
+        width = max((end - start) / bins, 1e-9)
+        columns.append(width - before)
+        per_role[Worker.parse(slot).role].append(np.clip(np.stack(columns, axis=1) / width, 0.0, 1.0))
+    ordered = sorted(per_role, key=lambda role: (_ORDER.index(role) if role in _ORDER else len(_ORDER), role))
+    return {role: np.mean(per_role[role], axis=0) for role in ordered}
+
+
+def united(intervals: Times) -> Times:
+    """Return the same points of time as sorted disjoint intervals (n, 2); empty ones vanish."""
+    intervals = intervals[intervals[:, 0] < intervals[:, 1]]
+    if not len(intervals):
+        return intervals.reshape(0, 2)
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(intervals[:, 1])
+    first = np.concatenate([[True], intervals[1:, 0] > reached[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([intervals[first, 0], reached[last]], axis=1)
+
+
+def _covered_until(times: Times, edges: Times) -> Times:
+    """Return how many seconds of `times` lie before each edge."""
+    if not len(times):
+        return np.zeros(len(edges))
+    before = np.concatenate([[0.0], np.cumsum(times[:, 1] - times[:, 0])])
+    number = np.searchsorted(times[:, 0], edges, side="right")
+    inside = np.where(number > 0, edges - times[np.maximum(number - 1, 0), 0], 0.0)
+    longest = np.where(number > 0, (times[:, 1] - times[:, 0])[np.maximum(number - 1, 0)], 0.0)
+    return before[np.maximum(number - 1, 0)] + np.minimum(inside, longest)
+
+
+def conclusion(roles: dict[str, Times]) -> str:
+    """Say which part the others waited for, and what would help."""
+    mean = {role: dict(zip(STATES, bins.mean(axis=0), strict=True)) for role, bins in roles.items()}
+    waits = {role: means["starved"] + means["backpressured"] for role, means in mean.items()}
+    trainer, rollout, reward = (mean.get(role, {}) for role in ("trainer", "rollout", "reward"))
+    if not trainer or not rollout:
+        return "The timeline has no trainer or no engines: nothing can be said about waits."
+    starved = f"The trainer waited for groups {trainer['starved']:.0%} of the time"
+    held = f"had no room for {rollout['backpressured']:.0%} of their time"
+    if max(waits.get("trainer", 0.0), waits.get("rollout", 0.0)) < 0.1:
+        return f"{starved}, and engines {held}: neither waited much, and no single part is the bottleneck."
+    if trainer["starved"] >= rollout["backpressured"]:
+        slow = "generation" if rollout["busy"] >= reward.get("busy", 0.0) else "scoring"
+        help_ = (
+            "more rollout.workers, a larger rollout.max_batch or fewer denoising steps"
+            if slow == "generation"
+            else "more reward.workers, a larger reward.batch or a cheaper scorer"
+        )
+        return f"{starved}: {slow} is the slowest part. What helps: {help_}."
+    if reward.get("busy", 0.0) > trainer["busy"]:
+        return f"Engines {held}, and scoring is the slowest part. What helps: more reward.workers."
+    return (
+        f"Engines {held}, because training is the slowest part and the staleness budget is used up. What helps:"
+        " more trainer.workers or a larger trainer.micro_batch_size."
+    )
+
+
+def _areas(role: str, bins: Times, wall_s: float) -> Chart:
+    middles = [(number + 0.5) * wall_s / len(bins) / 60 for number in range(len(bins))]
+    stacked = [
+        Series(state, {"minutes": middles}, [round(float(share), 4) for share in column], colour=state)
+        for state, column in zip(STATES, bins.T, strict=True)
+    ]
+    hint = (
+        f"Share of its workers' time, in {len(bins)} stretches of {wall_s / len(bins):.3g} s: the colours add up to 1."
+    )
+    x = {"minutes": Axis("time since the first span", "min")}
+    y = Axis("share of time", low=0, high=1)
+    return Chart(f"waiting-{role}", role, hint, x, y, stacked, form="area", stacked=True)
+
+
+def _totals(roles: dict[str, Times]) -> Table:
+    rows: list[list[Cell]] = [[role, *(f"{share:.1%}" for share in bins.mean(axis=0))] for role, bins in roles.items()]
+    hint = "Of the whole timeline, which is that of the newest attempt."
+    return Table("waiting-totals", "Shares of the time, by role", ["role", *STATES], rows, hint)

@@ -1,0 +1,163 @@
+"""Implements `omni-async score`: its arguments, its help, its progress, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_async.commands.command_line import (
+    PathsAndOverrides,
+    add_command,
+    live_bar,
+    positive,
+    require_apart,
+    require_no_input,
+    require_writable,
+    write_results,
+)
+from omni_async.config import Config, ConfigError, load
+from omni_async.config.load import inputs_of
+
+if TYPE_CHECKING:
+    from omni_async.commands.scoring.scoring import Scored
+
+_SCORE = """\
+Score images, videos and sound with a recipe's reward, as a run would: to see what a reward does before training on it.
+The model is not loaded, and need not exist; judge servers that the reward names are started, and ended:
+
+  omni-async score recipes/quickstart/quickstart.yaml recipes/tiny/images 'reward.scorers=[{name: jpeg_size}]'
+  omni-async score recipes/quickstart/quickstart.yaml runs/quickstart-20260101-120000 --grid extremes.png
+  omni-async score my_recipe.yaml images/ table.jsonl --repeat 5 --out scores.csv --json scores.json
+
+A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .csv, .parquet) with
+columns prompt, image, video or audio (files in its folder or below), perhaps target; other columns are metadata. The
+prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or prompts.jsonl,
+a line per file in the order of their names.
+
+Printed are mean, standard deviation and quantiles of the reward and of its parts, a histogram, the best and the worst
+samples, and why samples could not be scored. With --repeat every sample is scored so often; own std is the judge's
+own noise, beside the standard deviation between samples, which it should be small against. Answers of deterministic
+scorers are kept where reward.cache.path=FILE says, and not asked for again (but with --repeat).
+
+Exit codes: 0 done, 1 nothing could be scored or a result not be written, 2 wrong arguments, 130 Ctrl-C (what was scored
+is printed and written).
+"""
+
+
+_OUTPUTS = ("out", "json", "grid")
+
+
+def add_score(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    parser = add_command(commands, "score", "score files with a recipe's reward, and show what it does", _SCORE)
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="a YAML file; its reward section counts")
+    more = "what to score; and values of the recipe to override, as key.path=value (YAML)"
+    add("paths", nargs="+", action=PathsAndOverrides, metavar="PATH", help=more)
+    parser.set_defaults(overrides=[])
+    add("--repeat", type=positive, default=1, metavar="N", help="score every sample so often (default: 1)")
+    add("--out", type=Path, metavar="FILE", help="write a row per sample, as .csv or .parquet")
+    add("--json", type=Path, metavar="FILE", help="write statistics and rows as JSON")
+    add("--grid", type=Path, metavar="FILE", help="write the worst and the best samples as an image, .png say")
+
+
+def score(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    config = load(options.recipe, options.overrides)
+    _check_outputs(options)
+
+    from omni_async.commands.scoring.samples import files_read, find_samples
+    from omni_async.commands.scoring.scoring import Scored, build_reward, prompt_checks
+
+    prompts = (config.data.prompts, config.validation.prompts if config.validation is not None else None)
+    images_in = [Path(file).parent for file in prompts if file is not None]
+    found = find_samples(options.paths, config.data.max_prompt_chars, images_in)
+    rows = [Scored(sample) for sample in found]
+    inputs = [*inputs_of(options.recipe, config), *files_read(options.paths, [row.sample for row in rows])]
+    for name in _OUTPUTS:
+        if (path := getattr(options, name)) is not None:
+            require_no_input(f"--{name}", path, inputs)
+    checks = prompt_checks(config, [row.sample for row in rows])
+    without = sum(not row.sample.prompt.text for row in rows)
+    if without:
+        _note(f"{without} of {len(rows)} samples have no prompt; a .txt file of the same name gives one")
+    reward = build_reward(config)
+    with live_bar("scores", "bar", "done", "elapsed", "left", total=len(rows) * options.repeat) as bar:
+        progress: Callable[[int], None] = (lambda done: None) if bar is None else lambda done: bar("", done)
+        code = _interruptible(config, reward, rows, checks, options.repeat, progress)
+    return _conclude(options, rows, code)
+
+
+def _interruptible(
+    config: Config, reward: Any, rows: list[Scored], checks: Sequence[Any], repeat: int, progress: Callable[[int], None]
+) -> int:
+    """Score into `rows`. Returns the exit code of what ended it early, 0 if nothing did."""
+    from omni_async.commands.scoring.scoring import score_samples
+    from omni_async.rewards.guard import ScorerHangs
+
+    try:
+        asyncio.run(score_samples(config, reward, rows, checks, repeat, progress))
+    except KeyboardInterrupt:
+        _note("interrupted; what was scored is kept")
+        return 130
+    except ScorerHangs as error:
+        _note(f"given up: {error}")
+        return 1
+    return 0
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse now what could not be written after minutes."""
+    if options.out is not None and options.out.suffix.lower() not in (".csv", ".parquet"):
+        raise ConfigError(f"--out: expected a file that ends in .csv or .parquet, got {options.out}")
+    if options.grid is not None:
+        from PIL import Image
+
+        if options.grid.suffix.lower() not in Image.registered_extensions():
+            raise ConfigError(f"--grid: expected an image file, such as {options.grid.stem}.png, got {options.grid}")
+    require_apart((f"--{name}", getattr(options, name)) for name in _OUTPUTS)
+    for name in _OUTPUTS:
+        require_writable(f"--{name}", getattr(options, name))
+
+
+def _conclude(options: argparse.Namespace, rows: list[Scored], code: int) -> int:
+    """Write and print what was scored, and return the exit code: files first, since nobody may read the output on."""
+    from rich.console import Console
+
+    from omni_async.commands.scoring.report import show
+
+    done = [row for row in rows if row.scores or row.error is not None]
+    unwritten = _write(options, done)
+    show(Console(width=max(120, Console().width), highlight=False), done, options.repeat)
+    if len(done) < len(rows):
+        _note(f"{len(rows) - len(done)} of {len(rows)} samples were not reached")
+    return code or unwritten or int(not any(row.scores for row in rows))
+
+
+def _write(options: argparse.Namespace, done: list[Scored]) -> int:
+    """Write the files that were asked for. Return the exit code, as `write_results`."""
+    from omni_async.commands.scoring.report import as_json, write_grid, write_rows
+
+    writers: dict[Path, Callable[[Path], object]] = {}
+    if options.json is not None:
+        writers[options.json] = lambda path: path.write_bytes(as_json(options.recipe, done, options.repeat))
+    scored = any(row.scores for row in done)
+    for path, write, has_any in ((options.out, write_rows, bool(done)), (options.grid, write_grid, scored)):
+        if path is not None and has_any:
+            writers[path] = partial(_written, write, done)
+        elif path is not None:
+            _note(f"{path}: not written, because no sample has a score")
+    return write_results(writers)[1]
+
+
+def _written(write: Callable[[Path, list[Scored]], object], rows: list[Scored], path: Path) -> None:
+    write(path, rows)
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"omni-async: {text}\n")

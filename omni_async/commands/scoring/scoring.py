@@ -1,0 +1,182 @@
+"""Scores samples with a recipe's reward, in batches, as a run's reward worker does.
+
+Waits for the scorers (unblocked by their answers, by `reward.timeout_s` a call, and by `reward.outage_s` where one is
+down) and for the pauses between attempts. Media of a few dozen samples are in memory at a time. A sample that cannot be
+scored has an error in place of a score; it ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from omni_async.aio.backoff import Backoff
+from omni_async.aio.clock import WallClock
+from omni_async.aio.threads import in_daemon_thread
+from omni_async.commands.scoring.local_servers import local_servers
+from omni_async.commands.scoring.samples import Sample
+from omni_async.config import Config, ConfigError
+from omni_async.config.redact import one_line, redact_text
+from omni_async.config.schema import ScoreCache
+from omni_async.control.reward_formula import RewardFormula
+from omni_async.data.media_files import read_media
+from omni_async.data.prompts import PromptCheck
+from omni_async.plugins.families import MediaShape
+from omni_async.rewards import registry
+from omni_async.rewards.base import WrongScorer
+from omni_async.rewards.guard import Failure
+from omni_async.rewards.loaded import LoadedReward
+from omni_async.rewards.panel import Panel
+from omni_async.rewards.probe import Probe
+from omni_async.rewards.scorers.addresses import KnownAddresses
+from omni_async.types import Score
+
+# Samples whose media are in memory, and which the scorers may be asked for side by side.
+_MOST_AT_ONCE = 32
+
+
+class Scored(Struct):
+    """A sample's scores, one per repetition that was made; `error` says why the last one that failed did.
+
+    `cached`: how many of its scorers' answers came from `reward.cache`."""
+
+    sample: Sample
+    scores: list[Score] = field(default_factory=list)
+    error: str | None = None
+    cached: int = 0
+
+
+def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck]:
+    """Check the scorers without building them, and return what they require of a prompt. Raises ConfigError."""
+    if not config.reward.scorers:
+        raise ConfigError(f"reward.scorers: empty; registered are {', '.join(registry.names())}")
+    made = [MediaShape(part, ()) for part in {part: None for sample in samples for part in sample.files}]  # type: ignore[arg-type]
+    asked = []
+    for number, scorer in enumerate(config.reward.scorers):
+        try:
+            registry.check(scorer, made)
+            asked.append(registry.prompt_check(scorer))
+        except ValueError as error:
+            raise ConfigError(f"reward.scorers.{number}: {error}") from None
+    return [*filter(None, asked), RewardFormula(config.reward).missing]
+
+
+def build_reward(config: Config) -> LoadedReward:
+    """Build the scorers. Raises ConfigError."""
+    try:
+        return LoadedReward(config.reward, config.placement.reward.gpus)
+    except (WrongScorer, ValueError) as error:
+        raise ConfigError(f"reward.scorers: {error}") from None
+
+
+async def score_samples(
+    config: Config,
+    reward: LoadedReward,
+    rows: list[Scored],
+    checks: Sequence[PromptCheck],
+    repeat: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Score every sample `repeat` times, into `rows`, where what is done stays if this is cancelled.
+
+    The judge servers that the scorers ask are started for it.
+
+    `reward.cache` is used unless there are repetitions.
+
+    Args:
+        config: the recipe.
+        reward: its scorers.
+        rows: one per sample.
+        checks: what the scorers require of prompts.
+        repeat: how often each sample is scored.
+        progress: takes the number of scores that are made or given up.
+
+    Raises:
+        ConfigError: a scorer fails for a synthetic sample, twice with the same error; or a judge server does not start.
+        ScorerHangs: too many of its calls do not return."""
+    for row in rows:
+        row.error = next((missing for check in checks if (missing := check(row.sample.prompt)) is not None), None)
+    probe = _probe(config, [row for row in rows if row.error is None])
+    cache = config.reward.cache if repeat == 1 else ScoreCache(memory=0)
+    async with local_servers(config.reward, config.run.startup_timeout_s, _tell) as started:
+        panel = Panel("score", reward, replace(config.reward, cache=cache), WallClock(), _tell, probe=probe)
+        panel.connect(KnownAddresses(config.reward, started))
+        try:
+            if (wrong := await panel.try_out()) is not None:
+                raise ConfigError(f"reward.scorers: {wrong}")
+            ended = 0
+            for _ in range(repeat):
+                todo = [row for row in rows if row.error is None]
+                left = len(rows) - len(todo)
+                await _score_all(config, panel, todo, lambda done, base=ended + left: progress(base + done))  # type: ignore[misc]
+                ended += len(rows)
+            progress(ended)
+        finally:
+            await panel.close()
+
+
+def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
+    """Return the sample that a run would try the scorers with, where it is of the kind that is scored here."""
+    made = {shape.part for shape in config.rollout.sampling.media()}
+    if not made or not all(made == {*row.sample.files} for row in rows):
+        return None
+    return Probe.of(config, [row.sample.prompt for row in rows])
+
+
+async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress: Callable[[int], None]) -> None:
+    """Score every row once more. Those that fail are tried again together, unless they fail in the same way again."""
+    pauses = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
+    room, reading = asyncio.Semaphore(max(_MOST_AT_ONCE, config.reward.batch)), asyncio.Lock()
+    left, reasons, done = rows, dict[int, str](), 0
+    for attempt in range(config.reward.retries + 1):
+        if attempt:
+            await asyncio.sleep(pauses.pause_s(attempt))
+        again: list[Scored] = []
+
+        async def score(row: Scored, again: list[Scored] = again) -> None:
+            nonlocal done
+            async with room:
+                outcome = await _score_one(panel, row, reading)
+            if isinstance(outcome, Score):
+                row.scores.append(outcome)
+            elif outcome.fault == "retry" and reasons.get(id(row)) != outcome.reason:
+                reasons[id(row)] = outcome.reason
+                again.append(row)
+                return
+            else:
+                row.error = outcome.reason
+            done += 1
+            progress(done)
+
+        async with asyncio.TaskGroup() as tasks:
+            for row in left:
+                tasks.create_task(score(row))
+        left = again
+        if not left:
+            break
+    for row in left:
+        row.error = reasons[id(row)]
+    progress(len(rows))
+
+
+async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Score | Failure:
+    """Score a sample; one of a scorer that is down waits until it answers, or is given up."""
+    try:
+        async with reading:  # in their order
+            media = await in_daemon_thread(read_media, row.sample.files, row.sample.within)
+    except ConfigError as error:
+        return Failure(one_line(str(error)), "reject")
+    while True:
+        if panel.down:
+            await panel.recover()
+        outcome, row.cached = await panel.score_whole(media, row.sample.prompt, id(row))
+        if isinstance(outcome, Score) or outcome.fault != "outage":
+            return outcome
+
+
+async def _tell(text: str) -> None:
+    sys.stderr.write(f"{one_line(redact_text(text))}\n")

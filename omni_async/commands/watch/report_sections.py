@@ -1,0 +1,95 @@
+"""Makes the report's sections of a run for its live page, which shows spans and samples in its own way.
+
+The section that needs all spans takes far longer than the others: it is made more rarely than they. What would be
+bought is simulated, which takes seconds, and once for a profile: the others do not wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from omni_async.commands.report.blocks import Lanes, Section, Tab, Text
+from omni_async.commands.report.data import SECTIONS, is_last
+from omni_async.commands.report.file import as_json
+from omni_async.commands.report.pictures import samples
+from omni_async.commands.report.shown import Shown, show
+from omni_async.commands.report.what_it_buys import TITLE
+from omni_async.records.read.record import Run, read_run
+from omni_async.records.write.rundir import RunDirectory
+
+# Pauses are so many times the processor time of what they follow.
+FRUGAL = 300.0
+_OF_SPANS, _SIMULATED = "waiting", "what-it-buys"
+# Reading more spans than this as a whole would take gigabytes; the lanes show them in windows.
+_MOST_SPAN_BYTES = 20_000_000
+
+
+_SIMULATING = Section(_SIMULATED, TITLE, blocks=[Text("It is being simulated.", "nothing")])
+
+
+class Made(NamedTuple):
+    """The JSON of the sections, the processor time of those that every call makes, and whether all are there."""
+
+    content: bytes
+    took_s: float
+    is_whole: bool
+
+
+class Sections:
+    """The sections of one run's report, made in a thread, once at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: Section | None = None
+        self._waiting_after = 0.0
+        self._is_begun = False
+
+    def make(self, folder: RunDirectory) -> Made:
+        """Make the sections as they are now. Raises what reading a run raises."""
+        began = time.thread_time()
+        shown = show([read_run(folder.path)])
+        took = time.thread_time() - began
+        is_whole, self._is_begun = self._is_begun, True
+        apart = {
+            _OF_SPANS: self._of_spans(shown, folder),
+            _SIMULATED: SECTIONS[_SIMULATED](shown) if is_whole else _SIMULATING,
+        }
+        began = time.thread_time()
+        sections = _sections()
+        made = {name: apart[name] if name in apart else sections[name](shown) for name in sorted(sections, key=is_last)}
+        content = as_json([_without_lanes(one) for name in sections if (one := made[name]) is not None])
+        return Made(content, took + time.thread_time() - began, is_whole)
+
+    def _of_spans(self, shown: Sequence[Shown], folder: RunDirectory) -> Section | None:
+        """Return the section that needs all spans, an older one if it is not due; None if there are too many."""
+        if not _has_few_spans(folder):
+            return None
+        if self._waiting is None or time.monotonic() >= self._waiting_after or shown[0].run.status != "running":
+            began = time.thread_time()
+            self._waiting = SECTIONS[_OF_SPANS](shown)
+            self._waiting_after = time.monotonic() + FRUGAL * (time.thread_time() - began)
+        return self._waiting
+
+
+def _sections() -> dict[str, Callable[[Sequence[Shown]], Section]]:
+    return {**SECTIONS, "samples": lambda shown: samples(shown, _address)}
+
+
+def _address(run: Run) -> Callable[[Path], str]:
+    return lambda path: f"samples/{path.name}"
+
+
+def _has_few_spans(folder: RunDirectory) -> bool:
+    sizes = (path.stat().st_size for path in (folder.spans, folder.trace) if path.is_file())
+    return max(sizes, default=0) <= _MOST_SPAN_BYTES
+
+
+def _without_lanes(section: Section) -> Section:
+    def kept(tab: Tab) -> Tab:
+        return msgspec.structs.replace(tab, blocks=[block for block in tab.blocks if not isinstance(block, Lanes)])
+
+    return msgspec.structs.replace(section, tabs=[kept(tab) for tab in section.tabs])
