@@ -91,7 +91,9 @@ class Trainer:
 
     async def _serve_rendezvous(self) -> str:
         """Serve the store of the ranks' process group while this trainer lives. Return its `tcp://` address."""
-        from omni_async.tcp_store import serve_store  # imports torch, which a lone emulated rank does without
+        from omni_async.weights.transport.tcp_store import (
+            serve_store,  # imports torch, which a lone emulated rank does without
+        )
 
         self._store_of_ranks = await in_daemon_thread(partial(serve_store, self.host, _STORE_TIMEOUT_S))
         return f"tcp://{self.host}:{self._store_of_ranks.port}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omni_async.config.layout import ParallelLayout
-from omni_async.tcp_store import interface_towards, join_store
+from omni_async.weights.transport.tcp_store import interface_towards, join_store
 
 # Names the interface of every group on gloo that the process makes.
 _INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -376,7 +376,9 @@ def test_several_ranks_meet_at_one_address_and_others_of_the_first_copy_share_th
 
 
 def test_a_lone_rank_meets_nobody_and_opens_no_port(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_async.tcp_store.serve_store", lambda *_: pytest.fail("a port was opened"))
+    monkeypatch.setattr(
+        "omni_async.weights.transport.tcp_store.serve_store", lambda *_: pytest.fail("a port was opened")
+    )
     assert Stage(tmp_path, 2, **ONE).play().ranks[0].setup_calls == [(None, None)]
 
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.ranks import on_ranks
 from omni_async.accelerator import require_accelerator
 from omni_async.commands.bench.result import describe_machine
-from omni_async.tcp_store import interface_towards, serve_store
 from omni_async.training.device import collective_backend, init_process_group, rank_device
 from omni_async.weights.transport.collective import DeviceCarrier, Group, Invitation, current_device
+from omni_async.weights.transport.tcp_store import interface_towards, serve_store
 from tests.patience import PATIENCE
 from tests.pretend_npu import pretend
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from omni_async.tcp_store import serve_store
 from omni_async.training.device import init_process_group
+from omni_async.weights.transport.tcp_store import serve_store
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from omni_async.aio.threads import DaemonThread, in_daemon_thread
 from omni_async.config import Config
-from omni_async.tcp_store import address_towards, join_store, serve_store
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import as_tensor
 from omni_async.weights.digest import Bucket
 from omni_async.weights.transport.base import Join, TransportError
+from omni_async.weights.transport.tcp_store import address_towards, join_store, serve_store
 
 T = TypeVar("T")
 CarrierName = Literal["cpu", "device"]

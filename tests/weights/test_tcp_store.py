@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
-from omni_async.tcp_store import address_towards, interface_towards, join_store, serve_store
 from omni_async.training import device
+from omni_async.weights.transport.tcp_store import address_towards, interface_towards, join_store, serve_store
 from tests.patience import PATIENCE
 from tests.ports import listening_at
 
