@@ -29,8 +29,17 @@ from omni_async.config import Config, check
 from omni_async.config.writing import write_atomic
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
-from omni_async.types import Prompt, ReadyGroup, SampleResult, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import (
+    Prompt,
+    ReadyGroup,
+    SampleResult,
+    Score,
+    ScoreJob,
+    ScoreResult,
+    UpdateReport,
+    VersionSpans,
+    WeightReport,
+)
 
 _HELP = """\
 Group events (admitted, ready, trained) and samples per second of one coordinator in one process.

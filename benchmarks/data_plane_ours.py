@@ -24,8 +24,7 @@ from omni_async.roles.producer import Producer
 from omni_async.roles.rewarder import Rewarder
 from omni_async.rollout.base import Trajectory
 from omni_async.runtime.on_ray.store import RayStore
-from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, VersionSpans, WeightManifest, WeightReport
 from omni_async.weights.transport.base import Parcel
 
 _IMAGE_SHAPE = (3, 64, 64)

@@ -6,6 +6,7 @@ mixed install (see `compat`), so that every Ray worker and engine child that imp
 """
 
 from omni_async.compat import tolerate_cuda_builds_beside_cpu_torch
-from omni_async.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 tolerate_cuda_builds_beside_cpu_torch()

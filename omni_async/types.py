@@ -8,12 +8,44 @@ of no cycle, as long as no object behind a reference leads back to a message.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise, repeat
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from omni_async.ranges import Number, Text, Value
-from omni_async.version_spans import VersionSpans
+# ---- bounded numbers and texts: msgspec refuses a struct from a file that exceeds them -------------------------------
+
+# Beyond it sums of squares are no numbers any more.
+LARGEST = 1e100
+# Beyond it a float has no microseconds, and no calendar a year.
+FARTHEST_S = 1e11
+MOST = 2**53
+LONGEST = 100_000
+
+Value = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
+Seconds = Annotated[float, Meta(ge=0, le=FARTHEST_S)]
+Time = Annotated[float, Meta(ge=-FARTHEST_S, le=FARTHEST_S)]
+Count = Annotated[int, Meta(ge=0, lt=MOST)]
+Text = Annotated[str, Meta(max_length=LONGEST)]
+Number = Annotated[int, Meta(ge=0, lt=2**31)]  # of a group, a prompt or a version: 32 bits in tables
+
+
+def finite(value: Any) -> float | None:
+    """Return a number in range; None for anything else, a boolean too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        return None
+    return float(value)
+
+
+def count(value: Any) -> int | None:
+    """Return an integer that counts something; None for anything else, a boolean too."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
@@ -21,6 +53,66 @@ Terminal = Literal["trained", "rejected", "dropped"]
 # if it had not been tried, because a scorer is down; make it again, because its media are gone; reject its group,
 # because asking again would not help.
 Fault = Literal["retry", "outage", "replace", "reject"]
+
+
+class VersionSpans(msgspec.Struct, frozen=True, gc=False):
+    """The policy versions of consecutive steps, run-length encoded: (version, number of steps) of each span, in order.
+
+    Versions change a few times in a sample however many steps it has, so a thousand steps cost as much as ten.
+
+    Equal lists of versions have equal spans: no span is empty, and neighbours differ. ValueError otherwise.
+
+    Most samples have one span, and the control plane asks several times for each: that case has no loop."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.spans) == 1 and self.spans[0][1] > 0:
+            return
+        if any(count < 1 for _, count in self.spans):
+            raise ValueError("a span of versions has no steps")
+        if any(one == following for (one, _), (following, _) in pairwise(self.spans)):
+            raise ValueError("neighbouring spans have the same version")
+
+    @classmethod
+    def of(cls, versions: Iterable[int]) -> VersionSpans:
+        """Return the spans of a version per step."""
+        return cls(tuple((version, sum(1 for _ in run)) for version, run in groupby(versions)))
+
+    @classmethod
+    def same(cls, version: int, num_steps: int) -> VersionSpans:
+        """Return the spans of `num_steps` steps that one version took."""
+        return cls(((version, num_steps),) if num_steps else ())
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the version of every step."""
+        for version, count in self.spans:
+            yield from repeat(version, count)
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __bool__(self) -> bool:
+        return bool(self.spans)
+
+    @property
+    def num_steps(self) -> int:
+        return self.spans[0][1] if len(self.spans) == 1 else sum(count for _, count in self.spans)
+
+    @property
+    def first(self) -> int:
+        """Return the version of the first step. IndexError without steps."""
+        return self.spans[0][0]
+
+    def of_steps(self, steps: range) -> VersionSpans:
+        """Return the spans of the consecutive steps `steps`, as far as they exist."""
+        kept, begin = [], 0
+        for version, count in self.spans:
+            overlap = min(begin + count, steps.stop) - max(begin, steps.start)
+            if overlap > 0:
+                kept.append((version, overlap))
+            begin += count
+        return VersionSpans(tuple(kept))
 
 
 class PromptImage(msgspec.Struct, frozen=True, gc=False):

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
+from omni_async import __version__
 from omni_async.algorithms.registry import find_objective, stored_policies
 from omni_async.checkpoint.contents import MODEL
 from omni_async.config import Config
 from omni_async.config.redact import redact
-from omni_async.version import __version__
 
 # `*` is one part of a key. A rule holds for everything below its key; the longest key counts.
 FREE = (

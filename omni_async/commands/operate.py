@@ -23,7 +23,6 @@ from omni_async.config.redact import one_line
 from omni_async.config.role_table import scalable_roles
 from omni_async.config.section import size_text
 from omni_async.control.rounds import Round
-from omni_async.ranges import count, finite
 from omni_async.records.read.next_steps import next_steps
 from omni_async.records.read.record import ended_groups, reason_of
 from omni_async.records.read.rounds import is_round, read_rounds
@@ -32,7 +31,7 @@ from omni_async.records.write.files import read_foreign
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, ValidationPoint, read_summary, with_rounds
 from omni_async.runtime.driver.control_socket import MOST_WORKERS, ControlError, NotRunning, Request, ask
-from omni_async.types import LedgerEntry
+from omni_async.types import LedgerEntry, count, finite
 from omni_async.worker import BUILT_IN_ROLES
 
 _STATUS = """\

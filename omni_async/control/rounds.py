@@ -21,7 +21,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from omni_async.control.reasons import listed
-from omni_async.ranges import Count, Value
+from omni_async.types import Count, Value
 
 # A round with a smaller share of its samples scored cannot be the best.
 LEAST_SHARE = 0.9

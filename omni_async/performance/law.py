@@ -29,7 +29,7 @@ from omni_async.config import Config
 from omni_async.control.reward_formula import labels_of
 from omni_async.performance.profile import NOTHING, Profile, ServiceTime
 from omni_async.performance.scorer_lanes import ScorerLanes, scorer_lanes
-from omni_async.ranges import Value
+from omni_async.types import Value
 
 
 class StageTimes(msgspec.Struct, frozen=True):

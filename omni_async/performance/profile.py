@@ -25,7 +25,7 @@ from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.section import size_text
 from omni_async.config.writing import write_atomic
-from omni_async.ranges import Count, Seconds
+from omni_async.types import Count, Seconds
 
 _SHIPPED = "omni_async.performance.profiles"
 _LARGEST_FILE = 10_000_000

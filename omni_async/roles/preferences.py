@@ -31,8 +31,7 @@ from omni_async.plugins.families import SamplingSpec
 from omni_async.roles.api import CoordinatorApi, Tracer
 from omni_async.rollout.base import EngineError
 from omni_async.store import ObjectStore, nbytes
-from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult, VersionSpans
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,7 @@ from omni_async.roles.api import CoordinatorApi, Tracer
 from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
 from omni_async.rollout.calls import Program, draw_calls, try_program, untried
 from omni_async.store import ObjectStore, nbytes
-from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, SampleResult, VersionSpans, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import TransportError, WeightReceiver, receive
 from omni_async.weights.transport.object_store import ObjectStoreReceiver

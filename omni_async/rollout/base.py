@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from omni_async.aio.threads import in_daemon_thread
 from omni_async.media import Media
-from omni_async.types import SampleRequest, WeightManifest, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, VersionSpans, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError, verify
 
 if TYPE_CHECKING:

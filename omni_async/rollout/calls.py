@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from omni_async.control.seeds import derive
 from omni_async.media import Media
 from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.types import Prompt, SampleRequest
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, SampleRequest, VersionSpans
 
 Draw = Callable[[Prompt], Awaitable[Media]]
 

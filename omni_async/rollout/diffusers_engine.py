@@ -28,8 +28,7 @@ from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, adapted_weights, take_in
 from omni_async.rollout.stepping import ConditioningCache, InFlight, check_request, take_steps
 from omni_async.rollout.upload import Upload
-from omni_async.types import SampleRequest, WeightManifest, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, VersionSpans, WeightManifest, WeightReport
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omni_async.performance.emulation import SEED_BYTES, Device, Draws, random_bytes, with_seed
 from omni_async.performance.profile import Payload, Profile
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory, require_whole
-from omni_async.types import SampleRequest, WeightManifest, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, VersionSpans, WeightManifest, WeightReport
 
 if TYPE_CHECKING:
     import numpy as np

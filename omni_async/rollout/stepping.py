@@ -26,8 +26,7 @@ from omni_async.media import Media
 from omni_async.plugins.families import SamplingSpec
 from omni_async.rollout.base import Trajectory
 from omni_async.rollout.offload import Offloaded
-from omni_async.types import SampleRequest
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, VersionSpans
 
 
 def check_request(request: SampleRequest) -> None:

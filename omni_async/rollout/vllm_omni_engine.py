@@ -23,8 +23,7 @@ from omni_async.plugins.families import PipelineFamily
 from omni_async.rollout.base import EngineError, StagedVersion, Trajectory
 from omni_async.rollout.payloads import Staged, take_in
 from omni_async.rollout.stepping import check_request
-from omni_async.types import SampleRequest, WeightManifest, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, VersionSpans, WeightManifest, WeightReport
 
 if TYPE_CHECKING:
     import numpy as np

@@ -35,8 +35,7 @@ from omni_async.rollout.payloads import Staged
 from omni_async.rollout.stepping import ConditioningCache, InFlight, take_steps
 from omni_async.rollout.upload import Upload
 from omni_async.rollout.vllm_kernels import kernels_of
-from omni_async.types import Prompt, SampleRequest
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, SampleRequest, VersionSpans
 
 REQUEST_KEY = "omni_async_request"
 RESULT_KEY = "omni_async"

@@ -9,11 +9,11 @@ import msgspec
 
 from omni_async.config import Config, ConfigError, load
 from omni_async.performance.profile import Profile, read_profile
-from omni_async.ranges import Count, Time
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import read_foreign
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import read_summary
+from omni_async.types import Count, Time
 
 
 class MeasuredRun(NamedTuple):

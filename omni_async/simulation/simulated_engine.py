@@ -20,8 +20,7 @@ from collections.abc import Callable
 
 from omni_async.aio.waiting import Event
 from omni_async.simulation.world import SharedDevices, World, at_once, digest_of
-from omni_async.types import SampleRequest, SampleResult, SdeWindow, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleRequest, SampleResult, SdeWindow, VersionSpans, WeightReport
 
 # Two instants closer than this are one.
 _INSTANT_S = 1e-9

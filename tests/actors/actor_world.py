@@ -45,10 +45,10 @@ from omni_async.types import (
     TensorSpec,
     TrainGroup,
     UpdateReport,
+    VersionSpans,
     WeightManifest,
     WeightReport,
 )
-from omni_async.version_spans import VersionSpans
 from omni_async.weights.snapshot import SharedRows, Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.configs import build

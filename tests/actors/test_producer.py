@@ -16,8 +16,7 @@ from omni_async.roles.producer import Producer
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.calls import Draw
 from omni_async.store import LocalStore, ObjectLost
-from omni_async.types import Prompt, SdeWindow, WeightManifest, WeightReport
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, SdeWindow, VersionSpans, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import Parcel, TransportError
 from tests.loops import settle

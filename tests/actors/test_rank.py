@@ -21,8 +21,7 @@ from omni_async.control.control_state import ControlState
 from omni_async.roles.rank import Rank
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.groups import GroupBatch
-from omni_async.types import SampleDrift, TrainGroup
-from omni_async.version_spans import VersionSpans
+from omni_async.types import SampleDrift, TrainGroup, VersionSpans
 from omni_async.weights.buckets import BucketSet, unpack
 from omni_async.weights.snapshot import Snapshot
 from tests.loops import settle

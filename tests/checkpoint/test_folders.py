@@ -24,8 +24,7 @@ from omni_async.checkpoint.folders import begin, newest_first, partial, put_in_p
 from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
-from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, VersionSpans
 from tests.patience import PATIENCE
 
 

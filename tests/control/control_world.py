@@ -26,9 +26,9 @@ from omni_async.types import (
     ScoreJob,
     ScoreResult,
     UpdateReport,
+    VersionSpans,
     WeightReport,
 )
-from omni_async.version_spans import VersionSpans
 from tests.configs import build
 from tests.patience import PATIENCE
 

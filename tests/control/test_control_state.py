@@ -9,8 +9,7 @@ from control_world import Bench, Run, make_config, now
 from msgspec.structs import replace
 
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
-from omni_async.types import Prompt
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, VersionSpans
 
 
 def kept_of(bench: Bench) -> ControlState:

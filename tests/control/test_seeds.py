@@ -25,8 +25,7 @@ from omni_async.control.seeds import (
     sample_seeds,
     window_of,
 )
-from omni_async.types import Prompt, SampleResult, SdeWindow
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, SampleResult, SdeWindow, VersionSpans
 
 
 @given(st.lists(st.integers() | st.text("abc/"), max_size=4))

@@ -17,7 +17,7 @@ from omni_async.checkpoint import CheckpointError
 from omni_async.commands.bench.measure import NotMeasurableError
 from omni_async.config import ConfigError
 from omni_async.performance.profile import ServiceTime
-from omni_async.version_spans import VersionSpans
+from omni_async.types import VersionSpans
 
 DEEP = b"[" * 5000
 NUMBERS = (0, -1, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0)

@@ -37,8 +37,7 @@ from omni_async.data.prompts import load_prompts
 from omni_async.performance.profile import load_profile
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.preflight.resume import find_resume_point
-from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, VersionSpans
 from tests.job_world import PROFILE, write_emulated
 from tests.runtime.runtime_world import write_ledger
 

@@ -22,8 +22,7 @@ from omni_async.control.control_state import ControlState
 from omni_async.records.write.rundir import RunDirectory, RunDirectoryError
 from omni_async.runtime.preflight.check import preflight
 from omni_async.runtime.preflight.resume import ResumePoint, find_resume_point, newest_of_run
-from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, VersionSpans
 from tests.runtime.runtime_world import write_ledger, write_world
 
 

@@ -16,8 +16,7 @@ from omni_async.data.image_files import drawn_image, read_prompt_image
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.calls import Draw, draw_calls
 from omni_async.rollout.stepping import ZeroVelocity
-from omni_async.types import Prompt, SampleRequest, SdeWindow
-from omni_async.version_spans import VersionSpans
+from omni_async.types import Prompt, SampleRequest, SdeWindow, VersionSpans
 from tests.rollout.conftest import make_request
 
 N = 4

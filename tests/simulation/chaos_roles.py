@@ -37,10 +37,10 @@ from omni_async.types import (
     ScoreJob,
     TensorSpec,
     TrainGroup,
+    VersionSpans,
     WeightManifest,
     WeightReport,
 )
-from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import verify
 from omni_async.weights.snapshot import Snapshot
 

@@ -39,9 +39,9 @@ from omni_async.types import (
     ScoreJob,
     ScoreResult,
     UpdateReport,
+    VersionSpans,
     WeightReport,
 )
-from omni_async.version_spans import VersionSpans
 
 DAY_S = 86_400.0
 

@@ -18,7 +18,7 @@ from omni_async.config.decoding import decode_json
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.writing import write_atomic
 from omni_async.performance.law import StageTimes
-from omni_async.ranges import Count, Value
+from omni_async.types import Count, Value
 
 FILE_NAME = "overlap.json"
 _LARGEST_FILE = 2**26  # bytes

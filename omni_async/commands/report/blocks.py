@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from omni_async.ranges import finite
+from omni_async.types import finite
 
 MOST_POINTS = 2000
 Cell = str | float | int | None

@@ -22,7 +22,7 @@ from omni_async.commands.report.blocks import (
 )
 from omni_async.commands.report.seeds import with_bands
 from omni_async.commands.report.shown import Shown, axes, positions, tabs
-from omni_async.ranges import finite
+from omni_async.types import finite
 
 
 class _Diagnostic(NamedTuple):

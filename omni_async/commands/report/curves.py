@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from omni_async.commands.report.blocks import Axis, Chart, Section, Series, Text, series, thinning_note
 from omni_async.commands.report.seeds import with_bands
 from omni_async.commands.report.shown import Shown, axes, positions
-from omni_async.ranges import finite
+from omni_async.types import finite
 
 _MOST_NAMED = 5  # rounds
 _MOST_PARTS = 64

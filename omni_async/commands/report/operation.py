@@ -16,7 +16,7 @@ from omni_async.commands.report.numbers import number, seconds
 from omni_async.commands.report.seeds import with_bands
 from omni_async.commands.report.shown import Shown, axes, tabs
 from omni_async.config.section import size_text
-from omni_async.ranges import finite
+from omni_async.types import finite
 
 _SCORER = re.compile(r"scorer/(?P<label>.+)/calls")
 _MOST_REASONS = 50

@@ -18,8 +18,8 @@ from PIL import Image
 from omni_async.commands.report.blocks import Block, Frame, Samples, Section, Strip, Text
 from omni_async.commands.report.shown import Shown, tabs
 from omni_async.config.reading import read_file
-from omni_async.ranges import finite
 from omni_async.records.read.record import Grid, Run, Tile
+from omni_async.types import finite
 
 Address = Callable[[Path], str]  # where a browser finds a file; empty if it does not
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from omni_async.commands.report.blocks import Series, thin
 from omni_async.commands.report.shown import Shown, recipes_of
-from omni_async.ranges import finite
+from omni_async.types import finite
 
 
 def seeds_of(runs: Sequence[Shown]) -> str:

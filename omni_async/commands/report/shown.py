@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_async.commands.report.blocks import Axis, Block, Series, Tab, series, thin
-from omni_async.ranges import finite
 from omni_async.records.read.record import Run
+from omni_async.types import finite
 
 # What runs may differ in and still be runs of one recipe: where they are kept and how long they are.
 _SAME_RECIPE = ("run.", "tracking.", "checkpoint.", "trainer.updates")

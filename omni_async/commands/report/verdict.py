@@ -13,9 +13,9 @@ from omni_async.commands.report.numbers import Estimate, counted, difference, es
 from omni_async.commands.report.seeds import seeds_of
 from omni_async.commands.report.shown import Shown, recipes_of, tabs
 from omni_async.control.rounds import NotComparable, Round, common, compare, first_and_last, mean
-from omni_async.ranges import finite
 from omni_async.records.read.record import ended_groups
 from omni_async.records.write.console import groups_left_out
+from omni_async.types import finite
 
 LEARNED = "It learned"
 _ENDS = 5  # updates, as in the summary

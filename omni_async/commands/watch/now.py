@@ -18,11 +18,11 @@ from omni_async.commands.report.alerts import alert_blocks
 from omni_async.commands.watch.actions import Action
 from omni_async.config.role_table import scalable_roles
 from omni_async.config.section import size_text
-from omni_async.ranges import MOST, Count, Text, Time, Value
 from omni_async.records.read.alerts import Alert
 from omni_async.records.read.follow import Follower
 from omni_async.records.read.record import RunStatus
 from omni_async.records.write.console import duration
+from omni_async.types import MOST, Count, Text, Time, Value
 from omni_async.worker import BUILT_IN_ROLES, Worker
 
 Block = dict[str, Any]

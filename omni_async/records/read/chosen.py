@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from omni_async import __version__
 from omni_async.checkpoint.best import best_first, rounds_of
 from omni_async.checkpoint.contents import another_part, model_contents
 from omni_async.checkpoint.folders import MANIFEST_FILE, by_version, newest_first, require_whole, version_of
@@ -25,7 +26,6 @@ from omni_async.control.rounds import NotComparable, Round, compare, ranked
 from omni_async.plugins.families import PipelineFamily, find_family
 from omni_async.records.read.rounds import read_rounds
 from omni_async.records.write.rundir import RunDirectory
-from omni_async.version import __version__
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omni_async.ranges import finite
+from omni_async.types import finite
 
 # Names that a run's metrics may have; a file that has more is none that a run wrote.
 _MOST_COLUMNS = 5000

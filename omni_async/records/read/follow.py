@@ -20,7 +20,6 @@ import numpy as np
 
 from omni_async.config.reading import open_file
 from omni_async.control.rounds import Round
-from omni_async.ranges import count
 from omni_async.records.read.columns import Columns
 from omni_async.records.read.line_files import Block, GrowingFile
 from omni_async.records.read.record import is_there, names_in, reason_of
@@ -32,7 +31,7 @@ from omni_async.records.write.attempts import Attempt, Fault
 from omni_async.records.write.files import LONGEST_LINE, decode_line, read_foreign
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
-from omni_async.types import LedgerEntry, Span
+from omni_async.types import LedgerEntry, Span, count
 
 T = TypeVar("T")
 

@@ -21,7 +21,6 @@ from omni_async.config.reading import is_within, read_file, require_file
 from omni_async.config.tree import require_plain_tree
 from omni_async.config.yaml_text import parse_yaml
 from omni_async.control.rounds import Round
-from omni_async.ranges import FARTHEST_S, count, finite
 from omni_async.records.read.rounds import is_round, read_rounds
 from omni_async.records.read.spans import is_in_time
 from omni_async.records.write.attempts import Attempt, Fault
@@ -29,7 +28,7 @@ from omni_async.records.write.files import MOST_LINES, read_foreign
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.records.write.summary import Summary, read_summary
 from omni_async.records.write.timeline import read_trace
-from omni_async.types import LedgerEntry, Span
+from omni_async.types import FARTHEST_S, LedgerEntry, Span, count, finite
 from omni_async.worker import Worker
 
 T = TypeVar("T")

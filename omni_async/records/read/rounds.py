@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from omni_async.control.reasons import OTHER
 from omni_async.control.rounds import REWARD, Round
-from omni_async.ranges import count, finite
+from omni_async.types import count, finite
 
 _PREFIX = "validation/"
 _MOST_REASONS, _LONGEST = 10, 200

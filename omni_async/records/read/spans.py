@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_async.config.role_table import WORKING
-from omni_async.ranges import FARTHEST_S
 from omni_async.records.read.rows import Records, Rows
 from omni_async.records.write.timeline import WAITS
-from omni_async.types import Span
+from omni_async.types import FARTHEST_S, Span
 from omni_async.worker import Worker
 
 _ROW = np.dtype(

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from omni_async.config.reading import open_file
-from omni_async.ranges import Value
 from omni_async.records.read.spans import Facts, Placed, SpanLine
 from omni_async.records.write.files import decode_line
+from omni_async.types import Value
 
 _BLOCK = 2**18
 _LONGEST = 2**24  # bytes of an event

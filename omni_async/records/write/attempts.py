@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from omni_async.ranges import Count, Seconds, Text, Time
 from omni_async.records.write.files import read_records
 from omni_async.records.write.summary import Status
+from omni_async.types import Count, Seconds, Text, Time
 
 
 class Attempt(msgspec.Struct, frozen=True):

@@ -26,10 +26,9 @@ from omni_async.checkpoint.statement import Change
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
 from omni_async.config.writing import append, open_lock, write_atomic
-from omni_async.ranges import finite
 from omni_async.records.write.attempts import Attempt
 from omni_async.records.write.files import decode_line, keep_from_children, lines_of, read_records
-from omni_async.types import Span
+from omni_async.types import Span, finite
 
 _LOCK = ".lock"
 _METRICS = msgspec.json.Decoder(dict[str, Any])

@@ -14,9 +14,8 @@ from omni_async.config.reading import read_file
 from omni_async.config.redact import redact_text
 from omni_async.config.writing import write_atomic
 from omni_async.control.rounds import Change, NotComparable, Round, compare, first_and_last
-from omni_async.ranges import Amount, Count, Seconds, Value
 from omni_async.records.write.timeline import busy_fractions, overlap_fraction
-from omni_async.types import Span
+from omni_async.types import Amount, Count, Seconds, Span, Value
 
 Status = Literal["done", "interrupted", "failed"]
 _ENDS = 5

@@ -17,8 +17,7 @@ from omni_async.config.decoding import decode_json
 from omni_async.config.reading import read_file
 from omni_async.config.role_table import WORKING
 from omni_async.config.writing import write_atomic
-from omni_async.ranges import Time, Value
-from omni_async.types import Span
+from omni_async.types import Span, Time, Value
 from omni_async.worker import Worker
 
 Interval = tuple[float, float]

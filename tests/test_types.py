@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.version_spans import VersionSpans
+from omni_async.types import VersionSpans
 
 versions = st.lists(st.integers(0, 3), max_size=20)
 
