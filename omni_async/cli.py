@@ -16,81 +16,35 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from omni_async import __version__
 from omni_async.aio.threads import busy
 from omni_async.commands.bench.command import add_bench
-from omni_async.commands.command_line import add_command, require_writable
+from omni_async.commands.check import add_check
+from omni_async.commands.command_line import GROUPS, print_error
 from omni_async.commands.evaluation.command import add_eval, add_sample
 from omni_async.commands.export.command import add_export
-from omni_async.commands.operate import add_operations, operate
+from omni_async.commands.list_names import add_list
+from omni_async.commands.operate import add_operations
 from omni_async.commands.parity.command import add_parity
+from omni_async.commands.reference import add_docs
 from omni_async.commands.report.command import add_report
-from omni_async.commands.scaffold.command import INIT, add_init
+from omni_async.commands.scaffold.command import add_init
 from omni_async.commands.scoring.command import add_score
 from omni_async.commands.serve_reward import add_serve_reward
 from omni_async.commands.simulate import add_simulate
+from omni_async.commands.train import add_train
 from omni_async.commands.tune import add_tune
 from omni_async.commands.watch.command import add_watch
-from omni_async.config import Config, ConfigError, load, resolved_yaml
-from omni_async.config.redact import one_line, redact_text
-from omni_async.config.writing import write_atomic
-from omni_async.plugins.entry_points import not_one_of
-
-_TRAIN = """\
-Train from a recipe. Every value of the YAML file can be overridden on the command line:
-
-  omni-async train recipes/quickstart/quickstart.yaml
-  omni-async train recipes/quickstart/quickstart.yaml staleness.max_updates=0 run.name=sync
-  omni-async train recipes/quickstart/quickstart.yaml rollout.workers=2 trainer.workers=2
-
-A run leaves a folder in run.dir (default: runs/) with its configuration, ledger, metrics, samples, checkpoints,
-timeline and summary.
-"""
-
-_CHECK = """\
-Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
-scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic sample (not with
---no-probe). Then print the recipe with every default filled in. What is printed is a recipe itself (credentials are
-masked):
-
-  omni-async check recipes/quickstart/quickstart.yaml
-  omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
-
-With --device, estimate the memory of every role on such an accelerator instead, and refuse what does not fit. This
-needs no accelerator, no prompts and no weights: where model.path has no checkpoint, the configuration of the published
-model of that name is taken:
-
-  omni-async check recipes/qwen_image_ocr/flow_grpo_lora.yaml --device h100-80g
-  omni-async check recipes/qwen_image_ocr/flow_grpo_full.yaml --device h200 trainer.workers=4
-  omni-async check recipes/wan22_dance/dance_grpo.yaml --device 48
-"""
-
-_LIST = """\
-List what a recipe may name: model families (what media they make, which of their components are trained, on which
-engines they run and how these batch), engines, trainer backends, transitions, scorers, roles and algorithms, those of
-installed packages included; or one of these alone, or the recipes of the repository (which an installed package lacks):
-
-  omni-async list
-  omni-async list scorers
-  omni-async list recipes
-"""
-
-_LISTED = ("families", "engines", "backends", "transitions", "scorers", "roles", "programs", "algorithms", "recipes")
-
-_DOCS = """\
-Write the configuration reference, a table of every key with its bounds, default and meaning, from the schema:
-
-  omni-async docs
-  omni-async docs --out reference.md
-"""
+from omni_async.config import ConfigError
+from omni_async.plugins.entry_points import load_named, not_one_of
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says of a wrong command what a recipe is told of a wrong name."""
+    """A parser whose message about an unknown choice is the message that a recipe's unknown name gets."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -107,14 +61,6 @@ two CPU cores:
 With a model, prompts and a reward of yours: `omni-async init`. `omni-async COMMAND --help` has examples of each.
 """
 
-_GROUPS = {
-    "start": ("init", "list", "check", "train"),
-    "look at a run, and steer it": ("status", "watch", "report", "scale", "stop"),
-    "get something out": ("sample", "eval", "export", "score"),
-    "measure and predict": ("simulate", "tune", "bench"),
-    "extend": ("parity", "serve-reward", "docs"),
-}
-
 
 class _Program(_Parser):
     """The parser of the program itself, whose help has the commands in groups; argparse knows one list."""
@@ -122,51 +68,31 @@ class _Program(_Parser):
     commands: Any  # what argparse's `add_subparsers` returned
 
     def format_help(self) -> str:
-        purposes = {action.dest: action.help for action in self.commands._choices_actions}
-        known = {name for names in _GROUPS.values() for name in names}
-        groups = {**_GROUPS, "more": tuple(name for name in purposes if name not in known)}
-        width = max(map(len, purposes)) + 2
+        shown = self.commands._choices_actions
+        width = max(len(action.dest) for action in shown) + 2
         lines = [self.format_usage(), _ABOUT]
-        for title, names in groups.items():
-            there = [f"  {name:<{width}}{purposes[name]}" for name in names if name in purposes]
-            lines += [f"{title}:", *there, ""] if there else []
+        for group in GROUPS:
+            names = [action for action in shown if self.commands.choices[action.dest].get_default("group") == group]
+            lines += [f"{group}:", *(f"  {action.dest:<{width}}{action.help}" for action in names), ""]
         return "\n".join([*lines, "-h, --help shows this, --version the version.", ""])
+
+
+# In the order of the program's help.
+_COMMANDS: tuple[Callable[[Any], None], ...] = (
+    *(add_init, add_list, add_check, add_train),
+    *(add_operations, add_watch, add_report),
+    *(add_sample, add_eval, add_export, add_score),
+    *(add_simulate, add_tune, add_bench),
+    *(add_parity, add_serve_reward, add_docs),
+)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Program(prog="omni-async")
     parser.add_argument("--version", action="version", version=f"omni-async {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    parser.commands = commands
-    train = add_command(commands, "train", "train from a recipe", _TRAIN)
-    check = add_command(commands, "check", "validate a recipe and print it with every default filled in", _CHECK)
-    for command in (train, check):
-        command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
-        more = "override a value of the recipe (values are YAML)"
-        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
-    check.add_argument(
-        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
-    )
-    devices = "h100-80g, h200, h800, ascend-64g or a number of GiB"
-    check.add_argument("--device", help=f"estimate the memory on such an accelerator alone: {devices}")
-    add_init(add_command(commands, "init", "write a recipe for your model, prompts and reward", INIT))
-    listed = add_command(commands, "list", "list model families, engines, algorithms, scorers, recipes and more", _LIST)
-    listed.add_argument("what", nargs="?", choices=_LISTED, metavar="WHAT", help=f"one of {', '.join(_LISTED)}")
-    docs = add_command(commands, "docs", "write the configuration reference from the schema", _DOCS)
-    page = Path("docs/configuration.md")
-    docs.add_argument("--out", type=Path, default=page, help=f"file to write (default: {page})")
-    add_operations(commands)
-    add_report(commands)
-    add_watch(commands)
-    add_score(commands)
-    add_sample(commands)
-    add_eval(commands)
-    add_export(commands)
-    add_bench(commands)
-    add_simulate(commands)
-    add_tune(commands)
-    add_parity(commands)
-    add_serve_reward(commands)
+    parser.commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for add in _COMMANDS:
+        add(parser.commands)
     return parser
 
 
@@ -215,74 +141,13 @@ def _leave_now(code: int) -> None:
 def _run(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))  # so that a scorer of your own, `my_module:MyScorer`, is found where you work
     try:
-        match options.command:
-            case "train":
-                return _train(load(options.recipe, options.overrides))
-            case "check":
-                config = load(options.recipe, options.overrides)
-                if options.device is None:
-                    return _check(config, not options.no_probe)
-                from omni_async.commands.memory.command import memory
-
-                return memory(config, options.device)
-            case "init":
-                from omni_async.commands.scaffold.init import init
-
-                return init(options)
-            case "list":
-                return _list(options.what)
-            case "status" | "scale" | "stop":
-                return operate(options)
-            case "report":
-                from omni_async.commands.report.command import report
-
-                return report(options)
-            case "watch":
-                from omni_async.commands.watch.command import watch
-
-                return watch(options)
-            case "score":
-                from omni_async.commands.scoring.command import score
-
-                return score(options)
-            case "sample":
-                from omni_async.commands.evaluation.command import sample
-
-                return sample(options)
-            case "eval":
-                from omni_async.commands.evaluation.command import evaluate
-
-                return evaluate(options)
-            case "export":
-                from omni_async.commands.export.command import export
-
-                return export(options)
-            case "bench":
-                from omni_async.commands.bench.command import bench
-
-                return bench(options)
-            case "simulate":
-                from omni_async.commands.simulate import simulate_recipe
-
-                return simulate_recipe(options)
-            case "parity":
-                from omni_async.commands.parity.command import parity
-
-                return parity(options)
-            case "serve-reward":
-                from omni_async.commands.serve_reward import serve_reward
-
-                return serve_reward(options)
-            case "tune":
-                from omni_async.commands.tune import tune_recipe
-
-                return tune_recipe(options)
-            case _:
-                return _docs(options.out)
+        run: Callable[[argparse.Namespace], int] = load_named(options.handler)
+        return run(options)
     except ConfigError as error:
-        return _refuse(str(error))
+        print_error(str(error))
+        return 2
     except KeyboardInterrupt:
-        _tell("left on Ctrl-C; nothing more is written")
+        print_error("left on Ctrl-C; nothing more is written")
         return 130
 
 
@@ -314,86 +179,6 @@ def _outliving_its_reader(stream: Any) -> Any:
         return stream
     output = io.BufferedWriter(_Output(stream.fileno()))
     return io.TextIOWrapper(output, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
-
-
-def _train(config: Config) -> int:
-    from omni_async.runtime.preflight.check import preflight
-    from omni_async.runtime.preflight.resume import nothing_to_do
-
-    if (done := nothing_to_do(config)) is not None:
-        return _say(done)
-    inputs = preflight(config)
-
-    from omni_async.records.write.rundir import RunDirectoryError
-    from omni_async.records.write.sinks.base import SinkUnusableError
-    from omni_async.runtime.driver.train import EXIT_CODES, train
-
-    try:
-        summary = train(inputs)
-    except (RunDirectoryError, SinkUnusableError) as error:
-        return _refuse(str(error))
-    if summary.status == "failed":
-        _tell(f"the run failed: {summary.reason}")
-    if summary.unwritten:
-        lost = ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items())
-        _tell(f"not everything could be written: {lost}")
-        return 1
-    return EXIT_CODES[summary.status]
-
-
-def _check(config: Config, probe: bool) -> int:
-    from omni_async.runtime.preflight.check import preflight
-
-    with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
-        inputs = preflight(config)
-    for note in inputs.notes:
-        if note.startswith("warning: "):
-            _tell(note)
-    said: list[str] = []
-    if probe:
-        from omni_async.runtime.preflight.scorers import try_scorers
-
-        tried = try_scorers(inputs)
-        for note in tried.notes:
-            _tell(note)
-        said = [f"# {line}" for line in tried.answers]
-    return _say("\n".join([resolved_yaml(config).rstrip(), *said]))
-
-
-def _docs(out: Path) -> int:
-    from omni_async.config.reference import reference
-
-    require_writable("--out", out)
-    try:
-        write_atomic(out, reference().encode(), streams=True)
-    except OSError as error:
-        return _refuse(f"--out: cannot write {out}: {error.strerror or error}")
-    return _say(f"wrote {out}")
-
-
-def _list(what: str | None) -> int:
-    if what == "recipes":
-        from omni_async.commands.scaffold.recipe_list import recipe_lines
-
-        return _say("\n".join(recipe_lines()))
-    from omni_async.runtime.preflight.listing import listing
-
-    return _say("\n".join(listing(what)))
-
-
-def _say(text: str) -> int:
-    sys.stdout.write(text + "\n")
-    return 0
-
-
-def _refuse(message: str) -> int:
-    _tell(message)
-    return 2
-
-
-def _tell(message: str) -> None:
-    """Write one line to stderr, whatever a prompt file or a scorer put into the message."""
-    sys.stderr.write(f"omni-async: {one_line(redact_text(message))}\n")
 
 
 if __name__ == "__main__":

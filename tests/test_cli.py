@@ -17,6 +17,7 @@ import yaml
 import omni_async
 from omni_async import cli
 from omni_async.algorithms.registry import find_objective, objective_names
+from omni_async.commands.list_names import LISTED
 from omni_async.config import load
 from omni_async.plugins.families import family_names
 from omni_async.records.write.sinks.base import SinkUnusableError
@@ -82,7 +83,7 @@ def test_a_part_of_the_list_is_shown_alone_and_every_part_can_be_asked_for(capsy
     cli.main(["list"])
     whole = capsys.readouterr().out
     parts = []
-    for part in cli._LISTED[:-1]:
+    for part in LISTED[:-1]:
         assert cli.main(["list", part]) == 0
         parts.append(capsys.readouterr().out)
     assert "".join(parts) == whole and parts[4].startswith("scorers ")
@@ -235,11 +236,12 @@ def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
     program = (
         "import sys, threading, time\n"
         "from omni_async import cli\n"
-        "def listing(what):\n"
+        "from omni_async.commands import list_names\n"
+        "def listing(options):\n"
         "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
         "    threading._register_atexit(lambda: print('ending', flush=True))\n"  # as Python begins to wait for threads
         "    return 0\n"
-        "cli._list = listing\n"
+        "list_names.list_names = listing\n"
         "sys.argv = ['omni-async', 'list']\n"
         "sys.exit(cli.main())"
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within
-from omni_async.config.redact import one_line
+from omni_async.config.redact import one_line, redact_text
 from omni_async.config.writing import replacing, require_replaceable
 
 # A text that begins so is a formula, or becomes one once the blanks at its start are dropped.
@@ -26,19 +26,34 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def add_command(commands: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
+GROUPS = ("start", "look at a run, and steer it", "get something out", "measure and predict", "extend")
+
+
+def add_command(
+    commands: Any, name: str, purpose: str, description: str, handler: str, group: str
+) -> argparse.ArgumentParser:
     """Add a command, and return the parser of its arguments.
 
     Args:
         commands: what argparse's `add_subparsers` returned.
-        name: what is typed.
+        name: the word on the command line.
         purpose: its line in the list of commands.
-        description: its own help, shown with the line breaks that it has."""
+        description: its own help, shown with the line breaks that it has.
+        handler: `module:function`; (argparse.Namespace) -> exit code, imported once the command is used.
+        group: the one of `GROUPS` under which the program's help shows it."""
     raw = argparse.RawDescriptionHelpFormatter
     added: argparse.ArgumentParser = commands.add_parser(
         name, help=purpose, description=description, formatter_class=raw
     )
+    added.set_defaults(handler=handler, group=group)
     return added
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe and its overrides, `recipe` and `overrides`, to a command's arguments."""
+    parser.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
+    more = "override a value of the recipe (values are YAML)"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
 
 
 def positive(text: str) -> int:
@@ -57,6 +72,24 @@ class PathsAndOverrides(argparse.Action):
         namespace.paths = [Path(word) for word in values if word not in overrides]
         if not namespace.paths:
             parser.error("the following arguments are required: PATH")
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def print_line(text: str) -> int:
+    """Write a result to standard output, at once, so that it is read before the wait that it announces.
+
+    Return the exit code 0."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+    return 0
+
+
+def print_error(text: str) -> None:
+    """Write one line to standard error, with secrets masked; `text` may contain what foreign code put there."""
+    sys.stderr.write(f"omni-async: {one_line(redact_text(text))}\n")
+    sys.stderr.flush()
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

@@ -62,9 +62,10 @@ with it:
 
 
 def add_operations(commands: Any) -> None:
-    status = add_command(commands, "status", "say how a job is, or how it ended", _STATUS)
-    scale = add_command(commands, "scale", "change a running job's engines or reward workers", _SCALE)
-    stop = add_command(commands, "stop", "end a running job, with a checkpoint", _STOP)
+    handler, group = f"{__name__}:operate", "look at a run, and steer it"
+    status = add_command(commands, "status", "show how a job is, or how it ended", _STATUS, handler, group)
+    scale = add_command(commands, "scale", "change a running job's engines or reward workers", _SCALE, handler, group)
+    stop = add_command(commands, "stop", "end a running job, with a checkpoint", _STOP, handler, group)
     for parser in (status, scale, stop):
         parser.add_argument("run", type=Path, help="its run folder")
     status.add_argument("--json", action="store_true", help="for a program")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.accelerator import showing
-from omni_async.commands.command_line import add_command
-from omni_async.config.redact import one_line, redact_text
+from omni_async.commands.command_line import add_command, print_error
 
 _SERVE = """\
 Serve scorers over HTTP, for the scorer `http` of runs on other machines or in other environments. The file has the
@@ -27,7 +26,14 @@ this machine alone unless server.host says otherwise, which needs a token:
 
 def add_serve_reward(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parser = add_command(commands, "serve-reward", "serve scorers over HTTP", _SERVE)
+    parser = add_command(
+        commands,
+        "serve-reward",
+        "serve scorers over HTTP",
+        _SERVE,
+        f"{__name__}:serve_reward",
+        "extend",
+    )
     parser.add_argument("scorers", type=Path, metavar="SCORERS", help="a YAML file with the scorers and the server")
     more = "override a value of the file (values are YAML)"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
@@ -42,7 +48,7 @@ def serve_reward(options: argparse.Namespace) -> int:
         config = load_server(options.scorers, options.overrides)
         if config.placement.reward.gpus == 0:  # a scorer that finds a device for itself would take another process's
             os.environ.update(showing({}))
-        return asyncio.run(serve(config, _say, _tell))
+        return asyncio.run(serve(config, _say, print_error))
 
 
 def _say(text: str) -> None:
@@ -50,8 +56,3 @@ def _say(text: str) -> None:
     assert sys.__stdout__ is not None
     sys.__stdout__.write(f"{text}\n")
     sys.__stdout__.flush()
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"omni-async: {one_line(redact_text(text))}\n")
-    sys.stderr.flush()

@@ -55,7 +55,14 @@ _NARROWEST = 120  # columns; narrower terminals wrap lines, which is better than
 
 def add_simulate(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parser = add_command(commands, "simulate", "predict a job's throughput and staleness in virtual time", _SIMULATE)
+    parser = add_command(
+        commands,
+        "simulate",
+        "predict a job's throughput and staleness in virtual time",
+        _SIMULATE,
+        f"{__name__}:simulate_recipe",
+        "measure and predict",
+    )
     add_job(parser, "override a value of the recipe (values are YAML)", "a YAML file, or a past run's folder")
     add = parser.add_argument
     add("--updates", type=positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")

@@ -48,6 +48,8 @@ def add_tune(commands: Any) -> None:
         "tune",
         "choose staleness, buffers and the split of N devices by simulation",
         _TUNE.format(keys=", ".join(TUNED)),
+        f"{__name__}:tune_recipe",
+        "measure and predict",
     )
     add_job(tune, "change the recipe first; goes into the written file too")
     add = tune.add_argument

@@ -17,11 +17,9 @@ from foreign import few
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from omni_async import cli
 from omni_async.aio.clock import ManualClock
 from omni_async.cli import main
-from omni_async.commands import serve_reward
-from omni_async.commands.evaluation import command as evaluation
+from omni_async.commands.command_line import print_error
 from omni_async.commands.report import configuration
 from omni_async.commands.scoring import scoring
 from omni_async.commands.watch import app as watch
@@ -153,9 +151,7 @@ def in_lines(name: str, text: str) -> str:
 
 # Each returns what it shows of a text, or writes that to stderr.
 WAYS: dict[str, Callable[[str], Any]] = {
-    "commands": cli._tell,
-    "sample and eval": evaluation._note,
-    "serve-reward": serve_reward._tell,
+    "commands": print_error,
     "score": lambda text: asyncio.run(scoring._tell(text)),
     "watch": lambda text: watch._refusal(400, text).body.decode(),  # type: ignore[union-attr]
     "a phase on a terminal": lambda text: on_a_terminal("phase", text),

@@ -49,9 +49,17 @@ configuration or usage, 130 interrupted.
 
 def add_bench(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    bench = add_command(commands, "bench", "measure a recipe on this machine", _BENCH)
+    bench = add_command(
+        commands,
+        "bench",
+        "measure a recipe on this machine",
+        _BENCH,
+        f"{__name__}:bench",
+        "measure and predict",
+    )
     kinds = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    overlap = add_command(kinds, "overlap", "the schedules side by side: what overlapping the stages gains", _OVERLAP)
+    purpose = "the schedules side by side: what overlapping the stages gains"
+    overlap = add_command(kinds, "overlap", purpose, _OVERLAP, f"{__name__}:bench", "measure and predict")
     add = overlap.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file; with --report the folder of a benchmark")
     add(

@@ -11,7 +11,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.commands.command_line import PathsAndOverrides, add_command, live_bar, positive, require_outside
+from omni_async.commands.command_line import (
+    PathsAndOverrides,
+    add_command,
+    live_bar,
+    positive,
+    print_error,
+    require_outside,
+)
 from omni_async.config import ConfigError
 from omni_async.config.reading import is_within, real_path
 
@@ -72,7 +79,14 @@ _WHICH = re.compile(r"base|best|last|\d{1,18}")
 
 def add_sample(commands: Any) -> None:
     """Add `omni-async sample` to the command line's subparsers. Imports nothing heavy."""
-    parser = add_command(commands, "sample", "draw samples with a model, a run or a checkpoint", _SAMPLE)
+    parser = add_command(
+        commands,
+        "sample",
+        "draw samples with a model, a run or a checkpoint",
+        _SAMPLE,
+        f"{__name__}:sample",
+        "get something out",
+    )
     add = parser.add_argument
     add("what", metavar="WHAT", help="a model in diffusers layout, an export, a run, or a checkpoint")
     _add_overrides(parser)
@@ -84,7 +98,14 @@ def add_sample(commands: Any) -> None:
 
 def add_eval(commands: Any) -> None:
     """Add `omni-async eval` to the command line's subparsers. Imports nothing heavy."""
-    parser = add_command(commands, "eval", "compare models on the same prompts and noise, with statistics", _EVAL)
+    parser = add_command(
+        commands,
+        "eval",
+        "compare models on the same prompts and noise, with statistics",
+        _EVAL,
+        f"{__name__}:evaluate",
+        "get something out",
+    )
     add = parser.add_argument
     more = "models, runs or checkpoints; and values to override, as in `omni-async sample`"
     add("paths", nargs="+", action=PathsAndOverrides, metavar="WHAT", help=more)
@@ -142,7 +163,7 @@ def sample(options: argparse.Namespace) -> int:
     _notes(models)
     settings = settings_of(options, models)
     for note in settings.notes:
-        _note(note)
+        print_error(note)
     from omni_async.commands.evaluation.pictures import grid
 
     with _gallery(options, options.out or _DRAWN / _name_of(options.what), settings, models, {}) as gallery:
@@ -152,7 +173,7 @@ def sample(options: argparse.Namespace) -> int:
 
 def _notes(models: Sequence[Model]) -> None:
     for note in dict.fromkeys(note for model in models for note in model.notes):
-        _note(note)
+        print_error(note)
 
 
 def _name_of(given: str | Path) -> str:
@@ -190,7 +211,7 @@ def _now_and_then(total: int) -> Callable[[str, int], None]:
         nonlocal last_report
         if time.monotonic() - last_report > _QUIET_S:
             last_report = time.monotonic()
-            _note(f"{label}: {done} of {total} drawn")
+            print_error(f"{label}: {done} of {total} drawn")
 
     return report
 
@@ -203,13 +224,13 @@ def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
     try:
         asyncio.run(work)
     except KeyboardInterrupt:
-        _note("interrupted; what was made is kept, and the same command goes on")
+        print_error("interrupted; what was made is kept, and the same command goes on")
         return 130
     except OSError as error:
-        _note(f"a file could not be written: {error}; what was made is kept, and the same command goes on")
+        print_error(f"a file could not be written: {error}; what was made is kept, and the same command goes on")
         return 1
     except (EngineError, ScorerHangs) as error:
-        _note(f"given up: {error}")
+        print_error(f"given up: {error}")
         return 1
     return 0
 
@@ -224,7 +245,7 @@ def _saved(gallery: Gallery, pictures: dict[str, Any], more: list[str]) -> int:
                 with replacing(gallery.folder / name) as unfinished:
                     picture.save(unfinished)
         except OSError as error:
-            _note(f"{gallery.folder / name} could not be written: {error.strerror or error}")
+            print_error(f"{gallery.folder / name} could not be written: {error.strerror or error}")
             return 1
     sys.stdout.write(f"{gallery.folder}: {', '.join([*pictures, *more, *gallery.labels])}\n")
     return 0
@@ -243,7 +264,7 @@ def evaluate(options: argparse.Namespace) -> int:
     _notes(models)
     settings = settings_of(options, models)
     for note in settings.notes:
-        _note(note)
+        print_error(note)
     requests = settings.requests()
     checks = scores.checks_of(settings.config, requests)
     out = options.out or _COMPARED / _name_of(options.paths[0])
@@ -276,14 +297,8 @@ def _conclude(
     try:
         write(gallery.folder, results, models, requests, scores)
     except OSError as error:
-        _note(f"results could not be written: {error.strerror or error}")
+        print_error(f"results could not be written: {error.strerror or error}")
         return 1
     picture = filmstrip(gallery, models, requests, options.rows)
     code = _saved(gallery, {"filmstrip.png": picture}, ["results.json", "results.csv", "scores.csv"])
     return code or int(not results.rows)
-
-
-def _note(text: str) -> None:
-    from omni_async.config.redact import one_line, redact_text
-
-    sys.stderr.write(f"omni-async: {one_line(redact_text(text))}\n")

@@ -36,7 +36,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_export(commands: Any) -> None:
-    parser = add_command(commands, "export", "make a folder or adapters that diffusers loads of a checkpoint", _EXPORT)
+    parser = add_command(
+        commands,
+        "export",
+        "make a folder or adapters that diffusers loads of a checkpoint",
+        _EXPORT,
+        f"{__name__}:export",
+        "get something out",
+    )
     parser.add_argument("run", type=Path, metavar="RUN|CHECKPOINT", help="a run folder, or a checkpoint folder in it")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
     parser.add_argument(

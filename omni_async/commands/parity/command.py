@@ -50,7 +50,12 @@ Exit codes: 0 all is within bounds, 1 something is not, 2 wrong usage.
 def add_parity(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
     parity = add_command(
-        commands, "parity", "compare a model family with its upstream pipeline, and engines with the trainer", _PARITY
+        commands,
+        "parity",
+        "compare a model family with its upstream pipeline, and engines with the trainer",
+        _PARITY,
+        f"{__name__}:parity",
+        "extend",
     )
     add = parity.add_argument
     add("target", metavar="FAMILY|RECIPE", help="the name of a family (`omni-async list`), or a YAML file")

@@ -31,7 +31,14 @@ DEFAULT = "report.html"
 
 def add_report(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parser = add_command(commands, "report", "make a page of runs: one HTML file that opens offline", _REPORT)
+    parser = add_command(
+        commands,
+        "report",
+        "make a page of runs: one HTML file that opens offline",
+        _REPORT,
+        f"{__name__}:report",
+        "look at a run, and steer it",
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
     where = f"file to write (default: {DEFAULT} in the first run folder)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=where)

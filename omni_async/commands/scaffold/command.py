@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 
-INIT = """\
+from omni_async.commands.command_line import add_command
+
+_INIT = """\
 Write a commented recipe for your model, prompts and reward. On a terminal it asks for what the options leave open, and
 proposes what fits; without one, or with --yes, it takes the proposals. What is written passes `omni-async check`, but
 perhaps for accelerators that another machine has:
@@ -20,9 +22,10 @@ run then serves, or a server's name and --param urls=[http://...].
 """
 
 
-def add_init(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    add = parser.add_argument
+def add_init(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    purpose = "write a recipe for your model, prompts and reward"
+    add = add_command(commands, "init", purpose, _INIT, "omni_async.commands.scaffold.init:init", "start").add_argument
     add("recipe", type=Path, nargs="?", default=Path("recipe.yaml"), help="file to write (default: recipe.yaml)")
     more = "values of the recipe (YAML)"
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=more)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from omni_async.commands.command_line import (
     add_command,
     live_bar,
     positive,
+    print_error,
     require_apart,
     require_no_input,
     require_writable,
@@ -54,7 +54,14 @@ _OUTPUTS = ("out", "json", "grid")
 
 def add_score(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parser = add_command(commands, "score", "score files with a recipe's reward, and show what it does", _SCORE)
+    parser = add_command(
+        commands,
+        "score",
+        "score files with a recipe's reward, and show what it does",
+        _SCORE,
+        f"{__name__}:score",
+        "get something out",
+    )
     add = parser.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file; its reward section counts")
     more = "what to score; and values of the recipe to override, as key.path=value (YAML)"
@@ -85,7 +92,7 @@ def score(options: argparse.Namespace) -> int:
     checks = prompt_checks(config, [row.sample for row in rows])
     without = sum(not row.sample.prompt.text for row in rows)
     if without:
-        _note(f"{without} of {len(rows)} samples have no prompt; a .txt file of the same name gives one")
+        print_error(f"{without} of {len(rows)} samples have no prompt; a .txt file of the same name gives one")
     reward = build_reward(config)
     with live_bar("scores", "bar", "done", "elapsed", "left", total=len(rows) * options.repeat) as bar:
         progress: Callable[[int], None] = (lambda done: None) if bar is None else lambda done: bar("", done)
@@ -103,10 +110,10 @@ def _interruptible(
     try:
         asyncio.run(score_samples(config, reward, rows, checks, repeat, progress))
     except KeyboardInterrupt:
-        _note("interrupted; what was scored is kept")
+        print_error("interrupted; what was scored is kept")
         return 130
     except ScorerHangs as error:
-        _note(f"given up: {error}")
+        print_error(f"given up: {error}")
         return 1
     return 0
 
@@ -135,7 +142,7 @@ def _conclude(options: argparse.Namespace, rows: list[Scored], code: int) -> int
     unwritten = _write(options, done)
     show(Console(width=max(120, Console().width), highlight=False), done, options.repeat)
     if len(done) < len(rows):
-        _note(f"{len(rows) - len(done)} of {len(rows)} samples were not reached")
+        print_error(f"{len(rows) - len(done)} of {len(rows)} samples were not reached")
     return code or unwritten or int(not any(row.scores for row in rows))
 
 
@@ -151,13 +158,9 @@ def _write(options: argparse.Namespace, done: list[Scored]) -> int:
         if path is not None and has_any:
             writers[path] = partial(_written, write, done)
         elif path is not None:
-            _note(f"{path}: not written, because no sample has a score")
+            print_error(f"{path}: not written, because no sample has a score")
     return write_results(writers)[1]
 
 
 def _written(write: Callable[[Path, list[Scored]], object], rows: list[Scored], path: Path) -> None:
     write(path, rows)
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"omni-async: {text}\n")

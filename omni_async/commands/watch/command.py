@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
-from omni_async.commands.command_line import add_command
+from omni_async.commands.command_line import add_command, print_line
 from omni_async.config import ConfigError
 from omni_async.config.reading import real_path
 
@@ -33,7 +32,14 @@ _RUNS = Path("runs")
 
 def add_watch(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
-    parser = add_command(commands, "watch", "show a run's page live", _WATCH)
+    parser = add_command(
+        commands,
+        "watch",
+        "show a run's page live",
+        _WATCH,
+        f"{__name__}:watch",
+        "look at a run, and steer it",
+    )
     parser.add_argument("run", nargs="?", type=Path, help="a run folder (default: the newest in runs/)")
     parser.add_argument("--port", type=int, default=_PORT, help=f"to listen at; 0: a free one (default: {_PORT})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
@@ -71,9 +77,11 @@ async def _serve(folder: Path, host: str, port: int, token: str | None) -> int:
     logging.getLogger("asyncio").addFilter(Once("socket.accept() out of system resource"))
     async with serving(folder, host, port, token) as (address, key):
         ended = end_signal()
-        _say(f"watching {folder.name} at {address}/#{key}" if token is None else f"watching {folder.name} at {address}")
+        print_line(
+            f"watching {folder.name} at {address}/#{key}" if token is None else f"watching {folder.name} at {address}"
+        )
         if token is None:
-            _say("who has this link can stop and scale the run; without what is behind the # they can only look")
+            print_line("who has this link can stop and scale the run; without what is behind the # they can only look")
         return await ended
 
 
@@ -92,8 +100,3 @@ class Once(logging.Filter):
             return True
         passed, self._passed = self._passed, True
         return not passed
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

@@ -1,0 +1,67 @@
+"""Implements `omni-async check`: validates a recipe, or estimates its memory on a device."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import Any
+
+from omni_async.commands.command_line import add_command, add_recipe, print_error, print_line
+from omni_async.config import load, resolved_yaml
+
+_CHECK = """\
+Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
+scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic sample (not with
+--no-probe). Then print the recipe with every default filled in. What is printed is a recipe itself (credentials are
+masked):
+
+  omni-async check recipes/quickstart/quickstart.yaml
+  omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
+
+With --device, estimate the memory of every role on such an accelerator instead, and refuse what does not fit. This
+needs no accelerator, no prompts and no weights: where model.path has no checkpoint, the configuration of the published
+model of that name is taken:
+
+  omni-async check recipes/qwen_image_ocr/flow_grpo_lora.yaml --device h100-80g
+  omni-async check recipes/qwen_image_ocr/flow_grpo_full.yaml --device h200 trainer.workers=4
+  omni-async check recipes/wan22_dance/dance_grpo.yaml --device 48
+"""
+
+
+def add_check(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    purpose = "validate a recipe and print it with every default filled in"
+    check = add_command(commands, "check", purpose, _CHECK, f"{__name__}:check", "start")
+    add_recipe(check)
+    check.add_argument(
+        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
+    )
+    devices = "h100-80g, h200, h800, ascend-64g or a number of GiB"
+    check.add_argument("--device", help=f"estimate the memory on such an accelerator alone: {devices}")
+
+
+def check(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, for a recipe that cannot run."""
+    config = load(options.recipe, options.overrides)
+    if options.device is not None:
+        from omni_async.commands.memory.command import memory
+
+        return memory(config, options.device)
+
+    from omni_async.runtime.preflight.check import preflight
+
+    with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
+        inputs = preflight(config)
+    for note in inputs.notes:
+        if note.startswith("warning: "):
+            print_error(note)
+    answers: list[str] = []
+    if not options.no_probe:
+        from omni_async.runtime.preflight.scorers import try_scorers
+
+        tried = try_scorers(inputs)
+        for note in tried.notes:
+            print_error(note)
+        answers = [f"# {line}" for line in tried.answers]
+    return print_line("\n".join([resolved_yaml(config).rstrip(), *answers]))

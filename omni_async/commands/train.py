@@ -1,0 +1,52 @@
+"""Implements `omni-async train`: checks the recipe, runs the job, and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from omni_async.commands.command_line import add_command, add_recipe, print_error, print_line
+from omni_async.config import ConfigError, load
+
+_TRAIN = """\
+Train from a recipe. Every value of the YAML file can be overridden on the command line:
+
+  omni-async train recipes/quickstart/quickstart.yaml
+  omni-async train recipes/quickstart/quickstart.yaml staleness.max_updates=0 run.name=sync
+  omni-async train recipes/quickstart/quickstart.yaml rollout.workers=2 trainer.workers=2
+
+A run leaves a folder in run.dir (default: runs/) with its configuration, ledger, metrics, samples, checkpoints,
+timeline and summary.
+"""
+
+
+def add_train(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    add_recipe(add_command(commands, "train", "train from a recipe", _TRAIN, f"{__name__}:train", "start"))
+
+
+def train(options: argparse.Namespace) -> int:
+    """Return the exit code. Raises ConfigError, one line, before anything starts."""
+    from omni_async.runtime.preflight.check import preflight
+    from omni_async.runtime.preflight.resume import nothing_to_do
+
+    config = load(options.recipe, options.overrides)
+    if (done := nothing_to_do(config)) is not None:
+        return print_line(done)
+    inputs = preflight(config)
+
+    from omni_async.records.write.rundir import RunDirectoryError
+    from omni_async.records.write.sinks.base import SinkUnusableError
+    from omni_async.runtime.driver import train as driver
+
+    try:
+        summary = driver.train(inputs)
+    except (RunDirectoryError, SinkUnusableError) as error:
+        raise ConfigError(str(error)) from None
+    if summary.status == "failed":
+        print_error(f"the run failed: {summary.reason}")
+    if summary.unwritten:
+        lost = ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items())
+        print_error(f"not everything could be written: {lost}")
+        return 1
+    return driver.EXIT_CODES[summary.status]
