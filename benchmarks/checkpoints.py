@@ -9,7 +9,9 @@ from typing import Any
 
 def tiny_checkpoint(family: str, folder: Path, **shape: Any) -> str:
     """Builds the family's tiny checkpoint, of this shape, and returns its path."""
-    tiny = import_module(f"pipelines.{family}.tiny")  # imports what follows in an order that a mixed torch needs
+    tiny = import_module(
+        f"omni_async_pipelines.{family}.tiny"
+    )  # imports what follows in an order that a mixed torch needs
     import diffusers.utils.logging
     import transformers.utils.logging
 

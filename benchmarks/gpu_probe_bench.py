@@ -13,6 +13,7 @@ import omni_async  # noqa: F401  # before diffusers: see omni_async.compat
 
 # isort: split
 import torch
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ from benchmarks.stage_profile_measure import lap
 from benchmarks.stage_profile_model import PUBLISHED, RandomQwenImage, tiny_architecture
 from omni_async.training.device import rank_device
 from omni_async.training.flops import peak_tflops
-from pipelines.qwen_image.sampling import QwenImageSampling
 
 # The recipe's schedule, and the text lengths of stage_profile.
 STEPS, PROMPT_TOKENS, NEGATIVE_TOKENS = 10, 64, 6

@@ -18,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from diffusers import QwenImageTransformer2DModel
+from omni_async_pipelines.parts import empty_part, load_part
 
 from benchmarks.arguments import command_parser
 from benchmarks.ranks import on_ranks
@@ -26,7 +27,6 @@ from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config
 from omni_async.training.backends.fsdp2 import Fsdp2Backend
 from omni_async.training.device import init_process_group
-from pipelines.parts import empty_part, load_part
 
 _HELP = """\
 Write a random Qwen-Image transformer in bfloat16, and load it in float32 on ranks of FSDP2 (CPU, gloo), first whole on

@@ -23,6 +23,7 @@ from omni_async.config.writing import write_atomic
 # isort: split
 import msgspec
 import torch
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 
 from benchmarks.stage_profile_measure import Bench, Measured
 from benchmarks.stage_profile_model import PUBLISHED, RandomQwenImage, tiny_architecture
@@ -30,7 +31,6 @@ from benchmarks.stage_profile_report import to_markdown, to_profile
 from omni_async.config import Config, ConfigError, load
 from omni_async.performance.profile import load_profile, write_profile
 from omni_async.training.device import rank_device
-from pipelines.qwen_image.sampling import QwenImageSampling
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "qwen_image_ocr" / "flow_grpo_lora.yaml"
 

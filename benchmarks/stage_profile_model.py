@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from omni_async_pipelines.qwen_image.policy import PATCH, QwenImageCodec, QwenImagePolicy
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from tensordict import TensorDict
 from torch import nn
 
 from omni_async.types import Prompt
-from pipelines.qwen_image.policy import PATCH, QwenImageCodec, QwenImagePolicy
-from pipelines.qwen_image.sampling import QwenImageSampling
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ PUBLISHED = Architecture(
         "temperal_downsample": [False, True, True],
     },
 )
-# Its scheduler; `pipelines.qwen_image.tiny.build_scheduler` builds the same as an object.
+# Its scheduler; `omni_async_pipelines.qwen_image.tiny.build_scheduler` builds the same as an object.
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "shift": 1.0,
@@ -67,8 +67,8 @@ SCHEDULER = {
 
 
 def tiny_architecture() -> Architecture:
-    """Returns the architecture of `pipelines.qwen_image.tiny`."""
-    from pipelines.qwen_image.tiny import build_components
+    """Returns the architecture of `omni_async_pipelines.qwen_image.tiny`."""
+    from omni_async_pipelines.qwen_image.tiny import build_components
 
     parts: Any = build_components()
 

@@ -190,7 +190,7 @@ def accelerators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Qwen-Image of one layer."""
-    from pipelines.qwen_image.tiny import build
+    from omni_async_pipelines.qwen_image.tiny import build
 
     return str(build(tmp_path_factory.mktemp("checkpoint") / "tiny", layers=1))
 

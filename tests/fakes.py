@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from omni_async.config.schema import Config
 from omni_async.diffusion.policy import Policy
 from omni_async.diffusion.sde.transitions import ode_step, take_step
 from omni_async.training.groups import GroupBatch
-from pipelines.qwen_image.sampling import QwenImageSampling
 
 WIDTH, CHANNELS, TEXT = 16, 4, 8
 

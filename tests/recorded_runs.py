@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pipelines.qwen_image.tiny import build
+from omni_async_pipelines.qwen_image.tiny import build
 
 FOLDER = Path(__file__).parent / "runs" / "recorded"
 _ROOT = "/tmp/recorded"  # where they were made, as their configurations name it

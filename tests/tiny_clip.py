@@ -14,9 +14,8 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 
 def build(folder: Path) -> Path:
     """Writes the checkpoint, its tokenizer and its image processor."""
+    from omni_async_pipelines.tiny import clip_tokenizer
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
-
-    from pipelines.tiny import clip_tokenizer
 
     torch.manual_seed(0)
     tokenizer = clip_tokenizer()

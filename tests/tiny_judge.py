@@ -18,7 +18,7 @@ _CORPUS = ("a photo of a red circle on a white background", PROMPT, "yes", "no")
 
 def build(folder: Path) -> Path:
     """Writes the checkpoint, a Qwen3-VL with two layers, and its processor."""
-    from pipelines import tiny  # first: it prepares the imports of a mixed installation
+    from omni_async_pipelines import tiny  # first: it prepares the imports of a mixed installation
 
     import torch  # isort: skip
     import transformers as tf  # isort: skip

@@ -2,9 +2,9 @@
 
 The one description of a model family that the trainer and every engine share, so the two cannot drift.
 
-A family is a small class in `pipelines/<family>/policy.py`. It knows conditioning, latent shape and velocity;
-everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives elsewhere. What is
-known of a family without torch is in `omni_async.plugins.families`.
+A family is a small class in `pipelines/omni_async_pipelines/<family>/policy.py`. It knows conditioning, latent shape
+and velocity; everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives
+elsewhere. What is known of a family without torch is in `omni_async.plugins.families`.
 """
 
 from __future__ import annotations

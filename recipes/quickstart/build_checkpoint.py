@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipelines.qwen_image import tiny  # isort: skip  (before anything imports torchvision)
+from omni_async_pipelines.qwen_image import tiny  # isort: skip  (before anything imports torchvision)
 import numpy as np
 import torch
 

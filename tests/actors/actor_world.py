@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from tensordict import TensorDict
 
 from omni_async.aio.clock import ManualClock
@@ -50,7 +51,6 @@ from omni_async.types import (
     WeightReport,
 )
 from omni_async.weights.snapshot import SharedRows, Snapshot
-from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.configs import build
 from tests.images import as_media
 from tests.loops import settle

@@ -17,6 +17,7 @@ from actor_world import Desk, failure_of, make_config, make_request
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from tensordict import TensorDict
 
 from omni_async.aio.clock import ManualClock
@@ -26,7 +27,6 @@ from omni_async.roles.preferences import PreferenceReader, fit
 from omni_async.rollout.base import EngineError
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, SampleRequest, Score, ScoreJob
-from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
 from tests.loops import settle
 from tests.patience import PATIENCE

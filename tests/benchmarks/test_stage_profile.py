@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
+from omni_async_pipelines.qwen_image.tiny import build_scheduler
 from tensordict import TensorDict
 
 from benchmarks import gpu_probe, profiles, stage_profile
@@ -22,8 +24,6 @@ from benchmarks.stage_profile_report import to_markdown
 from omni_async.config import Config, load
 from omni_async.performance.profile import load_profile
 from omni_async.types import Prompt
-from pipelines.qwen_image.sampling import QwenImageSampling
-from pipelines.qwen_image.tiny import build_scheduler
 from tests.fakes import load_model
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from omni_async_pipelines.qwen_image.tiny import build
 
 from benchmarks import weights
 from benchmarks.weights_model import SIZED, SizedPolicy, sized_config
 from benchmarks.weights_report import Results
 from omni_async.rollout.base import EngineError
 from omni_async.weights.transport.base import TransportError
-from pipelines.qwen_image.tiny import build
 
 ray = pytest.importorskip("ray")
 from benchmarks.weights_measure import hosts, ray_session  # noqa: E402 (imports ray)

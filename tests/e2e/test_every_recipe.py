@@ -74,7 +74,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     def build(family: str) -> Path:
         options = {"ti2v": True} if family == "wan2_2" else {}  # what the published recipe trains
         folder = tmp_path_factory.mktemp(family) / "tiny"
-        path: Path = import_module(f"pipelines.{family}.tiny").build(folder, **options)
+        path: Path = import_module(f"omni_async_pipelines.{family}.tiny").build(folder, **options)
         return path
 
     return build

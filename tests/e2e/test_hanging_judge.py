@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from omni_async_pipelines.qwen_image_edit import tiny
 
-from pipelines.qwen_image_edit import tiny
 from tests.job_world import ENVIRONMENT
 
 RECIPE = Path(__file__).parents[2] / "recipes/tiny/qwen_image_refine.yaml"

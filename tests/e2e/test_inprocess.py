@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from PIL import Image
 
 from omni_async import cli
 from omni_async.config import load
 from omni_async.data.prompts import load_prompts
 from omni_async.plugins.families import MediaShape
-from pipelines.qwen_image.sampling import QwenImageSampling
 from recipes.quickstart import build_preferences
 from tests.job_world import Run, run, trained
 

@@ -181,7 +181,7 @@ def test_a_checkpoint_s_moving_average_draws_if_it_has_one(lora: Run, capsys: py
 
 @pytest.mark.thorough
 def test_videos_with_sound_are_drawn_and_shown(tmp_path: Path) -> None:
-    from pipelines.ltx_2.tiny import build
+    from omni_async_pipelines.ltx_2.tiny import build
 
     model = build(tmp_path / "ltx")
     small = ("height=64", "width=64", "num_frames=9", "max_sequence_length=32", "--steps", "2")

@@ -23,7 +23,7 @@ def main(jobs: Path, compat: str) -> None:
         pipeline = names["pipeline"]
         with torch.no_grad():
             found[job["name"]] = [_output(pipeline, call) for call in job["calls"]]
-    assert "omni_async" not in sys.modules and "pipelines" not in sys.modules
+    assert "omni_async" not in sys.modules and "omni_async_pipelines" not in sys.modules
     torch.save(found, jobs.with_suffix(".out"))
 
 

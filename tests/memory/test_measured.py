@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from omni_async_pipelines.qwen_image.tiny import build as build_tiny
 
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
@@ -20,7 +21,6 @@ from omni_async.diffusion.policy import Policy, load_policy
 from omni_async.plugins.families import find_family
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import PlainBackend
-from pipelines.qwen_image.tiny import build as build_tiny
 from tests.configs import build
 from tests.pipelines.families import first_of
 

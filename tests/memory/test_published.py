@@ -48,12 +48,12 @@ def test_the_model_of_a_published_recipe_is_known(recipe):
 
 def test_published_models_are_installed_with_the_package():
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = pyproject["tool"]["setuptools"]["package-data"]["pipelines"]
+    patterns = pyproject["tool"]["setuptools"]["package-data"]["omni_async_pipelines"]
     folders = [folder for name in family_names() for folder in published_models(find_family(name)).values()]
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     assert len(folders) >= 9
     for file in files:
-        parts = file.relative_to(ROOT / "pipelines").parts
+        parts = file.relative_to(ROOT / "pipelines" / "omni_async_pipelines").parts
         assert any(
             len(parts) == len(Path(pattern).parts) and all(map(fnmatch, parts, Path(pattern).parts))
             for pattern in patterns

@@ -13,7 +13,7 @@ from omni_async.plugins.entry_points import load_named
 from omni_async.plugins.families import SamplingSpec, family_names, find_family
 from omni_async.types import SampleRequest
 
-NAMES = [name for name in family_names() if find_family(name).policy.startswith("pipelines.")]
+NAMES = [name for name in family_names() if find_family(name).policy.startswith("omni_async_pipelines.")]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omni_async_pipelines import parts
 
-from pipelines import parts
 from tests.pipelines.families import NAMES, first_of
 
 SAMPLES = 5

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from omni_async_pipelines.hunyuan_video_15.policy import HunyuanVideo15Policy
+from omni_async_pipelines.hunyuan_video_15.sampling import HunyuanVideo15Sampling
+from omni_async_pipelines.hunyuan_video_15.tiny import build
 
 from omni_async.types import Prompt
-from pipelines.hunyuan_video_15.policy import HunyuanVideo15Policy
-from pipelines.hunyuan_video_15.sampling import HunyuanVideo15Sampling
-from pipelines.hunyuan_video_15.tiny import build
 
 SPEC = HunyuanVideo15Sampling(height=32, width=48, num_frames=5)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from omni_async_pipelines.ltx_2.policy import LTX2Policy, _log_mel
+from omni_async_pipelines.ltx_2.sampling import LTX2Sampling
+from omni_async_pipelines.ltx_2.tiny import build
 
 from omni_async.config import load, with_spec
 from omni_async.config.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.types import SdeWindow
-from pipelines.ltx_2.policy import LTX2Policy, _log_mel
-from pipelines.ltx_2.sampling import LTX2Sampling
-from pipelines.ltx_2.tiny import build
 from tests import configs
 from tests.fakes import load_model
 from tests.pipelines.families import STEPS

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from omni_async_pipelines.qwen_image.policy import QwenImagePolicy
+from omni_async_pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
+from omni_async_pipelines.wan2_2.policy import Wan22Policy
 
 from omni_async.cli import main
 from omni_async.commands.parity.case import Upstream
@@ -25,9 +28,6 @@ from omni_async.data.image_files import read_prompt_image
 from omni_async.diffusion.sde.schedules import linear
 from omni_async.plugins.families import find_family
 from omni_async.rollout.diffusers_engine import DiffusersEngine
-from pipelines.qwen_image.policy import QwenImagePolicy
-from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
-from pipelines.wan2_2.policy import Wan22Policy
 from tests.pipelines.families import FAMILIES, NAMES, QWEN_IMAGE, SD3, WAN, Family
 
 ALL = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)

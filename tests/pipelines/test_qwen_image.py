@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+from omni_async_pipelines import parts, single_frame
+from omni_async_pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
+from omni_async_pipelines.qwen_image.tiny import build
 from torch.testing import assert_close
 
 from omni_async.media import Media
 from omni_async.types import Prompt
-from pipelines import parts, single_frame
-from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
-from pipelines.qwen_image.sampling import QwenImageSampling
-from pipelines.qwen_image.tiny import build
 from recipes.quickstart.glyphs import render_digit
 from tests.pipelines.families import PROMPTS
 

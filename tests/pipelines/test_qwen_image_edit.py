@@ -9,6 +9,9 @@ import torch
 from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 from msgspec.structs import replace
+from omni_async_pipelines.qwen_image.policy import QwenImagePolicy
+from omni_async_pipelines.qwen_image_edit.policy import QwenImageEditCodec, QwenImageEditPolicy, fitted
+from omni_async_pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 from PIL import Image
 from tensordict import TensorDict
 from torch.testing import assert_close
@@ -20,9 +23,6 @@ from omni_async.data.image_files import prompt_image
 from omni_async.rollout.stepping import ConditioningCache
 from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt, PromptImage
-from pipelines.qwen_image.policy import QwenImagePolicy
-from pipelines.qwen_image_edit.policy import QwenImageEditCodec, QwenImageEditPolicy, fitted
-from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 from tests.pipelines.families import first_of
 
 EDIT = first_of("qwen_image_edit")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from omni_async_pipelines.refine import REFINE, Refine, build
 
 from omni_async.aio.clock import WallClock
 from omni_async.config import Config, ConfigError
@@ -23,7 +24,6 @@ from omni_async.runtime.preflight import scorers
 from omni_async.runtime.preflight.check import preflight
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score, WeightReport
-from pipelines.refine import REFINE, Refine, build
 from tests.config.recipe import MINIMAL, complaint, load_text
 from tests.images import as_media
 from tests.patience import PATIENCE
@@ -325,6 +325,6 @@ def test_the_program_imports_neither_torch_nor_ray():
     import subprocess
     import sys
 
-    code = "import sys, pipelines.refine; assert not {'torch', 'ray', 'tensordict'} & set(sys.modules)"
+    code = "import sys, omni_async_pipelines.refine; assert not {'torch', 'ray', 'tensordict'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert REFINE.load() is not None

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from omni_async_pipelines.wan2_2_i2v.policy import Wan22I2VPolicy
+from omni_async_pipelines.wan2_2_i2v.sampling import Wan22I2VSampling
+from omni_async_pipelines.wan2_2_i2v.tiny import build
 from PIL import Image
 
 from omni_async.config import load
 from omni_async.data.image_files import prompt_image
 from omni_async.types import Prompt
-from pipelines.wan2_2_i2v.policy import Wan22I2VPolicy
-from pipelines.wan2_2_i2v.sampling import Wan22I2VSampling
-from pipelines.wan2_2_i2v.tiny import build
 from tests.fakes import load_model
 
 SPEC = Wan22I2VSampling(height=32, width=48, num_frames=9, max_sequence_length=16)

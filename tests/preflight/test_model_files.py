@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from omni_async_pipelines.flux.sampling import FluxSampling
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
+from omni_async_pipelines.qwen_image_edit.sampling import QwenImageEditSampling
+from omni_async_pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
+from omni_async_pipelines.wan2_2.sampling import Wan22Sampling
+from omni_async_pipelines.z_image.sampling import ZImageSampling
 
 from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.plugins import families
 from omni_async.plugins.families import SamplingSpec, find_family
 from omni_async.runtime.preflight.model_files import check_sequence
-from pipelines.flux.sampling import FluxSampling
-from pipelines.qwen_image.sampling import QwenImageSampling
-from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
-from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
-from pipelines.wan2_2.sampling import Wan22Sampling
-from pipelines.z_image.sampling import ZImageSampling
 from tests.effort import require_lines
 from tests.runtime.runtime_world import write_world
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from omni_async_pipelines.hunyuan_video_15.sampling import HunyuanVideo15Sampling
+from omni_async_pipelines.qwen_image.sampling import MAX_TEXT_TOKENS, QwenImageSampling
+from omni_async_pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 
 from omni_async.cli import main
 from omni_async.config import ConfigError
@@ -15,9 +18,6 @@ from omni_async.plugins.families import EncodedText
 from omni_async.runtime.preflight import prompt_limits
 from omni_async.runtime.preflight.prompt_limits import PromptLimits
 from omni_async.types import Prompt
-from pipelines.hunyuan_video_15.sampling import HunyuanVideo15Sampling
-from pipelines.qwen_image.sampling import MAX_TEXT_TOKENS, QwenImageSampling
-from pipelines.qwen_image_edit.sampling import QwenImageEditSampling
 from tests.pipelines.families import FAMILIES, NAMES, Family, first_of
 
 QUICKSTART = Path("recipes/quickstart")
@@ -102,7 +102,7 @@ def test_short_texts_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["é" * 50, "ﷺ" * 50, "İ" * 50, "👩‍👩‍👧‍👦" * 9, "\u0958" * 30, " \t\n" * 30, "a"])
 def test_no_tokenizer_makes_more_tokens_than_are_thought_possible(text: str) -> None:
-    from pipelines import tiny
+    from omni_async_pipelines import tiny
 
     one = EncodedText(tokenizer="", cls="", text=text, most=1)
     for tokenizer in (tiny.clip_tokenizer(), tiny.t5_tokenizer(), tiny.gemma_tokenizer()):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omni_async_pipelines.tiny import t5_tokenizer
 from transformers import AutoTokenizer, ClapConfig, ClapFeatureExtractor, ClapModel
 
 from omni_async.config import schema
@@ -16,7 +17,6 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
-from pipelines.tiny import t5_tokenizer
 from tests.images import score_all
 
 pytest.importorskip("av", reason="the scorer resamples with it; a bare GPU machine may lack it")

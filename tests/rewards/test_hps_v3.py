@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omni_async_pipelines.tiny import qwen2_tokenizer
 from safetensors.torch import save_file
 from transformers import (
     AutoTokenizer,
@@ -21,7 +22,6 @@ from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
-from pipelines.tiny import qwen2_tokenizer
 from tests.images import as_media, score_all
 from tests.tiny_judge import CHAT_TEMPLATE
 

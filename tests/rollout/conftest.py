@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omni_async_pipelines.qwen_image.policy import QwenImagePolicy
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
+from omni_async_pipelines.qwen_image.tiny import build
 from torch.testing import assert_close
 
 from omni_async.diffusion.policy import Policy, modalities_of
 from omni_async.diffusion.sde.transitions import log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.rollout.base import Trajectory
 from omni_async.types import SampleRequest, WeightManifest
-from pipelines.qwen_image.policy import QwenImagePolicy
-from pipelines.qwen_image.sampling import QwenImageSampling
-from pipelines.qwen_image.tiny import build
 from tests.fakes import load_model
 from tests.packing import pack
 from tests.pipelines import families

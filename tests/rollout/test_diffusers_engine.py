@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from omni_async_pipelines.qwen_image.policy import QwenImagePolicy
 
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
-from pipelines.qwen_image.policy import QwenImagePolicy
 from tests.fakes import load_model
 from tests.patience import PATIENCE
 from tests.rollout.conftest import (

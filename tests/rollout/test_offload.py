@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omni_async_pipelines.ltx_2.tiny import build as build_ltx_2
+from omni_async_pipelines.qwen_image.policy import QwenImagePolicy
 from tensordict import TensorDict
 from torch import nn
 
@@ -15,8 +17,6 @@ from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.rollout.factory import build_engine
 from omni_async.rollout.offload import Offloaded
 from omni_async.types import Prompt
-from pipelines.ltx_2.tiny import build as build_ltx_2
-from pipelines.qwen_image.policy import QwenImagePolicy
 from tests.rollout.conftest import assert_same, make_request
 from tests.rollout.test_factory import config
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
 from simulation_world import make_config, make_profile
 
 from omni_async.aio.waiting import Event
@@ -23,7 +24,6 @@ from omni_async.simulation.simulated_engine import Batch, SimulatedEngine
 from omni_async.simulation.simulated_roles import SimulatedPublisher
 from omni_async.simulation.world import SharedDevices, World, at_once
 from omni_async.types import Prompt, SampleRequest, SampleResult, SdeWindow, WeightReport
-from pipelines.qwen_image.sampling import QwenImageSampling
 
 pytestmark = pytest.mark.virtual_time
 WINDOW = SdeWindow(2, 4)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omni_async_pipelines.hunyuan_video_15 import tiny as hunyuan_video_15
+from omni_async_pipelines.stable_diffusion_3 import tiny
 
 from omni_async.config import load
 from omni_async.diffusion.components import compute_velocity
 from omni_async.training.groups import MicroBatch, Needs, micro_batches
 from omni_async.training.transition_loss import sample_drifts
-from pipelines.hunyuan_video_15 import tiny as hunyuan_video_15
-from pipelines.stable_diffusion_3 import tiny
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
 from tests.patience import PATIENCE
 from tests.training.training_world import group_of, make_config, started, step_on, trainable

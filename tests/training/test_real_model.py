@@ -31,7 +31,7 @@ from tests.training.training_world import (
     trained,
 )
 
-tiny = pytest.importorskip("pipelines.qwen_image.tiny")
+tiny = pytest.importorskip("omni_async_pipelines.qwen_image.tiny")
 
 
 @pytest.fixture(scope="module")

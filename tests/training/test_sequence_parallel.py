@@ -132,7 +132,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     def build(family: str, **options: Any) -> str:
         name = family + "".join(map(str, options))
-        return str(import_module(f"pipelines.{family}.tiny").build(folder / name, layers=2, **options))
+        return str(import_module(f"omni_async_pipelines.{family}.tiny").build(folder / name, layers=2, **options))
 
     return {
         "qwen_image": build("qwen_image"),

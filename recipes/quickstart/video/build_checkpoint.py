@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelines.wan2_2 import tiny  # isort: skip  (before anything imports torchvision)
+from omni_async_pipelines.wan2_2 import tiny  # isort: skip  (before anything imports torchvision)
 import torch
 import torch.nn.functional as F
 

@@ -1,0 +1,161 @@
+"""A rollout program: draw, have a scorer judge what was drawn, edit it, and again for every further call.
+
+The first call gets the prompt as it is, every other one a text made of the verdict, and the image that was judged. So
+one model learns to draw and to correct itself; its family's prompts carry an image (Qwen-Image-Edit). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+from msgspec.structs import replace
+
+from omni_async.aio.clock import WallClock
+from omni_async.aio.threads import in_daemon_thread
+from omni_async.aio.waiting import Coalescer
+from omni_async.config import Config
+from omni_async.config.schema import Reward
+from omni_async.config.section import Section, doc
+from omni_async.config.stages import Scorer as ScorerSection
+from omni_async.data.image_files import drawn_image
+from omni_async.data.prompts import PromptCheck
+from omni_async.media import Media
+from omni_async.plugins.families import PipelineFamily
+from omni_async.plugins.programs import RolloutProgram
+from omni_async.rewards import registry
+from omni_async.rewards.base import ScoreError, require_scores, shown_to
+from omni_async.rewards.failures import Discreet, is_outage, place_of, told
+from omni_async.rewards.guard import GuardedScorer
+from omni_async.rewards.probe import Probe
+from omni_async.rewards.scorers.addresses import KnownAddresses
+from omni_async.rewards.threads import Threads
+from omni_async.rollout.calls import Draw
+from omni_async.types import Prompt, Score
+
+_FIELDS = ("prompt", "target", "read", "score")
+
+
+class RefineSettings(Section, kw_only=True, frozen=True):
+    judge: Annotated[ScorerSection, doc("The scorer that judges before every edit; its `weight` is not used.")]
+    edit: Annotated[
+        str,
+        doc("Text of an edit; {prompt} and {target} are the prompt file's, {read} and {score} what the judge found."),
+    ] = "{prompt}"
+
+
+def _problems(config: Config, family: PipelineFamily) -> Iterator[str]:
+    program = config.rollout.program
+    assert program is not None
+    settings: RefineSettings = program.settings
+    key = "rollout.program"
+    if family.prompt_images < 1:
+        yield f"{key}: {program.name!r} edits images, and prompts of model.pipeline {family.name!r} carry none"
+    if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
+        yield f"{key}: {program.name!r} edits images, but the samples are {' and '.join(made)}"
+    try:
+        named = [name for _, name, *_ in string.Formatter().parse(settings.edit) if name is not None]
+    except ValueError as error:
+        yield f"{key}.settings.edit: {error}; write a brace as {{{{ or }}}}, got {settings.edit!r}"
+        return
+    for name in named:
+        if name not in _FIELDS:
+            known = ", ".join(f"{{{field}}}" for field in _FIELDS)
+            yield f"{key}.settings.edit: {{{name}}} is not known, expected some of {known}"
+            return
+    try:
+        settings.edit.format(**dict.fromkeys(_FIELDS, ""))
+    except (ValueError, LookupError) as error:
+        yield f"{key}.settings.edit: {error}; what it names are texts, got {settings.edit!r}"
+    try:
+        registry.check(settings.judge, config.rollout.sampling.media())
+    except ValueError as error:
+        yield f"{key}.settings.judge: {error}"
+
+
+def _prompt_check(config: Config) -> PromptCheck | None:
+    assert config.rollout.program is not None
+    return registry.prompt_check(config.rollout.program.settings.judge)
+
+
+class Refine:
+    """The program: `calls` calls, with `judge` before every one but the first.
+
+    The judge, which is called `label`, runs beside the event loop, once for all samples that wait for it."""
+
+    def __init__(self, calls: int, edit: str, label: str, judge: Discreet, reward: Reward | None = None) -> None:
+        """Remember what to do.
+
+        Args:
+            calls: of a sample.
+            edit: the text of an edit.
+            label: the judge's name in errors.
+            judge: asked before every edit.
+            reward: its time-out and pauses hold for the trial of the judge."""
+        self._calls, self._edit, self._label, self._judge = calls, edit, label, judge
+        self._reward = reward or Reward()
+        self.untried: str | None = None
+        self._judging = Coalescer(self._judge_all)
+
+    async def try_out(self, probe: Probe) -> str | None:
+        """Return why the judge is wrong, if it fails twice in the same way for a synthetic sample.
+
+        `untried` is why it could not be tried, if it is down or hangs."""
+
+        async def silent(text: str) -> None:
+            """Report nothing: a judge that is down is reported with the samples that it fails."""
+
+        threads, limits = Threads(self._label), ScorerSection(name=self._label)
+        guard = GuardedScorer(self._label, self._judge, self._reward, limits, WallClock(), threads, silent, probe)
+        try:
+            wrong = await guard.try_out()
+            self.untried = f"rollout.program.settings.judge: {guard.outage}" if guard.down and wrong is None else None
+        finally:
+            threads.close()
+        return None if wrong is None else f"rollout.program.settings.judge: {wrong}"
+
+    async def close(self) -> None:
+        """Let the judge free what it holds, such as connections."""
+        await self._judge.close(in_daemon_thread)
+
+    async def __call__(self, prompt: Prompt, draw: Draw) -> None:
+        media = await draw(prompt)
+        for call in range(1, self._calls):
+            score = await self._judging.send((media, prompt))
+            if isinstance(score, Exception):
+                raise score
+            image = drawn_image(media, f"image of call {call - 1}")
+            media = await draw(replace(prompt, text=self._text(prompt, score), images=(image,)))
+
+    def _text(self, prompt: Prompt, score: Score) -> str:
+        return self._edit.format(
+            prompt=prompt.text, target=prompt.target or "", read=score.text or "", score=f"{score.value:.3g}"
+        )
+
+    async def _judge_all(self, drawn: list[tuple[Media, Prompt]]) -> Sequence[Score | Exception]:
+        """Judge samples together and, if that fails, each alone, so that one which cannot be judged fails alone."""
+        try:
+            shown = shown_to(self._label, self._judge, [one for one, _ in drawn])
+            prompts = [prompt for _, prompt in drawn]
+            if self._judge.is_async:
+                scores = await self._judge.ask(shown, prompts)
+            else:
+                scores = await in_daemon_thread(self._judge.score, shown, prompts)
+            return require_scores(self._label, scores, prompts)
+        except Exception as error:  # noqa: BLE001 (foreign code; raised in the samples that it fails)
+            if len(drawn) == 1 or is_outage(error):
+                return [ScoreError(f"judge {self._label!r}: {told(error)}{place_of(error)}")] * len(drawn)
+        return [verdict for one in drawn for verdict in await self._judge_all([one])]
+
+
+def build(config: Config) -> Refine:
+    """Build the program of a recipe, with its judge."""
+    assert config.rollout.program is not None
+    settings: RefineSettings = config.rollout.program.settings
+    judge = Discreet(registry.build(settings.judge), registry.secrets_of(settings.judge))
+    judge.connect(KnownAddresses(config.reward, None))
+    return Refine(config.rollout.calls, settings.edit, settings.judge.name, judge, config.reward)
+
+
+REFINE = RolloutProgram("omni_async_pipelines.refine:build", RefineSettings, _problems, _prompt_check)
