@@ -7,7 +7,7 @@
 - the fixture `slice_of`: a run of consecutive seeds out of all that a search has.
 
 The end of the output has what was left out, and the seed that draws the same slice again. A file or a test that is
-named runs whole, unless `--slice-seed` is given. `tests/second_try.py` runs failed tests once more.
+named runs whole, unless `--slice-seed` is given. `tests/support/second_try.py` runs failed tests once more.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hypothesis import settings
 # Before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`).
 import omni_async  # noqa: F401
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
-from tests.browser import NO_CHROMIUM, browser, find_chromium, open_page  # noqa: F401 (two are fixtures)
-from tests.loops import play
+from tests.support.browser import NO_CHROMIUM, browser, find_chromium, open_page  # noqa: F401 (two are fixtures)
+from tests.support.loops import play
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -70,7 +70,7 @@ _SLICE = pytest.StashKey[Slice]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    pluginmanager.import_plugin("tests.second_try")
+    pluginmanager.import_plugin("tests.support.second_try")
     group = parser.getgroup("how much")
     group.addoption(
         "--all", action="store_true", dest="everything", help="every test and every schedule, not a slice of them"
@@ -198,6 +198,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def recipe(tmp_path: Path, checkpoint: str) -> Path:
     """A recipe around that model, for a run of seconds."""
-    from tests.job_world import write_recipe
+    from tests.support.job_world import write_recipe
 
     return write_recipe(tmp_path, checkpoint)

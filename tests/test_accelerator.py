@@ -13,7 +13,7 @@ import torch
 
 from omni_async import accelerator
 from omni_async.accelerator import most_accelerators, require_accelerator, showing, visible_devices
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,10 @@ from omni_async.records.write.sinks.base import SinkUnusableError
 from omni_async.rewards import registry
 from omni_async.runtime.driver import train as runtime
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
-from tests.patience import PATIENCE
 from tests.runtime.runtime_world import write_world
+from tests.support.patience import PATIENCE
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "recipes" / "quickstart" / "quickstart.yaml")
 
 

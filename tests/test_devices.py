@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 # Namespaces and libraries that torch has for one maker each.
 _OF_ONE_MAKER = re.compile(r"\b(cuda|nccl|hccl|xccl)\b")
 _CLASSES = re.compile(r"^ProcessGroup[A-Z]{3,}")

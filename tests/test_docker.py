@@ -6,9 +6,9 @@ import fnmatch
 import json
 import re
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.support.places import ROOT
+
 LINES = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
 COPIED = [word for line in LINES if line.startswith("COPY ") for word in line.split()[1:-1]]
 ALLOWED = [

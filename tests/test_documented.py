@@ -26,11 +26,11 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import Outage
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
-from tests.export.export_world import write_checkpoint
-from tests.images import score_all
+from tests.commands.export.export_world import write_checkpoint
+from tests.support.images import score_all
+from tests.support.places import ROOT
 from tests.training.training_world import started
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
 EMULATED = "recipes/emulated/qwen_image_lora_h800.yaml"
 # What stands for something of the reader's.

@@ -6,14 +6,13 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omni_async import cli
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 # What a user has: a run, a model, prompts, a recipe that was tuned.
 OF_THE_USER = re.compile(r"(runs|models)/|my_|images/")
 

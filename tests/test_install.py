@@ -6,14 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+from tests.support.places import ROOT
+
 # What the wheels that only CUDA's set has require: `.ci/resolve.py --write` records it.
 CUDA: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "cuda_requirements.json").read_text(encoding="utf-8"))
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())

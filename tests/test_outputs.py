@@ -1,6 +1,6 @@
 """Tests that no command's result replaces its input, and that a failed write leaves the former result.
 
-tests/export, tests/evaluation and tests/bench have the commands that write folders."""
+tests/commands/export, tests/commands/evaluation and tests/commands/bench have the commands that write folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omni_async.commands.command_line import as_csv
 from omni_async.performance.profile import write_profile
 from tests.config.test_writing import largest_file
 from tests.runtime.runtime_world import write_world
-from tests.tune.tune_world import PROFILE, RECIPE
+from tests.simulation.tune.tune_world import PROFILE, RECIPE
 
 Capture = pytest.CaptureFixture[str]
 
@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes a recipe, what it extends and names, and samples to score, and works there."""
-    reward = {"scorers": [{"name": "tests.scoring.judges:Red"}], "backoff_s": 0, "probe": False}
+    reward = {"scorers": [{"name": "tests.commands.scoring.judges:Red"}], "backoff_s": 0, "probe": False}
     write_world(tmp_path, reward=reward)
     monkeypatch.chdir(tmp_path)
     Path("above.yaml").write_text("extends: recipe.yaml\n")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[1] / "omni_async"
+from tests.support.places import ROOT
+
+_ROOT = ROOT / "omni_async"
 _PACKAGES = ("runs", "report", "watch", "export", "scoring", "evaluation", "checkpoint")
 _METHODS = {"read_text", "read_bytes", "open"}
 _FUNCTIONS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.places import ROOT
 
 # Fails the first time that it runs, which a file remembers.
 _ONCE = """
@@ -45,7 +45,7 @@ def _run(folder: Path, *arguments: str, **suite: str) -> tuple[int, str]:
     for name, text in suite.items():
         (folder / f"test_{name}.py").write_text(text, encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.second_try", "--second-try", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.second_try", "--second-try", *arguments]
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -95,7 +95,7 @@ def test_other_errors_get_no_second_try(tmp_path: Path):
 
 def test_the_suite_without_a_browser(tmp_path: Path):
     """Without Chromium the tests of pages are skipped, and the first and the last line report it; CI refuses it."""
-    one = "tests/report/test_page.py::test_what_a_run_says_is_text_and_never_markup"
+    one = "tests/commands/report/test_page.py::test_what_a_run_says_is_text_and_never_markup"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", one]
     without = {**os.environ, "PATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True)

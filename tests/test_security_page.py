@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 from tests.config.recipe import load_text
+from tests.support.places import ROOT
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = ROOT
 _PAGE = (_ROOT / "docs/security.md").read_text(encoding="utf-8")
 # By what begins its row: a phrase of the row, where its number is defined, and the number.
 _BOUNDS = [

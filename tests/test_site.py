@@ -9,16 +9,14 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.browser import OpenPage
-
-ROOT = Path(__file__).parents[1]
+from tests.support.browser import OpenPage
+from tests.support.places import ROOT
 
 
 class _Quiet(SimpleHTTPRequestHandler):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from omni_async.aio.supervisor import Supervisor, TaskFailed
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 async def fail_after(turns: int, error: BaseException) -> None:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 import pytest
 
 from omni_async.aio.threads import _POOL, DaemonThread, busy, in_daemon_thread
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 async def test_what_a_call_returns_or_raises_is_the_callers() -> None:

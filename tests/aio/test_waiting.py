@@ -11,7 +11,7 @@ from omni_async.aio.clock import ManualClock, WallClock
 from omni_async.aio.waiting import Coalescer, Event, FairQueue, unless
 from omni_async.control.events import EventLog, Shown
 from omni_async.types import Prompt, Score
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 async def turns(count: int = 5) -> None:

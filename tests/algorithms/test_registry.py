@@ -7,7 +7,6 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 import msgspec
 import pytest
-from wrong_combinations import DPO, OFFLINE, RIGHT, WRONG
 
 from omni_async.algorithms import registry
 from omni_async.algorithms.kinds import samples_per_rank, trajectory_fields
@@ -16,6 +15,7 @@ from omni_async.algorithms.validation import problems
 from omni_async.config.algorithm import Algorithm, Awm, Mix, Nft
 from omni_async.plugins import entry_points as lookup
 from omni_async.runtime.preflight.listing import listing
+from tests.algorithms.wrong_combinations import DPO, OFFLINE, RIGHT, WRONG
 from tests.config.recipe import MINIMAL, load_text
 
 TRANSITION = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"}

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from benchmarks.ranks import on_ranks
 from omni_async.training.device import init_process_group
-from tests.patience import PATIENCE, wait_for
+from tests.support.patience import PATIENCE, wait_for
 
 
 def fail(rank: int, ranks: int, init_method: str, folder: Path, texts: list[str]) -> int:

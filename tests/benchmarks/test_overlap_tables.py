@@ -15,7 +15,7 @@ from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import load_profile
 from omni_async.simulation.result import times_of
 from omni_async.simulation.simulate import simulate
-from tests.bench import overlap_world as world
+from tests.commands.bench import overlap_world as world
 
 RECIPES = sorted(overlap_simulated.EMULATED.glob("*.yaml"))
 

@@ -24,7 +24,7 @@ from benchmarks.stage_profile_report import to_markdown
 from omni_async.config import Config, load
 from omni_async.performance.profile import load_profile
 from omni_async.types import Prompt
-from tests.fakes import load_model
+from tests.support.fakes import load_model
 
 CPU = torch.device("cpu")
 TINY = ("--model", "tiny", "--repeats", "1")

@@ -19,7 +19,7 @@ from omni_async.weights.transport.base import TransportError
 
 ray = pytest.importorskip("ray")
 from benchmarks.weights_measure import hosts, ray_session  # noqa: E402 (imports ray)
-from tests.fakes import load_model  # noqa: E402
+from tests.support.fakes import load_model  # noqa: E402
 
 _TINY_MB = 1.0
 

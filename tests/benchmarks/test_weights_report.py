@@ -19,7 +19,7 @@ from benchmarks.publish_loss_engine import BusyHost, Outcome
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from benchmarks.weights_report import Results, show
 from omni_async.commands.bench.result import describe_machine
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 def publish(repeat: int, blocked: float, copy: float, transport: str = "disk") -> PublishRecord:

@@ -12,7 +12,7 @@ from omni_async.checkpoint.best import best_first, is_due, rounds_of, worth_keep
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.control.rounds import Round
-from tests.configs import build
+from tests.support.configs import build
 
 VALIDATED = {"validation": {"every": 10, "prompts": "v.txt"}, "trainer": {"updates": 95}}
 

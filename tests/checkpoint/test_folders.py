@@ -25,7 +25,7 @@ from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, VersionSpans
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:

@@ -1,5 +1,5 @@
 from omni_async.config.changed import changed
-from tests.configs import build
+from tests.support.configs import build
 
 
 def test_only_what_is_not_a_default_is_left_of_a_configuration_also_within_lists():

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 import pytest
 from msgspec import Meta
-from recipe import MINIMAL, complaint, complaint_about, load_text, with_key
 
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.algorithm import Awm
 from omni_async.config.describe import annotation_at, describe, description, fields_of, struct_of, walk
-from tests.effort import require_lines
+from tests.config.recipe import MINIMAL, complaint, complaint_about, load_text, with_key
+from tests.support.effort import require_lines
 
 NAME = "letters, digits, '.', '_' and '-', at most 80 and beginning with a letter, a digit or '_'"
 PLAIN = "1 to 4096 characters, no line ends or control codes"

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from recipe import MINIMAL, complaint_about, load_text
 
 from omni_async.algorithms.validation import correction_problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
@@ -22,7 +21,8 @@ from omni_async.config.hub import how_to_get
 from omni_async.config.load import family_of, inputs_of
 from omni_async.config.redact import is_secret_key
 from omni_async.plugins.families import PipelineFamily, SamplingSpec, family_names, find_family
-from tests.patience import PATIENCE
+from tests.config.recipe import MINIMAL, complaint_about, load_text
+from tests.support.patience import PATIENCE
 
 
 @pytest.mark.parametrize(

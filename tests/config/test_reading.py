@@ -22,7 +22,7 @@ from omni_async.performance.profile import load_profile
 from omni_async.records.write.files import read_lines
 from omni_async.records.write.summary import read_ending, read_summary
 from omni_async.records.write.timeline import read_trace
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 def _make_socket(path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from recipe import MINIMAL, load_text
 
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective, objective_names
@@ -16,8 +15,9 @@ from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
 from omni_async.plugins.families import MediaShape, find_family
 from omni_async.rewards import registry as scorers
+from tests.config.recipe import MINIMAL, load_text
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 QUICKSTART = ROOT / "recipes" / "quickstart"
 EMULATED = [path for path in RECIPES if path.is_relative_to(ROOT / "recipes" / "emulated")]

@@ -9,10 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from encoders import ENCODERS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from recipe import MINIMAL, complaint, load_text
 
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.describe import walk
@@ -28,7 +26,9 @@ from omni_async.config.redact import (
 )
 from omni_async.config.secret_forms import find
 from omni_async.config.section import Section
-from tests.effort import LINEAR, growth
+from tests.config.encoders import ENCODERS
+from tests.config.recipe import MINIMAL, complaint, load_text
+from tests.support.effort import LINEAR, growth
 
 SECRET = (
     "token hf_token api_key apiKey X-Api-Key Authorization PASSWORD client_secret aws_secret_access_key secret_key"

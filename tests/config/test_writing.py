@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from omni_async.config.writing import append, is_partial, open_append, open_lock, open_update, replacing, write_atomic
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:

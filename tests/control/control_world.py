@@ -29,8 +29,8 @@ from omni_async.types import (
     VersionSpans,
     WeightReport,
 )
-from tests.configs import build
-from tests.patience import PATIENCE
+from tests.support.configs import build
+from tests.support.patience import PATIENCE
 
 SAMPLE_BYTES = 100
 Reward = Callable[[ScoreJob], float | str]

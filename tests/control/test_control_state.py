@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from control_world import Bench, Run, make_config, now
 from msgspec.structs import replace
 
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.types import Prompt, VersionSpans
+from tests.control.control_world import Bench, Run, make_config, now
 
 
 def kept_of(bench: Bench) -> ControlState:

@@ -16,18 +16,6 @@ from functools import cache
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
-from control_world import (
-    SAMPLE_BYTES,
-    bytes_of,
-    digest_of,
-    make_config,
-    make_coordinator,
-    make_result,
-    now,
-    number_of,
-    report,
-    trained_steps,
-)
 from hypothesis import given, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -41,6 +29,18 @@ from hypothesis.stateful import (
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
 from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
+from tests.control.control_world import (
+    SAMPLE_BYTES,
+    bytes_of,
+    digest_of,
+    make_config,
+    make_coordinator,
+    make_result,
+    now,
+    number_of,
+    report,
+    trained_steps,
+)
 
 
 def random_config(dice: random.Random) -> Config:

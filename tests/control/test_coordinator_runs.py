@@ -9,7 +9,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from control_world import (
+from msgspec.structs import replace
+
+from omni_async.config.schema import Role
+from omni_async.control.control_state import ControlState
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.requests import RequestFactory
+from omni_async.control.versions import WeightMismatch
+from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
+from tests.control.control_world import (
     Bench,
     Run,
     digest_of,
@@ -22,15 +30,7 @@ from control_world import (
     number_of,
     play,
 )
-from msgspec.structs import replace
-
-from omni_async.config.schema import Role
-from omni_async.control.control_state import ControlState
-from omni_async.control.coordinator import Coordinator
-from omni_async.control.requests import RequestFactory
-from omni_async.control.versions import WeightMismatch
-from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 CONTINUED = {"start": ControlState(version=3, next_group=11)}
 

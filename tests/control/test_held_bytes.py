@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from control_world import SAMPLE_BYTES, Bench, make_config, now, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.control.held_bytes import HeldBytes
+from tests.control.control_world import SAMPLE_BYTES, Bench, make_config, now, play
 
 
 def test_a_group_is_counted_from_its_admission_to_its_end() -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from control_world import Bench, distinct, now
 
 from omni_async.types import ReadyGroup, SampleRequest
-from tests.patience import PATIENCE
+from tests.control.control_world import Bench, distinct, now
+from tests.support.patience import PATIENCE
 
 
 def leased(**config: Any) -> Bench:

@@ -9,10 +9,10 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from control_world import Bench, Run, distinct, make_config
 
 from omni_async.types import ScoreJob
-from tests.patience import PATIENCE
+from tests.control.control_world import Bench, Run, distinct, make_config
+from tests.support.patience import PATIENCE
 
 
 def made(count: int = 100, **config: Any) -> Bench:

@@ -8,7 +8,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from control_world import Bench, make_config, make_prompts, now, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -26,6 +25,7 @@ from omni_async.control.seeds import (
     window_of,
 )
 from omni_async.types import Prompt, SampleResult, SdeWindow, VersionSpans
+from tests.control.control_world import Bench, make_config, make_prompts, now, play
 
 
 @given(st.lists(st.integers() | st.text("abc/"), max_size=4))

@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from control_world import SAMPLE_BYTES, make_config, make_prompts, make_result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from omni_async.control.ledger import Ledger
 from omni_async.control.requests import RequestFactory
 from omni_async.control.sample_table import SAMPLE_TRANSITIONS, Sample, SampleEvent, SampleSet, SampleState, SampleTable
 from omni_async.types import LedgerEntry, SampleKind, SampleResult, Score, ScoreResult, UpdateReport
+from tests.control.control_world import SAMPLE_BYTES, make_config, make_prompts, make_result
 
 WITH_SLOT = {"LEASED", "ABANDONED", "GENERATED", "SCORING", "PAUSED"}
 ENGINES = ("a", "b", "c")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
-from control_world import make_config, make_prompts, make_result
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from omni_async.control.reward_formula import RewardFormula
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.types import Score, WeightReport
+from tests.control.control_world import make_config, make_prompts, make_result
 
 
 def versions(*engines: str, published: int = 0) -> Versions:

@@ -12,7 +12,7 @@ from omni_async.config import ConfigError
 from omni_async.data.image_files import read_prompt_image
 from omni_async.data.prompts import load_prompts
 from omni_async.types import Prompt
-from tests.effort import LINEAR, TIMES, growth, require_lines
+from tests.support.effort import LINEAR, TIMES, growth, require_lines
 
 
 def read(folder: Path, content: str | bytes, name: str = "prompts.txt") -> list[Prompt]:

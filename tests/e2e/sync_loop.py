@@ -22,7 +22,7 @@ from omni_async.diffusion.sde.transitions import log_prob, ode_step, take_step, 
 from omni_async.plugins.families import find_family
 from omni_async.rewards import registry
 from omni_async.rewards.base import shown_to
-from tests.fakes import load_model
+from tests.support.fakes import load_model
 
 
 def train_synchronously(config: Config) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ import pytest
 
 from omni_async.checkpoint import read_state
 from omni_async.cli import main
-from tests.job_world import ENVIRONMENT, command_line, left_behind, started
-from tests.patience import PATIENCE
+from tests.support.job_world import ENVIRONMENT, command_line, left_behind, started
+from tests.support.patience import PATIENCE
 
 
 def append(text: str) -> Callable[[Path], str]:

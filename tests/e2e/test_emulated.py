@@ -17,7 +17,7 @@ from omni_async.records.write.summary import read_summary
 from omni_async.records.write.timeline import WAITS, read_trace
 from omni_async.simulation.result import times_of
 from omni_async.worker import Worker
-from tests.job_world import ENVIRONMENT, PROFILE, Emulated, command_line, emulate, write_emulated
+from tests.support.job_world import ENVIRONMENT, PROFILE, Emulated, command_line, emulate, write_emulated
 
 
 @pytest.fixture

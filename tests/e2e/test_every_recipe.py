@@ -19,9 +19,10 @@ from PIL import Image
 from omni_async.config import ConfigError, load
 from omni_async.plugins.families import family_names, find_family
 from omni_async.runtime.preflight.check import preflight
-from tests.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
+from tests.support.job_world import ENVIRONMENT, emulate, left_behind, run, write_emulated
+from tests.support.places import ROOT
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = ROOT / "recipes"
 ONLINE = [path for path in sorted(RECIPES.rglob("*.yaml")) if "offline" not in path.name]  # they generate their samples
 PUBLISHED = [
     path

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from omni_async_pipelines.qwen_image_edit import tiny
 
-from tests.job_world import ENVIRONMENT
+from tests.support.job_world import ENVIRONMENT
+from tests.support.places import ROOT
 
-RECIPE = Path(__file__).parents[2] / "recipes/tiny/qwen_image_refine.yaml"
+RECIPE = ROOT / "recipes/tiny/qwen_image_refine.yaml"
 _PATIENCE_S = 60.0
 _STARTING_S = 240.0  # of a process that imports torch and loads a model, on a busy machine
 _JUDGE = """\

@@ -19,7 +19,7 @@ from omni_async.config import load
 from omni_async.data.prompts import load_prompts
 from omni_async.plugins.families import MediaShape
 from recipes.quickstart import build_preferences
-from tests.job_world import Run, run, trained
+from tests.support.job_world import Run, run, trained
 
 _EMULATED = ("rollout.engine=emulated", "rollout.emulated.step_s=0.002", "trainer.optimizer.lr=1e-6")
 _ADAMW = ("trainer.optimizer={name: adamw, lr: 1e-2}",)

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from omni_async.cli import main
-from tests import tiny_judge
-from tests.job_world import Disturbed
+from tests.support import tiny_judge
+from tests.support.job_world import Disturbed
 
 
 def servers() -> list[int]:

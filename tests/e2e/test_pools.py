@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.job_world import Disturbed, run
+from tests.support.job_world import Disturbed, run
 
 POOLED = (
     "reward.pools=[{name: readers, workers: 2, resources: {cpus: 0.1}}]",

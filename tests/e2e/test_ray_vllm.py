@@ -11,7 +11,7 @@ from PIL import Image
 
 from omni_async.checkpoint import read_state, require_whole
 from omni_async.records.write.catalogue import find
-from tests.job_world import Run, command_line, left_behind, write_recipe
+from tests.support.job_world import Run, command_line, left_behind, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 

@@ -18,7 +18,7 @@ from omni_async.checkpoint.state import read_state, write_state
 from omni_async.config import ConfigError, load
 from omni_async.runtime.driver.train import train
 from omni_async.runtime.preflight.check import preflight
-from tests.job_world import Run, run, write_recipe
+from tests.support.job_world import Run, run, write_recipe
 
 _SMALL = (
     *("trainer.updates=1", "trainer.groups_per_update=1", "trainer.optimizer.name=adamw", "trainer.optimizer.lr=0.01"),

@@ -9,7 +9,7 @@ import torch
 
 from omni_async.config import load
 from tests.e2e.sync_loop import train_synchronously
-from tests.job_world import Run, run, trained
+from tests.support.job_world import Run, run, trained
 
 _ADAMW = ("trainer.optimizer.name=adamw", "trainer.optimizer.lr=1e-3")
 _GLOBAL = ("algorithm.advantage.std=global", "trainer.streaming=off")

@@ -26,9 +26,9 @@ from omni_async.runtime.driver import results, session
 from omni_async.runtime.driver import train as runtime
 from omni_async.runtime.driver.train import train
 from omni_async.runtime.preflight.check import preflight
-from tests.job_world import ENVIRONMENT, write_emulated
-from tests.patience import PATIENCE
 from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, until_the_end, write_world
+from tests.support.job_world import ENVIRONMENT, write_emulated
+from tests.support.patience import PATIENCE
 
 SHORT = ["emulation.time_scale=0.001", "trainer.updates=4"]
 LONG = ["emulation.time_scale=0.001", "trainer.updates=400", "checkpoint.every=2", "run.restarts=2"]

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.job_world import run
-from tests.patience import PATIENCE
 from tests.rewards.judge_server import completion, judging
+from tests.support.job_world import run
+from tests.support.patience import PATIENCE
 
 FAULTS = ("429", "500", "truncated JSON", "half a surrogate pair", "1 MB", "slow", "hang")
 # What the judge says of each prompt of the recipe: a fault that counted as any number would show in a group's reward.

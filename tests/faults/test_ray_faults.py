@@ -17,8 +17,8 @@ import pytest
 from omni_async.performance.profile import Payload
 from omni_async.records.write.summary import Summary
 from omni_async.runtime.on_ray.connection import connect
-from tests.job_world import Disturbed, slow_at
-from tests.patience import PATIENCE
+from tests.support.job_world import Disturbed, slow_at
+from tests.support.patience import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=3)]
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP

@@ -30,10 +30,10 @@ from omni_async.runtime.on_ray.cluster import RayCluster
 from omni_async.runtime.on_ray.local import environment
 from omni_async.runtime.preflight.check import preflight
 from omni_async.worker import Worker
-from tests.job_world import Disturbed, slow_at
-from tests.patience import PATIENCE
 from tests.runtime.on_ray.ray_roles import Echo
 from tests.runtime.runtime_world import write_world
+from tests.support.job_world import Disturbed, slow_at
+from tests.support.patience import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -32,8 +32,8 @@ from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score
 from tests.control.control_world import Run, make_config
-from tests.images import as_media
-from tests.patience import PATIENCE
+from tests.support.images import as_media
+from tests.support.patience import PATIENCE
 
 
 def with_reward(config: Config, **reward: Any) -> Config:

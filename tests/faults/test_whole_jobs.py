@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.kill_everything import RECIPE, Job, main, problems
 from omni_async.runtime.driver.control_socket import Request, ask
-from tests.job_world import left_behind, signal_group, slow_at, started, trained, write_emulated, write_recipe
-from tests.patience import PATIENCE
+from tests.support.job_world import left_behind, signal_group, slow_at, started, trained, write_emulated, write_recipe
+from tests.support.patience import PATIENCE
 
 UPDATES = 60
 QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint.every=7"]

@@ -39,7 +39,7 @@ from omni_async.media import Media
 from omni_async.simulation.what_if import measured_step
 from omni_async.types import WeightReport
 from tests.fuzz import damage
-from tests.recorded_runs import place
+from tests.support.recorded_runs import place
 
 MARK = "kept out of every result"
 _FULL, _LORA = "full-20261125-210306", "lora-20261125-210320"

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from foreign import altered, changed, few, of, plain, refusal_or_nothing
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -28,7 +27,8 @@ from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import WeightError, verify
 from omni_async.weights.transport.disk import VersionFile, read_version
 from tests.fuzz.damage import damages_of
-from tests.recorded_runs import build_model
+from tests.fuzz.foreign import altered, changed, few, of, plain, refusal_or_nothing
+from tests.support.recorded_runs import build_model
 from tests.weights.conftest import make_packed
 
 Damaged = Callable[[Path, random.Random], None]

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from foreign import DEEP, TEXTS, altered, changed, few, listing, of, plain, refusal_or_nothing
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
@@ -38,8 +37,9 @@ from omni_async.performance.profile import load_profile
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, VersionSpans
-from tests.job_world import PROFILE, write_emulated
+from tests.fuzz.foreign import DEEP, TEXTS, altered, changed, few, listing, of, plain, refusal_or_nothing
 from tests.runtime.runtime_world import write_ledger
+from tests.support.job_world import PROFILE, write_emulated
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ import inspect
 
 import msgspec
 import pytest
-from foreign import DEEP, changed, few, of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from omni_async.commands.bench.result import Overlap
 from omni_async.control import control_state, events
 from omni_async.performance.profile import Profile
 from omni_async.records.write.summary import Summary
+from tests.fuzz.foreign import DEEP, changed, few, of
 
 MESSAGES = [
     found

@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+
+from tests.support.places import ROOT
 
 _ALL, _SOME = 1000, 300
 
@@ -32,7 +33,7 @@ def test_no_command_fails_on_a_damaged_run_folder(slice_of: Callable[[str, int, 
         str(len(numbers)),
     ]
     command = [sys.executable, "-m", "tests.fuzz.run_folders", *words]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     faults = [f"FAULT{rest}" for rest in ended.stdout.split("\nFAULT")[1:]]
     assert ended.returncode == 0, "\n".join(faults)[:20_000] or ended.stderr[-3000:]
     assert f"{len(numbers)} cases, 0 faults" in ended.stdout

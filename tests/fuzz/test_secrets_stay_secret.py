@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 import pytest
 import yaml
-from foreign import few
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -30,7 +29,8 @@ from omni_async.records.write.console import LineConsole
 from omni_async.records.write.live_console import LiveConsole
 from omni_async.records.write.rundir import RunDirectory
 from omni_async.rewards.loaded import LoadedReward
-from tests.job_world import write_emulated
+from tests.fuzz.foreign import few
+from tests.support.job_world import write_emulated
 
 # Something in them that no other text holds: hypothesis also draws the constants of our own files, such as
 # "profile.json".

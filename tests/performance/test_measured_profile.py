@@ -24,8 +24,8 @@ from omni_async.simulation.result import not_measured, times_of
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.types import Span
-from tests.configs import build
-from tests.tune.tune_world import job
+from tests.simulation.tune.tune_world import job
+from tests.support.configs import build
 
 
 def config(**rollout: Any) -> Config:

@@ -15,9 +15,10 @@ from omni_async.config import load, with_spec
 from omni_async.config.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.types import SdeWindow
-from tests import configs
-from tests.fakes import load_model
 from tests.pipelines.families import STEPS
+from tests.support import configs
+from tests.support.fakes import load_model
+from tests.support.places import ROOT
 from tests.training.drawn import drawn
 
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 16, "guidance_scale": 2.0}
@@ -76,7 +77,7 @@ def test_log_ratios_of_video_and_sound_add_up_to_the_samples_and_reach_every_par
 
 
 def test_the_recipes_adapters_bind_to_both_modalities_and_to_what_is_between_them(policy):
-    recipe = load(Path(__file__).parents[2] / "recipes" / "ltx2_av" / "flow_grpo_lora.yaml")
+    recipe = load(ROOT / "recipes" / "ltx2_av" / "flow_grpo_lora.yaml")
     targets = tuple(f".{target}" for target in recipe.model.lora.target_modules)
     bound = Counter(name.split(".")[3] for name, _ in load_model(policy).named_modules() if name.endswith(targets))
     attention = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")

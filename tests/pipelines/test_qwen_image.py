@@ -1,7 +1,6 @@
 """Tests Qwen-Image's prompts, pixels and latents: what diffusers' own encoder and decoder say, and the way back."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,9 @@ from omni_async.media import Media
 from omni_async.types import Prompt
 from recipes.quickstart.glyphs import render_digit
 from tests.pipelines.families import PROMPTS
+from tests.support.places import ROOT
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart" / "checkpoint"
+QUICKSTART = ROOT / "recipes" / "quickstart" / "checkpoint"
 PLAIN = QwenImageSampling(height=64, width=32)
 GUIDED = QwenImageSampling(height=64, width=32, true_cfg_scale=2.0)
 

@@ -25,9 +25,9 @@ from omni_async.runtime.preflight.check import preflight
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score, WeightReport
 from tests.config.recipe import MINIMAL, complaint, load_text
-from tests.images import as_media
-from tests.patience import PATIENCE
 from tests.runtime.runtime_world import write_world
+from tests.support.images import as_media
+from tests.support.patience import PATIENCE
 
 PROGRAM = "rollout.program={name: refine, settings: {judge: {name: jpeg_size}}}"
 

@@ -18,7 +18,8 @@ from PIL import Image
 from omni_async.config import load
 from omni_async.data.image_files import prompt_image
 from omni_async.types import Prompt
-from tests.fakes import load_model
+from tests.support.fakes import load_model
+from tests.support.places import ROOT
 
 SPEC = Wan22I2VSampling(height=32, width=48, num_frames=9, max_sequence_length=16)
 
@@ -104,7 +105,7 @@ def test_the_experts_part_at_the_checkpoints_own_boundary(policy):
 
 
 def test_the_recipes_adapters_bind_to_both_experts_and_its_noisy_step_to_the_first(policy):
-    recipe = load(Path(__file__).parents[2] / "recipes" / "wan22_i2v_pickscore" / "flow_grpo_lora.yaml")
+    recipe = load(ROOT / "recipes" / "wan22_i2v_pickscore" / "flow_grpo_lora.yaml")
     targets = tuple(f".{target}" for target in recipe.model.lora.target_modules)
     bound = Counter(name.split(".")[0] for name, _ in load_model(policy).named_modules() if name.endswith(targets))
     assert bound == {"transformer": 2 * 10, "transformer_2": 2 * 10}  # in two blocks

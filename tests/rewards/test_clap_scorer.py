@@ -17,7 +17,7 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
-from tests.images import score_all
+from tests.support.images import score_all
 
 pytest.importorskip("av", reason="the scorer resamples with it; a bare GPU machine may lack it")
 from omni_async.rewards.scorers.clap import mono_at, windows

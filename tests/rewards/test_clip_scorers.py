@@ -19,9 +19,9 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
-from tests import tiny_clip
-from tests.images import as_media, score_all
-from tests.tiny_clip import SIDE, pixels_of
+from tests.support import tiny_clip
+from tests.support.images import as_media, score_all
+from tests.support.tiny_clip import SIDE, pixels_of
 
 RNG = np.random.default_rng(0)
 SQUARE = [RNG.integers(0, 256, (48, 48, 3), dtype=np.uint8) for _ in range(3)]

@@ -26,7 +26,7 @@ from omni_async.rewards.threads import Threads
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.types import Prompt, Score
 from tests.control.control_world import make_config
-from tests.images import as_media
+from tests.support.images import as_media
 
 pytestmark = pytest.mark.virtual_time
 

@@ -29,9 +29,9 @@ from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 from tests.config.encoders import ENCODERS
 from tests.config.recipe import MINIMAL, load_text
-from tests.images import as_media, score_all
-from tests.moved_clock import MovedLoop
-from tests.patience import PATIENCE
+from tests.support.images import as_media, score_all
+from tests.support.moved_clock import MovedLoop
+from tests.support.patience import PATIENCE
 
 IMAGE = (MediaShape("image", (3, 4, 4)),)
 MEDIA = [as_media(np.full((4, 4, 3), i, np.uint8)) for i in range(3)]

@@ -15,8 +15,8 @@ from omni_async.media import Media
 from omni_async.rewards import registry
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
-from tests.images import as_media, score_all
-from tests.tiny_clip import SIDE, pixels_of
+from tests.support.images import as_media, score_all
+from tests.support.tiny_clip import SIDE, pixels_of
 
 WIDTH = 16
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]

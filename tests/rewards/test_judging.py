@@ -13,7 +13,7 @@ from omni_async.rewards.scorers.model_names import is_version_of, listed_names, 
 from omni_async.rewards.scorers.model_servers import BadAnswer
 from omni_async.rewards.scorers.ocr import wanted_text
 from omni_async.types import Prompt
-from tests.effort import LINEAR, growth
+from tests.support.effort import LINEAR, growth
 
 
 def reply(text: str, first: list[TopToken] | None = None) -> Reply:

@@ -15,8 +15,8 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers.object_checks import COLOURS, Box, checked, checks_of, cut_out, relations
 from omni_async.types import Prompt
-from tests import tiny_clip
-from tests.images import as_media
+from tests.support import tiny_clip
+from tests.support.images import as_media
 
 LABELS = {0: "cat", 1: "dog", 2: "bench"}
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]

@@ -14,7 +14,7 @@ from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers.ocr import OcrScorer, text_probability, wanted_text
 from omni_async.types import Prompt
-from tests.images import as_media
+from tests.support.images import as_media
 
 
 @functools.cache

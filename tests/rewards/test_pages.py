@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
 from omni_async.rewards import registry
+from tests.support.places import ROOT
 
-PAGES = Path(__file__).parents[2] / "docs" / "rewards"
+PAGES = ROOT / "docs" / "rewards"
 INDEX = (PAGES / "index.md").read_text(encoding="utf-8")
 
 

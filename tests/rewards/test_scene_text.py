@@ -12,7 +12,7 @@ from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.scorers.scene_text import SceneTextScorer
 from omni_async.types import Prompt, Score
-from tests.images import as_media
+from tests.support.images import as_media
 
 
 @functools.cache

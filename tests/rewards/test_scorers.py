@@ -22,7 +22,7 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt, Score
-from tests.images import as_media, score_all
+from tests.support.images import as_media, score_all
 
 IMAGES = [np.random.default_rng(i).integers(0, 1 + 80 * i, (32, 48, 3), dtype=np.uint8) for i in range(3)]
 IMAGE = MediaShape("image", (3, 32, 48))

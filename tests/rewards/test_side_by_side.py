@@ -17,7 +17,7 @@ from omni_async.rewards.loaded import LoadedReward
 from omni_async.rewards.panel import Panel
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.types import Prompt, Score
-from tests.images import as_media
+from tests.support.images import as_media
 
 pytestmark = pytest.mark.virtual_time
 

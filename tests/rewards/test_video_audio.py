@@ -16,7 +16,7 @@ from omni_async.plugins.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.loaded import LoadedReward
 from omni_async.types import Prompt
-from tests.images import score_all
+from tests.support.images import score_all
 
 RATE, SIDE, WIDTH = 16000, 32, 16
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]

@@ -23,10 +23,10 @@ from omni_async.rewards import registry
 from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.scorers.vlm_judge import VlmJudgeScorer
 from omni_async.types import Prompt, Score
-from tests.images import as_media
-from tests.moved_clock import move_clock, on_a_moved_clock
-from tests.patience import PATIENCE
 from tests.rewards.judge_server import JudgeServer, completion, judging
+from tests.support.images import as_media
+from tests.support.moved_clock import move_clock, on_a_moved_clock
+from tests.support.patience import PATIENCE
 
 IMAGE = as_media(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
 CAT = Prompt(0, 'a cat with "OPEN" on it', "OPEN", {"style": "ink"})

@@ -15,9 +15,9 @@ from omni_async.diffusion.policy import Policy, modalities_of
 from omni_async.diffusion.sde.transitions import log_prob, log_prob_by_part, nats_per_log_prob, transition
 from omni_async.rollout.base import Trajectory
 from omni_async.types import SampleRequest, WeightManifest
-from tests.fakes import load_model
-from tests.packing import pack
 from tests.pipelines import families
+from tests.support.fakes import load_model
+from tests.support.packing import pack
 
 Published = tuple[WeightManifest, list[np.ndarray]]
 

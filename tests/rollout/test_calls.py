@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from omni_async.rollout.calls import Draw, draw_calls
 from omni_async.rollout.stepping import ZeroVelocity
 from omni_async.types import Prompt, SampleRequest, SdeWindow, VersionSpans
 from tests.rollout.conftest import make_request
+from tests.support.places import ROOT
 
 N = 4
 
@@ -126,7 +126,7 @@ async def test_a_broken_engine_is_told_apart_from_a_failed_sample_whatever_the_p
 
 
 async def test_the_documented_program_makes_its_calls():
-    page = (Path(__file__).parents[2] / "docs" / "programs.md").read_text()
+    page = (ROOT / "docs" / "programs.md").read_text()
     source = re.search(r"```python\n(# redraw.py\n.*?)```", page, re.S)
     namespace: dict[str, Any] = {}
     exec(source[1], namespace)

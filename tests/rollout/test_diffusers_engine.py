@@ -12,8 +12,6 @@ from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
-from tests.fakes import load_model
-from tests.patience import PATIENCE
 from tests.rollout.conftest import (
     adapters,
     assert_same,
@@ -24,6 +22,8 @@ from tests.rollout.conftest import (
     publish,
     transformer_with,
 )
+from tests.support.fakes import load_model
+from tests.support.patience import PATIENCE
 
 
 @asynccontextmanager

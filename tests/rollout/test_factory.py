@@ -12,8 +12,8 @@ from omni_async.performance.profile import NOTHING, Profile
 from omni_async.plugins.families import find_family
 from omni_async.rollout.emulated import EmulatedEngine, ReplayedTimes
 from omni_async.rollout.factory import build_engine
-from tests.configs import build
 from tests.rollout.conftest import make_request
+from tests.support.configs import build
 
 
 def config(engine: str, path: str, **rollout: Any) -> Config:

@@ -12,9 +12,9 @@ from benchmarks.copied_bytes import CopiedBytes
 from omni_async.rollout import base_weights
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.upload import Upload
-from tests.fakes import load_model
-from tests.packing import pack
 from tests.rollout.conftest import adapters, parameters
+from tests.support.fakes import load_model
+from tests.support.packing import pack
 from tests.weights.test_shards import copied, joined
 
 

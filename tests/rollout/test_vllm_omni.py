@@ -15,7 +15,6 @@ from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.types import Prompt, SampleRequest, SdeWindow
 from omni_async.weights.lora import merged_weights
-from tests.fakes import load_model
 from tests.pipelines import families
 from tests.pipelines.families import FAMILIES, STEPS
 from tests.rollout.conftest import (
@@ -30,6 +29,7 @@ from tests.rollout.conftest import (
     transformer_with,
 )
 from tests.rollout.vllm_server import RemoteEngine, running_engine
+from tests.support.fakes import load_model
 
 pytestmark = pytest.mark.slow
 

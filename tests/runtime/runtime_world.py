@@ -21,8 +21,8 @@ from omni_async.records.write.sinks.base import Ended, Sink
 from omni_async.records.write.summary import ValidationPoint
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import LedgerEntry
-from tests.configs import write_recipe_file
-from tests.images import as_media
+from tests.support.configs import write_recipe_file
+from tests.support.images import as_media
 
 
 def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: Any) -> Config:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-from runtime_world import write_world
 
 from omni_async.cli import main
 from omni_async.commands.operate import running_lines
@@ -31,15 +30,16 @@ from omni_async.roles.builders import ServiceEnded, ServiceHost, ServiceNotStart
 from omni_async.runtime.driver.control_socket import Request, ask
 from omni_async.runtime.placement import plan_placements
 from omni_async.types import Prompt
-from tests.actors.actor_world import Desk
-from tests.job_world import Disturbed, slow_at
-from tests.loops import settle
-from tests.moved_clock import move_clock, run_moved
-from tests.patience import PATIENCE
+from tests.roles.actor_world import Desk
 from tests.runtime import outside_role
+from tests.runtime.runtime_world import write_world
+from tests.support.job_world import Disturbed, slow_at
+from tests.support.loops import settle
+from tests.support.moved_clock import move_clock, run_moved
+from tests.support.patience import PATIENCE
+from tests.support.places import ROOT
 
 COUNTER = {"name": "counter", "workers": 2, "resources": {"cpus": 0.1}, "settings": {"first": 7}}
-ROOT = Path(__file__).parents[2]
 
 
 def register(site: Path, package: str, **roles: str) -> None:

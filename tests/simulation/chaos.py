@@ -1,4 +1,4 @@
-"""Replays schedules: `python tests/simulation/chaos.py --seed N --trace`, or hunts: `--start N --schedules 100000`."""
+"""Replays schedules: `python -m tests.simulation.chaos --seed N --trace`, or hunts: `--start N --schedules 100000`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from chaos_job import draw
-from chaos_world import World
+from tests.simulation.chaos_job import draw
+from tests.simulation.chaos_world import World
 
 
 class ScheduleFailed(AssertionError):
@@ -27,7 +24,7 @@ def play(seed: int, trace: bool = False) -> World:
         raise
     except BaseException as error:
         raise ScheduleFailed(
-            f"seed {seed}: {type(error).__name__}: {error}\nreplay it with: python tests/simulation/chaos.py --seed"
+            f"seed {seed}: {type(error).__name__}: {error}\nreplay it with: python -m tests.simulation.chaos --seed"
             f" {seed} --trace"
         ) from error
 

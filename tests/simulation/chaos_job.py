@@ -17,7 +17,7 @@ from omni_async.control.ledger import encode_line, extend
 from omni_async.control.reporting import buffer_statistics
 from omni_async.control.seeds import PromptStream, derive, window_of
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest
-from tests.configs import build
+from tests.support.configs import build
 
 SAMPLE_BYTES = 32  # of a trajectory and its media, as the engines make them
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from chaos_network import Process
 from msgspec.structs import replace
 
 from omni_async.config import Config
@@ -43,9 +42,10 @@ from omni_async.types import (
 )
 from omni_async.weights.digest import verify
 from omni_async.weights.snapshot import Snapshot
+from tests.simulation.chaos_network import Process
 
 if TYPE_CHECKING:
-    from chaos_world import World
+    from tests.simulation.chaos_world import World
 
 
 class Made(NamedTuple):

@@ -14,10 +14,6 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
-from chaos_job import Checks, Job, Violation
-from chaos_network import CoordinatorProxy, Network, Process, ProducerProxy
-from chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedRewarder, SimulatedTrainer, Store
-
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.events import RunEvent
@@ -30,6 +26,9 @@ from omni_async.rollout.base import EngineError
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.types import LedgerEntry, Prompt, SampleRequest
 from omni_async.weights.transport.object_store import ObjectStoreSender
+from tests.simulation.chaos_job import Checks, Job, Violation
+from tests.simulation.chaos_network import CoordinatorProxy, Network, Process, ProducerProxy
+from tests.simulation.chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedRewarder, SimulatedTrainer, Store
 
 MOST_ATTEMPTS = 12
 MOST_MESSAGES = 30_000  # of an attempt: roles without progress send for ever

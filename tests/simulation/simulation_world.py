@@ -6,7 +6,7 @@ from typing import Any
 
 from omni_async.config import Config, check
 from omni_async.performance.profile import Profile, ServiceTime
-from tests.configs import build
+from tests.support.configs import build
 
 
 def make_config(**changes: Any) -> Config:

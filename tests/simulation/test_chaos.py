@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from chaos import ScheduleFailed, count, play
-from chaos_job import FAULTS, draw
+
+from tests.simulation.chaos import ScheduleFailed, count, play
+from tests.simulation.chaos_job import FAULTS, draw
 
 SCHEDULES, SLICE, CHUNK = 10_000, 1000, 500
 happened = cache(count)
@@ -81,6 +82,6 @@ def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("omni_async.control.sample_table.SampleTable.leases_of", lambda self, engine: [])
     seed = next(seed for seed in range(100) if any(kind == "every engine crashes" for _, kind in draw(seed).faults))
     with pytest.raises(
-        ScheduleFailed, match=rf"seed {seed}(?s:.*)python tests/simulation/chaos.py --seed {seed} --trace"
+        ScheduleFailed, match=rf"seed {seed}(?s:.*)python -m tests.simulation.chaos --seed {seed} --trace"
     ):
         play(seed)

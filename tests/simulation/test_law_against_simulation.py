@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from simulation_world import make_config, make_profile
 
 from omni_async.config import Config
 from omni_async.config.schedule import apply_schedule
@@ -17,6 +16,7 @@ from omni_async.performance.profile import Profile, ServiceTime
 from omni_async.simulation.result import Simulated, times_of
 from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.tune.keys import with_keys
+from tests.simulation.simulation_world import make_config, make_profile
 
 EXACT = 0.01
 

@@ -8,8 +8,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-from chaos_job import Job, Temper, make_config
-from chaos_world import World
+
+from tests.simulation.chaos_job import Job, Temper, make_config
+from tests.simulation.chaos_world import World
 
 BUDGETS = (0, 1, 2)
 

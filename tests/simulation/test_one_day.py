@@ -20,9 +20,6 @@ from itertools import count, pairwise
 from typing import Any, cast
 
 import pytest
-from chaos_job import Checks, Job, Violation, make_config
-from chaos_network import Process
-from chaos_roles import Made, Reference
 
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState
@@ -42,6 +39,9 @@ from omni_async.types import (
     VersionSpans,
     WeightReport,
 )
+from tests.simulation.chaos_job import Checks, Job, Violation, make_config
+from tests.simulation.chaos_network import Process
+from tests.simulation.chaos_roles import Made, Reference
 
 DAY_S = 86_400.0
 

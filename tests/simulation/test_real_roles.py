@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from simulation_world import make_config, make_profile
 
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.performance.profile import write_profile
 from omni_async.simulation.simulate import Steady, simulate
-from tests.job_world import emulate
+from tests.simulation.simulation_world import make_config, make_profile
+from tests.support.job_world import emulate
 
 UPDATES = 32
 VARIED = make_profile(

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
-from simulation_world import make_config, make_profile
 
 from omni_async.aio.waiting import Event
 from omni_async.config import Config
@@ -24,6 +23,7 @@ from omni_async.simulation.simulated_engine import Batch, SimulatedEngine
 from omni_async.simulation.simulated_roles import SimulatedPublisher
 from omni_async.simulation.world import SharedDevices, World, at_once
 from omni_async.types import Prompt, SampleRequest, SampleResult, SdeWindow, WeightReport
+from tests.simulation.simulation_world import make_config, make_profile
 
 pytestmark = pytest.mark.virtual_time
 WINDOW = SdeWindow(2, 4)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from simulation_world import make_config, make_profile
 
 from omni_async.performance.profile import Profile, ScorerTime, ServiceTime, write_profile
 from omni_async.simulation.simulate import Steady, simulate
-from tests.job_world import Emulated, emulate
+from tests.simulation.simulation_world import make_config, make_profile
+from tests.support.job_world import Emulated, emulate
 
 UPDATES = 40
 # 48 samples an update, which the trainer takes 8 s for and two engines about 6.

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from simulation_world import make_config, make_profile
 
 from omni_async import cli
 from omni_async.algorithms.kinds import samples_per_rank
@@ -21,7 +20,8 @@ from omni_async.performance.profile import Payload, Profile, ScorerTime, Service
 from omni_async.simulation.changes import Change, changes, with_keys
 from omni_async.simulation.simulate import Steady
 from omni_async.simulation.what_if import LEARNING, Prospect, WhatIf, measured_step, what_if
-from tests.job_world import Emulated, emulate, write_emulated
+from tests.simulation.simulation_world import make_config, make_profile
+from tests.support.job_world import Emulated, emulate, write_emulated
 
 UPDATES = 48
 USUAL: dict[str, Any] = {

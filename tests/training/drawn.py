@@ -14,8 +14,8 @@ from omni_async.rollout.diffusers_engine import DiffusersEngine
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SdeWindow
-from tests.fakes import load_model
 from tests.pipelines.families import make_request
+from tests.support.fakes import load_model
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import Needs
 from omni_async.weights.buckets import digest_tensors, unpack
 from omni_async.weights.digest import verify
-from tests.fakes import TinyPolicy, load_model
+from tests.support.fakes import TinyPolicy, load_model
 from tests.training.training_world import (
     LORA,
     NFT,

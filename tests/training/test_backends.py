@@ -15,7 +15,7 @@ from omni_async.plugins.backends import find_backend
 from omni_async.training.engine import TrainEngine
 from omni_async.training.model import compile_layers, repeated_layers
 from omni_async.weights.buckets import unpack
-from tests.fakes import TinyPolicy, TinyTransformer, share
+from tests.support.fakes import TinyPolicy, TinyTransformer, share
 from tests.training.training_world import assert_close, export, group_of, make_config, on_ranks, started, update
 
 

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,9 @@ from omni_async.config import load
 from omni_async.diffusion.components import compute_velocity
 from omni_async.training.groups import MicroBatch, Needs, micro_batches
 from omni_async.training.transition_loss import sample_drifts
-from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
-from tests.patience import PATIENCE
+from tests.support.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
+from tests.support.patience import PATIENCE
+from tests.support.places import ROOT
 from tests.training.training_world import group_of, make_config, started, step_on, trainable
 
 HIGH, LOW = TwoExperts.components
@@ -118,7 +118,7 @@ SIGMA = torch.tensor([0.9383])
 def times_embedded(recipe: str, path: Any, backend: str, embedder: str) -> list[torch.Tensor]:
     """Returns the times that reach the module `embedder` of a trainer's denoiser in bfloat16, at `SIGMA`."""
     settings = [f"model.path={path}", "model.dtype=bfloat16", f"trainer.backend={backend}"]
-    config = load(Path(__file__).parents[2] / "recipes" / "tiny" / recipe, settings)
+    config = load(ROOT / "recipes" / "tiny" / recipe, settings)
     engine, spec = started(config), config.rollout.sampling
     policy = engine.policy
     seen: list[torch.Tensor] = []

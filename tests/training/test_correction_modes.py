@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omni_async.config.algorithm import automatic_correction
-from tests.fakes import TinyPolicy, load_model
+from tests.support.fakes import TinyPolicy, load_model
 from tests.training.training_world import (
     Step,
     assert_gradients,

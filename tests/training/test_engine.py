@@ -19,7 +19,7 @@ from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.transition_rows import trained_steps
-from tests.fakes import TinyPolicy
+from tests.support.fakes import TinyPolicy
 from tests.training.training_world import (
     Step,
     assert_trains,

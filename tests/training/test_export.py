@@ -15,7 +15,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.weights.buckets import digest_tensors, unpack
 from omni_async.weights.digest import verify
 from omni_async.weights.lora import merged_weights
-from tests.fakes import TinyPolicy, load_model
+from tests.support.fakes import TinyPolicy, load_model
 from tests.training.training_world import (
     NFT,
     assert_close,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
-from tests.fakes import share
+from tests.support.fakes import share
 from tests.training.training_world import (
     LORA,
     assert_close,

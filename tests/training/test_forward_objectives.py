@@ -17,7 +17,7 @@ from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.forward_loss import make_draws
 from omni_async.training.groups import GroupBatch
-from tests.fakes import TinyPolicy, load_model, tiny_group
+from tests.support.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.training_world import (
     assert_gradients,
     auxiliary_of,

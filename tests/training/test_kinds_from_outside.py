@@ -19,7 +19,8 @@ from omni_async.cli import main
 from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
 from omni_async.roles.plan import plan_updates
-from tests.fakes import TinyPolicy
+from tests.support.fakes import TinyPolicy
+from tests.support.places import ROOT
 from tests.training.outside import KIND, OBJECTIVE, EnergySettings
 from tests.training.training_world import (
     Step,
@@ -135,7 +136,7 @@ def test_a_wrong_setting_is_refused_by_its_key(tmp_path, override, said):
 
 
 def test_the_objective_that_the_documentation_writes_is_trained_as_it_is_written(install, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "algorithms" / "own.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "algorithms" / "own.md").read_text(encoding="utf-8")
     code, points, recipe = (
         re.search(rf"```{language}\n(.*?)```", page, flags=re.S)[1] for language in ("python", "toml", "yaml")
     )

@@ -21,8 +21,8 @@ from omni_async.runtime.on_ray.store import _to_arrays, _to_tensors
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SdeWindow
-from tests.fakes import TinyPolicy
 from tests.rollout.conftest import make_request
+from tests.support.fakes import TinyPolicy
 from tests.training.training_world import make_config, started, step_on
 
 SHAPE = (16, 21, 60, 104)  # 81 frames of 480 x 832

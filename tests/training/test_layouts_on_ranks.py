@@ -13,8 +13,8 @@ from omni_async.training.groups import GroupBatch
 from omni_async.training.model import PlainBackend
 from omni_async.types import SdeWindow
 from omni_async.weights.buckets import unpack
-from tests.fakes import share
 from tests.pipelines.families import QWEN_IMAGE, SD3, STEPS, WAN, first_of
+from tests.support.fakes import share
 from tests.training.drawn import drawn
 from tests.training.training_world import (
     assert_close,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from omni_async.diffusion.components import compute_velocity
 from omni_async.training.metrics import Metrics
 from omni_async.training.mismatch import Rows, record_mismatch, velocity_errors
 from omni_async.types import SdeWindow
+from tests.support.places import ROOT
 from tests.training import drawn
 from tests.training.training_world import (
     assert_gradients,
@@ -111,7 +111,7 @@ def test_an_engine_of_the_same_arithmetic_has_no_error() -> None:
 
 # ---- a trained model -------------------------------------------------------------------------------------------------
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart" / "checkpoint"
+QUICKSTART = ROOT / "recipes" / "quickstart" / "checkpoint"
 Velocity = Callable[..., Tensor]
 
 

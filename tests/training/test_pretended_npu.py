@@ -15,8 +15,8 @@ from omni_async.commands.bench.result import describe_machine
 from omni_async.training.device import collective_backend, init_process_group, rank_device
 from omni_async.weights.transport.collective import DeviceCarrier, Group, Invitation, current_device
 from omni_async.weights.transport.tcp_store import interface_towards, serve_store
-from tests.patience import PATIENCE
-from tests.pretend_npu import pretend
+from tests.support.patience import PATIENCE
+from tests.support.pretend_npu import pretend
 
 RANKS = 2
 

@@ -13,7 +13,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import verify
-from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
+from tests.support.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
 from tests.training.training_world import (
     LORA,
     assert_close,

@@ -13,7 +13,7 @@ from omni_async.types import SdeWindow
 from omni_async.weights.buckets import as_tensor, unpack
 from omni_async.weights.lora import merged_weights
 from omni_async.weights.shards import whole
-from tests.fakes import load_model
+from tests.support.fakes import load_model
 from tests.training.drawn import drawn_by_an_engine, random_group
 from tests.training.training_world import (
     CPU,

@@ -16,7 +16,7 @@ from omni_async.diffusion.policy import SequencePlan
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from tests.fakes import share
+from tests.support.fakes import share
 from tests.training.drawn import random_group
 from tests.training.training_world import (
     assert_close,

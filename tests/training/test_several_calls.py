@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from omni_async.config.layout import ParallelLayout
 from omni_async.training.groups import GroupBatch
 from omni_async.training.transition_rows import trained_steps
-from tests.fakes import share
+from tests.support.fakes import share
 from tests.training.training_world import (
     assert_gradients,
     gradients_of,

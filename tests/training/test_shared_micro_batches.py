@@ -12,7 +12,7 @@ from omni_async.roles.plan import require_trainable
 from omni_async.training import TrainingError
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch, joined
-from tests.fakes import tiny_group
+from tests.support.fakes import tiny_group
 from tests.training.training_world import (
     NFT,
     Step,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni_async.training.metrics import _on_host
-from tests.fakes import tiny_group
+from tests.support.fakes import tiny_group
 from tests.training.training_world import NFT, make_config, started
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from omni_async.training.device import init_process_group
 from omni_async.weights.transport.tcp_store import serve_store
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 _MADE = ["unshare", "--map-root-user", "--net", "--mount", "--uts"]
 # What the second machine is entered by: the process that holds its namespace.
 _SCRIPT = r"""

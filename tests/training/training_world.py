@@ -33,8 +33,8 @@ from omni_async.types import WeightManifest
 from omni_async.weights.digest import Bucket
 from omni_async.weights.shards import whole
 from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
-from tests.configs import build
-from tests.fakes import TinyPolicy, load_model, tiny_group, tiny_pair
+from tests.support.configs import build
+from tests.support.fakes import TinyPolicy, load_model, tiny_group, tiny_pair
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}

@@ -5,7 +5,7 @@ import torch
 
 from omni_async.types import WeightManifest
 from omni_async.weights.digest import Bucket
-from tests.packing import pack
+from tests.support.packing import pack
 
 Packed = tuple[WeightManifest, list[Bucket]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)

@@ -30,7 +30,7 @@ from omni_async.weights.transport.collective import (
     current_device,
     group_on,
 )
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 from tests.training.training_world import make_config
 from tests.weights.conftest import Packed, make_packed
 

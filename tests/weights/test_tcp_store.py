@@ -10,8 +10,8 @@ import torch
 
 from omni_async.training import device
 from omni_async.weights.transport.tcp_store import address_towards, interface_towards, join_store, serve_store
-from tests.patience import PATIENCE
-from tests.ports import listening_at
+from tests.support.patience import PATIENCE
+from tests.support.ports import listening_at
 
 
 def test_a_store_listens_at_one_address_for_as_long_as_it_is_kept() -> None:

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from omni_async.weights.digest import Bucket
 from omni_async.weights.transport.disk import VersionFile
-from tests.configs import write_recipe_file
-from tests.job_world import Run, run, write_recipe
+from tests.support.configs import write_recipe_file
+from tests.support.job_world import Run, run, write_recipe
 
 
 def assert_file_is_what_was_trained(finished: Run) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.aio.waiting import Event
-from tests.patience import wait_for
+from tests.support.patience import wait_for
 
 
 class UnsettledError(RuntimeError):

@@ -30,9 +30,9 @@ from omni_async.runtime.placement import PlacementPlan
 from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt, SdeWindow
 from omni_async.worker import Worker
-from tests.patience import PATIENCE, wait_for
 from tests.runtime.on_ray import ray_roles
 from tests.runtime.runtime_world import write_world
+from tests.support.patience import PATIENCE, wait_for
 
 ray = pytest.importorskip("ray")
 _QUICK = Profile(name="quick", source="a test", generate=ServiceTime(unit_s=1e-6), score=NOTHING, train=NOTHING)

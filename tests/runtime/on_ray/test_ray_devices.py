@@ -48,7 +48,7 @@ class Seer:
 
     async def announce(self, version: int, digest: str) -> list[str]:
         """Returns the devices that a trainer rank and the scorers of this process would use, on a pretended Ascend."""
-        from tests.pretend_npu import pretend
+        from tests.support.pretend_npu import pretend
 
         pretend(len(os.environ["ASCEND_RT_VISIBLE_DEVICES"].split(",")))
         from omni_async.accelerator import require_accelerator, visible_devices

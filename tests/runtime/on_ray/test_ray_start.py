@@ -27,9 +27,9 @@ from omni_async.runtime.on_ray.connection import Connection, StartError, connect
 from omni_async.runtime.on_ray.local import LocalRay, StartFailed
 from omni_async.runtime.preflight import devices
 from omni_async.runtime.preflight.check import preflight
-from tests.patience import PATIENCE, wait_for
-from tests.ports import unused_address
 from tests.runtime.runtime_world import write_world
+from tests.support.patience import PATIENCE, wait_for
+from tests.support.ports import unused_address
 
 TIMED_OUT = "The current node timed out during startup."
 

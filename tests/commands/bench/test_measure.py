@@ -1,0 +1,163 @@
+"""Tests a run's numbers from the folder it left: each moment of the trainer in one category, and speed-ups in words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_async.commands.bench.comparison import CATEGORIES, differences, in_words
+from omni_async.commands.bench.measure import NotMeasurableError, attribute, measure, run_profile, steady_part
+from omni_async.config import ConfigError, load
+from omni_async.runtime.preflight.check import preflight
+from omni_async.types import Span
+from tests.commands.bench import overlap_world as world
+
+SYNC = ("schedule=sync",)
+
+
+def inputs(tmp_path, *overrides):
+    recipe = world.write_recipe(tmp_path)
+    return preflight(load(recipe, [f"run.dir={tmp_path / 'runs'}", *overrides]))
+
+
+def test_a_synchronous_run_is_measured_exactly_and_roles_are_busy_or_wait_in_its_steady_part_alone(tmp_path):
+    given = inputs(tmp_path, *SYNC)
+    spans, finished = world.sync_spans(12)
+    spans.append(Span("reward-0", "starved", world.ORIGIN - 500, finished[2]))
+    run, _ = world.write_run(given, spans, finished, staleness=[0] * 48, memory=3 * 2**30, profile=world.PROFILE)
+    found = measure(run.path, given.config)
+    assert found.updates == 10
+    assert found.step_s == pytest.approx(world.SYNC_STEP, abs=1e-5)
+    assert found.steps_s == pytest.approx([world.SYNC_STEP] * 10, abs=1e-5)
+    assert sum(found.attribution.values()) == pytest.approx(found.step_s, abs=1e-9)
+    assert found.attribution["tail"] == pytest.approx(world.TAIL, abs=1e-5)
+    assert found.images_per_s == pytest.approx(world.GROUPS * world.SIZE / world.SYNC_STEP, abs=1e-5)
+    devices = 2 + 1 + 1  # engines, a reward worker, a trainer
+    assert found.images_per_s_per_device == pytest.approx(found.images_per_s / devices)
+    assert (found.staleness, found.peak_memory_bytes) == ({0: 48}, 3 * 2**30)
+    generating, training = world.GENERATION + world.TAIL / 2, world.TRAINING + world.RECOMPUTE
+    seconds = [generating, world.REWARD, training, world.EXPORT, world.PUBLISH]
+    assert [*found.stages] == ["generation", "reward", "training", "export", "publish"]
+    assert [stage.seconds for stage in found.stages.values()] == pytest.approx(seconds, abs=1e-5)
+    waiting = world.GENERATION + world.TAIL + world.REWARD + world.CONTROL
+    assert found.busy["rollout"]["busy"] == pytest.approx(generating / world.SYNC_STEP, abs=1e-4)
+    assert found.busy["trainer"]["starved"] == pytest.approx(waiting / world.SYNC_STEP, abs=1e-4)
+    assert found.busy["reward"]["starved"] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_variation_of_a_stage_is_the_profiles_and_unknown_without_one(tmp_path):
+    given = inputs(tmp_path, *SYNC)
+    run, _ = world.write_run(given, *world.sync_spans(12), profile=world.PROFILE)
+    stages = measure(run.path, given.config).stages
+    assert (stages["generation"].variation, stages["reward"].variation) == (0.1, 0.0)
+    (run.path / "profile.json").write_text("{}")
+    assert run_profile(run.path) is None
+    assert measure(run.path, given.config).stages["generation"].variation is None
+
+
+def test_warm_up_and_drain_are_left_out(tmp_path):
+    given = inputs(tmp_path, "schedule=async", "staleness.max_updates=2")
+    slow, fast = 7.0, 1.0
+    finished, spans, now = {}, [], world.ORIGIN
+    for update in range(1, 13):
+        step = fast if 4 < update <= 10 else slow
+        spans.append(Span("trainer", "train", now, now + step, {"version": update - 1}))
+        now += step
+        finished[update] = now
+    run, _ = world.write_run(given, spans, finished)
+    found = measure(run.path, given.config)
+    assert (found.updates, found.step_s) == (6, pytest.approx(fast, abs=1e-6))
+    assert found.attribution["training"] == pytest.approx(fast, abs=1e-5)
+
+
+@pytest.mark.parametrize(("budget", "first"), [(0, 2), (1, 3), (2, 4), (8, 10)])
+def test_the_steady_part_leaves_out_the_pipelines_filling_and_draining(tmp_path, budget, first):
+    def part(updates):
+        overrides = ("schedule=async", f"staleness.max_updates={budget}", f"trainer.updates={updates}")
+        return steady_part(inputs(tmp_path, *overrides).config)
+
+    period = budget + 1
+    assert part(40) == (first, first + (40 - budget - first) // period * period)
+    fewest = first + 4 + budget
+    assert part(fewest)[0] == first < part(fewest)[1] <= fewest - budget
+    with pytest.raises(ConfigError, match=rf"^trainer.updates: {fewest - 1} are too few.*at least --updates {fewest}$"):
+        part(fewest - 1)
+
+
+def test_what_is_missing_or_cut_off_is_an_error_and_no_number(tmp_path):
+    given = inputs(tmp_path, *SYNC)
+    short, _ = world.write_run(given, *world.sync_spans(11))
+    with pytest.raises(NotMeasurableError, match="expected updates 1 to 12, found 11"):
+        measure(short.path, given.config)
+    for name in ("summary.json", "metrics.jsonl", "trace.json"):
+        run, _ = world.write_run(given, *world.sync_spans(12))
+        file = run.path / name
+        file.write_bytes(file.read_bytes()[:-5])
+        with pytest.raises(NotMeasurableError, match=str(run.path)):
+            measure(run.path, given.config)
+        file.unlink()
+        with pytest.raises(NotMeasurableError, match=str(run.path)):
+            measure(run.path, given.config)
+    run, _ = world.write_run(given, *world.sync_spans(12))
+    run.trace.write_text(json.dumps({"traceEvents": [{"ph": "X"}]}))
+    with pytest.raises(NotMeasurableError, match="missing required field `name`"):
+        measure(run.path, given.config)
+
+
+# ---- where the seconds of a step go ----------------------------------------------------------------------------------
+
+_ACTORS = st.sampled_from(["trainer", "rollout-0", "rollout-1", "rollout-2", "reward-0", "publisher"])
+_WORK = ("train", "proximal", "export", "checkpoint", "generate", "score", "publish", "stage", "swap", "switch")
+_KINDS = st.sampled_from([*_WORK, "starved", "backpressured"])
+_SPAN = st.builds(
+    lambda a, k, s, d: Span(a, k, float(s), float(s + d)), _ACTORS, _KINDS, st.integers(0, 40), st.integers(0, 20)
+)
+
+
+@given(st.lists(_SPAN, max_size=20), st.integers(0, 30), st.integers(1, 30), st.integers(1, 3))
+def test_every_unit_of_time_belongs_to_the_first_category_that_holds_in_it(spans, start, seconds, engines):
+    def under_way(*kinds: str, second: int, of: str = "") -> set[str]:
+        return {s.actor for s in spans if s.kind in kinds and s.actor.startswith(of) and s.start <= second < s.end}
+
+    expected = dict.fromkeys(CATEGORIES, 0)
+    for second in range(start, start + seconds):
+        generating = under_way("generate", second=second)
+        tests = {
+            "training": under_way("train", second=second, of="trainer"),
+            "recompute": under_way("proximal", second=second, of="trainer"),
+            "export": under_way("export", second=second, of="trainer"),
+            "generation": len(generating) >= engines,  # one that never works makes all of it a tail
+            "tail": generating,
+            "switch": under_way("switch", second=second),
+            "reward": under_way("score", second=second),
+            "weights": under_way("publish", "stage", "swap", second=second),
+            "idle": True,
+        }
+        expected[next(name for name, holds in tests.items() if holds)] += 1
+    found = attribute(spans, start, start + seconds, engines)
+    assert found == pytest.approx(expected) and list(found) == list(CATEGORIES)
+
+
+def seconds(**given: float) -> dict[str, float]:
+    return {**dict.fromkeys(CATEGORIES, 0.0), **given}
+
+
+def test_shares_of_a_speed_up_sum_to_one_and_name_what_grew():
+    before = seconds(training=4.0, generation=3.0, reward=2.0, weights=1.0)
+    after = seconds(training=4.5, reward=0.5)
+    shares = differences(before, after)
+    assert shares == pytest.approx(seconds(training=-0.1, generation=0.6, reward=0.3, weights=0.2))
+    assert sum(shares.values()) == pytest.approx(1)
+    words = "generation overlapped 60 %, reward wait 30 %, weight-sync drain 20 %, training -10 %"
+    assert in_words(2.0, "sync", before, after) == f"2.00x over sync: {words}"
+
+
+def test_a_slower_arm_says_what_it_loses_by_and_what_is_next_to_nothing_is_not_taken_apart():
+    before, after = seconds(training=4.0), seconds(training=4.0, tail=1.0)
+    assert in_words(0.8, "sync", before, after) == "0.80x over sync; of what it loses: tail 100 %"
+    assert in_words(1.0, "sync", seconds(training=4.0, idle=0.03), before) == "1.00x over sync"
+    assert differences(before, before) == {}
+    assert in_words(1.0, "sync", before, before) == "1.00x over sync"

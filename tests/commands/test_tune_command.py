@@ -1,0 +1,220 @@
+"""Tests `omni-async tune` on the command line: what it prints, writes and refuses; and that what docs/tuning.md and the
+help print of it is so, and works when it is typed as it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.tuning_plots import staleness
+from omni_async import cli
+from omni_async.config import load, resolved_yaml
+from omni_async.config.describe import annotation_at
+from omni_async.config.schedule import SCHEDULES
+from omni_async.config.schema import Config
+from omni_async.performance.law import async_step
+from omni_async.performance.profile import write_profile
+from omni_async.simulation import simulate as simulator
+from omni_async.simulation.result import times_of
+from omni_async.simulation.tune.keys import TUNED, keys_of
+from tests.simulation.tune.tune_world import PROFILE, RECIPE, simulate_by_law
+from tests.support.places import ROOT
+from tests.test_documented import COMMANDS
+
+PAGE = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+COMMAND = "recipe.yaml --devices 4 --profile steady.json"
+
+
+@pytest.fixture
+def by_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the simulator by one that takes no time itself."""
+    monkeypatch.setattr(simulator, "simulate", simulate_by_law)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes a working directory with a recipe and a profile."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    write_profile(tmp_path / "steady.json", PROFILE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tune(arguments: str) -> int:
+    return cli.main(["tune", *arguments.split()])
+
+
+def test_it_prints_the_choice_and_writes_the_recipe(folder, capsys):
+    assert tune("recipe.yaml --profile steady.json --devices 3") == 0
+    printed = capsys.readouterr()
+    assert "Throughput against staleness: 3 gpus, profile steady" in printed.out
+    assert printed.out.endswith("wrote recipe.tuned.yaml\n")
+    assert load("recipe.tuned.yaml").staleness.max_updates == 1
+    lines = printed.err.splitlines()
+    assert all(line.startswith(f"simulated {number}: ") for number, line in enumerate(lines, start=1))
+    assert f"profile steady, {len(lines)} simulations" in printed.out
+
+
+def test_json_holds_everything(folder, by_law, capsys):
+    assert tune("recipe.yaml --profile steady.json --devices 3 --json new/t.json --out new/t.yaml --plot") == 0
+    assert capsys.readouterr().out.endswith("wrote new/t.yaml, new/t.png, new/t.json\n")
+    found = json.loads((folder / "new" / "t.json").read_text())
+    written = keys_of(load("new/t.yaml"), TUNED)
+    assert found["chosen"]["keys"] == written and found["keys"].items() <= written.items()
+    assert {"front", "points", "recipe", "fastest", "reasons", "times", "devices"} <= found.keys()
+    assert (folder / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recipe_that_nothing_beats_is_left_as_it_is(folder, capsys):
+    """Writes nothing where two devices that take turns waste less than a split of them, which leaves one waiting for
+    the other."""
+    (folder / "recipe.yaml").write_text("schedule: sync_colocated\n" + RECIPE)
+    assert tune("recipe.yaml --profile steady.json --devices 2 rollout.workers=1 reward.workers=8") == 0
+    printed = capsys.readouterr().out
+    assert "The recipe as it is makes more images (" in printed and "wrote" not in printed
+    assert not (folder / "recipe.tuned.yaml").exists()
+
+
+def test_the_same_command_finds_the_same(folder):
+    for name in ("first.json", "second.json"):
+        tune(f"{COMMAND} --seed 5 --budget 16 --json {name}")
+    assert (folder / "first.json").read_text() == (folder / "second.json").read_text()
+
+
+def test_the_recipes_own_profile_is_the_default_and_overrides_come_first_and_are_kept(folder, by_law, capsys):
+    (folder / "recipe.yaml").write_text(RECIPE + "emulation: {profile: steady.json}\n")
+    changes = "trainer.workers=2 trainer.groups_per_update=8 --devices 5 --keep trainer.workers --budget 16"
+    assert tune(f"recipe.yaml {changes}") == 0
+    assert "profile steady" in capsys.readouterr().out
+    written = load("recipe.tuned.yaml")
+    assert written.emulation.profile == str(folder / "steady.json")
+    assert (written.trainer.workers, written.trainer.groups_per_update, written.rollout.workers) == (2, 8, 3)
+
+
+def test_a_credential_that_the_command_gives_is_not_written(folder, by_law, capsys):
+    assert tune(f"{COMMAND} --budget 16 --json t.json reward.scorers.0.params.api_key=hunter2") == 0
+    printed = capsys.readouterr()
+    texts = [printed.out, printed.err, (folder / "recipe.tuned.yaml").read_text(), (folder / "t.json").read_text()]
+    assert "hunter2" not in "".join(texts) and "***" in texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("recipe.yaml --profile steady.json", "--devices: required"),
+        ("recipe.yaml --profile steady.json --devices 0", "--devices: expected at least 1, got 0"),
+        ("recipe.yaml --profile steady.json --devices 1", "--devices: 1 gpus are fewer than the roles take at least"),
+        ("recipe.yaml --devices 4", "--profile: required, because the recipe has no emulation.profile"),
+        ("recipe.yaml --devices 4 --profile nowhere.json", "--profile: nowhere.json: cannot be read"),
+        ("recipe.yaml --devices 4 --profile recipe", "--profile: no profile 'recipe'; shipped are"),
+        ("nowhere.yaml --devices 4 --profile steady.json", "nowhere.yaml: no such file"),
+        (f"{COMMAND} --keep rollout.seed", "--keep: rollout.seed is not tuned; keys that are"),
+        (f"{COMMAND} --budget 1", "--budget: expected at least 12 simulations"),
+        (f"{COMMAND} --out recipe.yaml", "--out: recipe.yaml is the recipe itself"),
+        (f"{COMMAND} --json .", "--json: cannot write .: "),
+        (f"{COMMAND} --json recipe.yaml/x", "--json: cannot write recipe.yaml/x"),
+        (f"{COMMAND} --out recipe.yaml/t.yaml", "--out: cannot write recipe.yaml/t.yaml"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2_before_the_search(folder, by_law, capsys, arguments, said):
+    assert tune(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"omni-async: {said}") and printed.err.count("\n") == 1
+    assert not list(folder.glob("*.tuned.yaml")) and (folder / "recipe.yaml").read_text() == RECIPE
+
+
+def test_a_disk_that_fills_up_costs_the_one_file_and_is_exit_code_1(folder, by_law, capsys):
+    assert tune(f"{COMMAND} --json /dev/full --budget 16") == 1
+    printed = capsys.readouterr()
+    assert "/dev/full could not be written: No space left on device" in printed.err
+    assert printed.out.endswith("wrote recipe.tuned.yaml\n") and load("recipe.tuned.yaml")
+
+
+def test_neither_torch_nor_ray_is_imported(folder):
+    program = (
+        "import sys\n"
+        "from omni_async import cli\n"
+        "code = cli.main(['tune', 'recipe.yaml', '--profile', 'steady.json', '--devices', '3', '--budget', '12'])\n"
+        "print(code, [name for name in ('torch', 'ray', 'mlflow', 'tensordict', 'matplotlib') if name in sys.modules])"
+    )
+    found = {"capture_output": True, "text": True, "timeout": 120, "check": True, "env": {"PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([sys.executable, "-c", program], **found)
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+# ---- what is documented ----------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_schedules_is_the_codes():
+    section = PAGE.split("\n## Schedules\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|") and not re.fullmatch(r"[|\-: ]+", line)]
+    (_, *names), *lines = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in table]
+    documented = {
+        name: {
+            line[0]: yaml.safe_load(f'"{cell}"' if cell in ("on", "off") else cell)
+            for line, cell in zip(lines, column, strict=True)
+            if cell != "–"
+        }
+        for name, column in zip(names, zip(*(line[1:] for line in lines), strict=True), strict=True)
+    }
+    assert documented == SCHEDULES and names == list(SCHEDULES)
+
+
+def test_every_key_link_and_figure_of_the_page_is_there():
+    keys = set(re.findall(rf"`((?:{'|'.join(Config.__struct_fields__)})\.[a-z_.]+)[`=]", PAGE))
+    targets = re.findall(r"\]\(([^)#]+)\)", PAGE)
+    assert len(keys) > 15 and targets
+    for key in keys:
+        annotation_at(Config, key.split("."))
+    for target in targets:
+        assert (ROOT / "docs" / target).is_file(), target
+
+
+def test_the_figures_show_the_law_the_simulations_and_every_schedule(folder):
+    recipe, said = folder / "recipe.yaml", []
+    recipe.write_text(RECIPE + "emulation: {profile: steady.json}\n")
+    steps, ages = staleness(recipe, load(recipe, ["schedule=async"]), PROFILE, said.append).axes
+    lines = {line.get_label(): line for line in steps.get_lines()}
+    law = [async_step(times_of(load(recipe, [f"staleness.max_updates={s}"]), PROFILE), s) for s in range(5)]
+    assert list(lines["law"].get_ydata()) == pytest.approx(law)
+    assert list(lines["simulated"].get_ydata()) == pytest.approx(law, rel=0.1)
+    assert {text.get_text() for text in steps.texts} == set(SCHEDULES) - {"async"}
+    assert all(age <= s for line in ages.get_lines() for s, age in zip(line.get_xdata(), line.get_ydata(), strict=True))
+    assert len(said) == 5 + 4
+
+
+def helped() -> list[list[str]]:
+    """Returns the words of every example in the help of `tune` and `simulate`."""
+    [commands] = [action.choices for action in cli._parser()._actions if action.choices]
+    lines = [line for name in ("tune", "simulate") for line in commands[name].description.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("  omni-async ")]
+
+
+SHOWN = [words for words in [*(found.values[0] for found in COMMANDS), *helped()] if words[0] in ("tune", "simulate")]
+assert len(SHOWN) > 10
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", sorted({shlex.join(words) for words in SHOWN}))
+def test_a_printed_example_works_as_it_stands(command, folder, by_law, capsys):
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("my-run", "quickstart-20260101-120000"):
+        (run := folder / "runs" / name).mkdir(parents=True)
+        write_profile(run / "profile.json", PROFILE)
+        (run / "config.yaml").write_text(resolved_yaml(load(ROOT / "recipes" / "quickstart" / "quickstart.yaml")))
+    assert cli.main(shlex.split(command)) == 0, capsys.readouterr().err
+    assert command.startswith("simulate") or "\nwrote " in capsys.readouterr().out
+
+
+def test_the_help_names_the_keys_and_options(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["tune", "--help"])
+    shown, options = capsys.readouterr().out, "--devices --profile --keep --budget --seed --out --plot --json"
+    assert left.value.code == 0 and all(word in shown for word in (*TUNED, *options.split()))

@@ -1,0 +1,165 @@
+"""Tests with the library itself, offline: what it leaves is read back; it may neither report nor capture anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_async.config import schema
+from omni_async.records.write.sinks.base import SinkUnusableError
+from omni_async.records.write.sinks.feed import Sinks
+from omni_async.records.write.sinks.wandb_sink import WandbSink
+from tests.records.write.sinks.sink_world import about, tell
+from tests.support.patience import PATIENCE
+from tests.support.places import ROOT
+
+_BLOCK, _HEADER, _FIRST = 32768, struct.Struct("<IHB"), 7  # of the library's file: LevelDB's log, after 7 bytes
+
+
+_DENIED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@contextmanager
+def proxy(answer: bytes = b"") -> Iterator[tuple[dict[str, str], list[bytes]]]:
+    """Makes whatever wants to reach the network ask here, and answers so; yields the environment and what was asked."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            while True:
+                try:
+                    with server.accept()[0] as connection:
+                        asked.append(connection.recv(1000))
+                        connection.sendall(answer)
+                except OSError:
+                    return
+
+        threading.Thread(target=refuse, daemon=True).start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        yield {"HTTP_PROXY": address, "HTTPS_PROXY": address, "http_proxy": address, "https_proxy": address}, asked
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def work(folder: Path, status: str, goes_on: bool) -> subprocess.CompletedProcess[str]:
+    """Runs `main` in a process of its own, as the library keeps a process and settings per process."""
+    with proxy() as (environment, asked):
+        command = [sys.executable, "-m", "tests.records.write.sinks.test_wandb_sink", str(folder), status, str(goes_on)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
+    assert asked == [] and done.returncode == 0, (asked, done.stderr)
+    return done
+
+
+def main(folder: Path, status: Any, goes_on: bool) -> None:
+    sink = WandbSink(schema.Wandb(enabled=True), about(folder, goes_on))
+    sinks = Sinks([sink])
+    if goes_on:
+        assert sink.where == "", "it stays as it is until it has begun"
+    sinks.begin(0)
+    sys.stdout.write("a line of the run\n")
+    tell(sinks)
+    (folder / "summary.json").write_text("{}")
+    sinks.artifact(folder / "summary.json")
+    sinks.finish(status)
+    sys.stdout.write(f"{sink.where}\n")
+
+
+def records(file: Path) -> list[Any]:
+    """Reads the records of an offline run."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, part, found = file.read_bytes(), _FIRST, b"", []
+    while at + _HEADER.size <= len(content):
+        if (left := _BLOCK - at % _BLOCK) < _HEADER.size:
+            at += left
+            continue
+        _, size, kind = _HEADER.unpack_from(content, at)
+        at += _HEADER.size + size
+        part += content[at - size : at]
+        if kind in (1, 4):  # whole, or the last part of one
+            found.append(Record.FromString(part))
+            part = b""
+    return found
+
+
+def history(run: list[Any]) -> list[dict[str, Any]]:
+    rows = [record.history for record in run if record.WhichOneof("record_type") == "history"]
+    return [{"/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], list[str], list[str]]:
+    """A run that was interrupted and went on: the records of both attempts, and what the process wrote."""
+    folder = tmp_path_factory.mktemp("runs") / "run-1"
+    said = [work(folder, "interrupted", False), work(folder, "done", True)]
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert {file.name for file in files} == {"run-run-1.wandb"}
+    return [records(file) for file in files], [one.stdout for one in said], [one.stderr for one in said]
+
+
+def test_an_offline_run_has_its_numbers_at_their_versions_its_image_file_and_end_and_goes_on_as_itself(offline):
+    attempts, _, _ = offline
+    for records, code in zip(attempts, (255, 0), strict=True):
+        kinds = {record.WhichOneof("record_type"): record for record in records}
+        run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+        assert (run.run_id, run.project, list(run.tags)) == ("run-1", "omni_async", ["qwen_image", "flow_grpo", "S=2"])
+        assert "omni-async report" in run.notes
+        assert kinds["exit"].exit.exit_code == code
+        rows = history(records)
+        assert [(row["update"], row.get("goal/reward"), row.get("goal/validation_reward")) for row in rows[:3]] == [
+            (1, 0.25, None),
+            (2, 0.5, None),
+            (1, None, 0.75),
+        ]
+        assert rows[3]["goal/validation/_type"] == "image-file" and rows[3]["update"] == 1
+        saved = {file.path for record in records for file in record.files.files}
+        assert "summary.json" in saved and any(path.startswith("media/images/goal/validation") for path in saved)
+    assert len(attempts) == 2
+
+
+def test_nothing_is_captured_or_printed_besides(offline):
+    attempts, out, err = offline
+    for text in out:
+        line, where = text.splitlines()
+        assert line == "a line of the run"
+        assert "wandb sync " in where and where.endswith("/run-1/wandb/offline-run-*")
+    assert err == ["", ""]
+    kinds = {record.WhichOneof("record_type") for records in attempts for record in records}
+    assert not kinds & {"output", "output_raw", "stats", "environment", "alert"}
+
+
+def test_an_account_that_cannot_be_used_is_refused_in_one_line_without_its_key(tmp_path, monkeypatch):
+    key = "k" * 40
+    with proxy(_DENIED) as (environment, asked):
+        patience = {"WANDB_INIT_TIMEOUT": f"{PATIENCE:g}"}
+        for name, value in {**environment, **patience, "NO_PROXY": "", "no_proxy": ""}.items():
+            monkeypatch.setenv(name, value)
+        config = schema.Wandb(enabled=True, mode="online", api_key=key, base_url="http://wandb.invalid")
+        with pytest.raises(SinkUnusableError, match=r"^tracking\.wandb: cannot start a run: .*mode=offline") as refused:
+            WandbSink(config, about(tmp_path / "run-1"))
+    assert asked, "what the offline runs did not ask for"
+    assert key not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_credentials_in_why_a_run_cannot_be_started_are_masked(tmp_path, monkeypatch):
+    def refuse(sink: WandbSink) -> None:
+        raise ValueError("https://me:hunter2@h failed")
+
+    monkeypatch.setattr(WandbSink, "_open", refuse)
+    with pytest.raises(SinkUnusableError, match=r"cannot start a run: https://\*\*\*@h failed;"):
+        WandbSink(schema.Wandb(enabled=True), about(tmp_path / "run-1"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True")

@@ -1,0 +1,225 @@
+"""Tests one update: streaming changes no gradient, and every rank is given what it needs. What a real rank makes of
+that is tested in tests/training, and whole runs against a synchronous loop in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from omni_async.algorithms.advantages import RewardHistory
+from omni_async.roles.api import Abandoned
+from omni_async.store import ObjectLost
+from omni_async.types import SampleDrift
+from tests.roles.actor_world import (
+    FINAL_LATENTS,
+    GROUP_STD,
+    PREFERENCES,
+    REWARDS,
+    STEPS,
+    AccountingRank,
+    account,
+    make_config,
+    make_group,
+    make_update,
+    run_update,
+)
+
+
+class Drifts(dict[str, SampleDrift]):
+    """None of any sample."""
+
+    def __missing__(self, trajectory: str) -> SampleDrift:
+        return SampleDrift((0.0, 0.0), None, 24)
+
+
+# ---- groups that cannot be read --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, GROUP_STD, {"trainer.streaming": "off"}, {"algorithm.correction": {"mode": "decoupled"}}]
+)
+def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
+    ranks = [AccountingRank(rank=r, world=2, drifts=Drifts()) for r in range(2)]
+    ranks[1].lost = {"trajectory 0.3"}
+
+    async def main() -> dict[str, float]:
+        update = make_update(make_config(**{"trainer.workers": 2, **changes}), ranks)
+        with pytest.raises(ObjectLost, match=r"trajectory 0\.3 is gone"):
+            await update.add(make_group(0, REWARDS[0]))
+        assert (update.groups, update.missing) == ([], 2)
+        assert ranks[0].log == ranks[1].log == []
+        for number, again in ((1, "trajectory"), (0, "again")):
+            await update.add(make_group(number, REWARDS[number], [f"{again} {number}.{i}" for i in range(4)]))
+        return await update.finish()
+
+    asyncio.run(main())
+    assert [batch.group for batch in ranks[0].batches] == [1, 0]
+    assert ranks[0].fetched[0] == tuple(f"again 0.{i}" for i in range(4))
+    assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
+
+
+# ---- streaming changes no gradient -----------------------------------------------------------------------------------
+
+
+DPO = {**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.dpo": {"beta": 20.0}}
+STD = torch.tensor(REWARDS, dtype=torch.float64).std().item()
+
+
+@pytest.mark.parametrize("changes", [{}, GROUP_STD, DPO], ids=["a global std", "a group std", "preferences"])
+def test_streaming_makes_the_same_step_as_collecting(changes):
+    streamed, collected = account(**changes), account(**changes, **{"trainer.streaming": "off"})
+    assert abs(collected.theta) > 1e-3
+    assert streamed.theta == pytest.approx(collected.theta)
+    assert account([[1.0] * 4] * 2).theta == 0.0, "equal rewards leave the weights alone"
+
+
+@pytest.mark.parametrize(
+    ("form", "eps", "divisor"),
+    [("added", 1e-4, STD + 1e-4), ("floor", 1e-4, STD), ("floor", 2.0, 2.0)],
+    ids=["added", "below", "binds"],
+)
+def test_the_global_std_is_applied_once_at_the_end_and_a_floor_under_it_is_streamed_too(form, eps, divisor):
+    changes = {"algorithm.advantage": {"eps_form": form, "eps": eps}}
+    rank = account(**changes)
+    assert rank.scales == pytest.approx([1 / divisor])
+    assert [sum(group) for group in rank.groups] == pytest.approx([0.0] * 4)
+    assert rank.theta == pytest.approx(account(**changes, **{"trainer.streaming": "off"}).theta)
+
+
+def test_a_binding_advantage_clip_is_found_at_the_end_and_the_update_is_computed_again_on_every_rank():
+    clipped = {"algorithm.advantage": {"clip_max": 0.5}}
+    ranks = [AccountingRank(rank=r, world=2) for r in range(2)]
+    config = make_config(**{"trainer.groups_per_update": 4, "trainer.workers": 2, **clipped})
+    run_update(config, ranks, [make_group(i, values) for i, values in enumerate(REWARDS)])
+    for rank in ranks:
+        assert rank.log == ["accumulate"] * 4 + ["discard"] + ["accumulate"] * 4 + ["step"]
+        assert rank.scales == [1.0]
+        assert rank.step_weights == pytest.approx([0.5]), "what was discarded does not count"
+        assert max(abs(a) for group in rank.groups[4:] for a in group) == 0.5
+    together = account(**clipped, **{"trainer.streaming": "off"}).theta
+    assert sum(rank.theta for rank in ranks) == pytest.approx(together) != pytest.approx(account().theta)
+
+
+# ---- steps and weights -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("std", ["global", "group", "none"])
+@pytest.mark.parametrize("streaming", ["auto", "off"])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_every_optimizer_step_takes_the_mean_over_its_rows(std, streaming, steps):
+    changes = {"trainer.streaming": streaming, "trainer.steps_per_update": steps}
+    rank = account(**{"algorithm.advantage": {"std": std}, **changes})
+    assert rank.step_weights == pytest.approx([1.0] * steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"rollout.sde": {"window": {"size": 4, "range": [0, STEPS - 1]}}, "algorithm.timestep_fraction": 0.5}, 2),
+        ({**FINAL_LATENTS, "algorithm.name": "diffusion_nft"}, STEPS),
+        ({**FINAL_LATENTS, "algorithm.name": "diffusion_nft", "algorithm.forward": {"draws": 3}}, 3),
+        ({**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.forward": {"draws": 3}}, 3),
+    ],
+)
+def test_rows_that_are_not_trained_take_no_part_in_the_mean(changes, rows):
+    rank = AccountingRank(rows=rows)
+    run_update(make_config(**changes), [rank], [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
+    assert rank.step_weights == pytest.approx([1.0])
+
+
+def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_means_maxima_or_sums():
+    """Checks a metric that some steps do not have, too: it is averaged over those that have it."""
+    found = (
+        {"ess/step_01": 0.5, "both": 1.0, "weight/max": 2.0, "flops/sum": 3.0},
+        {"ess/step_03": 0.25, "both": 2.0, "weight/max": 1.0, "flops/sum": 4.0},
+    )
+    rank = AccountingRank(metrics=found)
+    config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, **GROUP_STD})
+    metrics = run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)])
+    assert rank.log == ["accumulate", "accumulate", "step"] * 2
+    means = {"loss": 1.5, "both": 1.5, "ess/step_01": 0.5, "ess/step_03": 0.25}
+    assert metrics == {**means, "weight/max": 2.0, "flops/sum": 7.0}
+
+
+# ---- what a rank is given --------------------------------------------------------------------------------------------
+
+
+def test_a_batch_carries_the_versions_of_each_samples_steps():
+    rank = AccountingRank()
+    groups = [make_group(3, REWARDS[0], versions=(4, 6)), make_group(5, REWARDS[1], versions=(7, 7))]
+    run_update(make_config(), [rank], groups, version=7)
+    assert [batch.group for batch in rank.batches] == [3, 5]
+    versions = [(batch.version, [tuple(of_sample) for of_sample in batch.step_versions]) for batch in rank.batches]
+    assert versions == [(7, [(4, 6)] * 4), (7, [(7, 7)] * 4)]
+    assert rank.fetched[3] == tuple(f"trajectory 3.{i}" for i in range(4))
+    assert all(batch.weights is None for batch in rank.batches)
+
+
+def test_every_sample_has_training_noise_of_its_own_and_the_run_decides_which():
+    def seeds(**changes: Any) -> list[tuple[int, ...]]:
+        return [batch.seeds for batch in account(**changes).batches]
+
+    drawn = [seed for group in seeds() for seed in group]
+    assert len(set(drawn)) == 16
+    assert all(0 <= seed < 2**63 for seed in drawn)
+    assert seeds() == seeds(**{"trainer.streaming": "off"}), "however it streams"
+    assert set(drawn).isdisjoint(seed for group in seeds(**{"run.seed": 1}) for seed in group)
+
+
+# ---- preferences -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", ["auto", "off"])
+def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share_their_noise(streaming):
+    rank = AccountingRank(rows=STEPS)
+    changes = {"algorithm.advantage": {"track_prompts": True, "aggregate": "gdpo"}, "trainer.streaming": streaming}
+    config, history = make_config(**DPO, **changes), RewardHistory()
+    groups = [make_group(0, [0.4, 0.1, 0.9, 0.3]), make_group(1, [2.0, 3.0, 1.0, 1.0])]
+    run_update(config, [rank], groups, history=history)
+    assert history.state() == {}, "preferences leave no trace in the history of rewards"
+    first, second = rank.batches
+    assert rank.fetched == {0: ("trajectory 0.2", "trajectory 0.1"), 1: ("trajectory 1.1", "trajectory 1.2")}
+    assert rank.groups == [[1.0, -1.0]] * 2
+    for batch in (first, second):
+        assert len(batch.seeds) == 2 and batch.seeds[0] == batch.seeds[1]
+    assert first.seeds != second.seeds
+    assert rank.step_weights == pytest.approx([1.0])
+
+
+def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
+    rank = AccountingRank(rows=STEPS)
+    config = make_config(**PREFERENCES, **{"trainer.groups_per_update": 1})
+    run_update(config, [rank], [make_group(0, [1.0, 0.0], versions=())], version=4)
+    [batch] = rank.batches
+    assert rank.fetched == {0: ("trajectory 0.0", "trajectory 0.1")}
+    assert [tuple(versions) for versions in batch.step_versions] == [(), ()]
+
+
+# ---- a machine that will be taken away -------------------------------------------------------------------------------
+
+
+class PreemptingRank(AccountingRank):
+    """A rank that requests preemption when it has accumulated `after` groups."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after, self.accumulated, self.preempted = after, 0, False
+
+    async def accumulate(self, batch: Any, row_weight: float) -> None:
+        await super().accumulate(batch, row_weight)
+        self.accumulated += 1
+        self.preempted |= self.accumulated == self.after
+
+
+@pytest.mark.parametrize(("after", "steps", "accumulated"), [(1, 1, 1), (3, 1, 3), (3, 2, 4)])
+def test_an_update_is_given_up_between_two_groups_unless_it_has_begun_to_step(after, steps, accumulated):
+    rank = PreemptingRank(after)
+    settings = {"trainer.groups_per_update": 4, "trainer.steps_per_update": steps, "trainer.streaming": "off"}
+    groups = [make_group(i, values) for i, values in enumerate(REWARDS)]
+    with pytest.raises(Abandoned) if steps == 1 else contextlib.nullcontext():
+        run_update(make_config(**settings), [rank], groups, preempt=lambda: rank.preempted)
+    assert rank.accumulated == accumulated

@@ -1,0 +1,416 @@
+"""Tests what the command line says of checkpoints, sizes and families that do not fit each other: one line after
+less than a second of work, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from omni_async_pipelines.flux.sampling import FluxSampling
+from omni_async_pipelines.qwen_image.sampling import QwenImageSampling
+from omni_async_pipelines.qwen_image_edit.sampling import QwenImageEditSampling
+from omni_async_pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
+from omni_async_pipelines.wan2_2.sampling import Wan22Sampling
+from omni_async_pipelines.z_image.sampling import ZImageSampling
+
+from omni_async.cli import main
+from omni_async.config import ConfigError
+from omni_async.plugins import families
+from omni_async.plugins.families import SamplingSpec, find_family
+from omni_async.runtime.preflight.model_files import check_sequence
+from tests.runtime.runtime_world import write_world
+from tests.support.effort import require_lines
+
+CLASSES = {
+    "scheduler": "FlowMatchEulerDiscreteScheduler",
+    "text_encoder": "CLIPTextModelWithProjection",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+    "text_encoder_3": "T5EncoderModel",
+    "tokenizer": "CLIPTokenizer",
+    "tokenizer_2": "CLIPTokenizer",
+    "tokenizer_3": "T5Tokenizer",
+    "transformer": "SD3Transformer2DModel",
+    "vae": "AutoencoderKL",
+}
+SETTINGS = {"transformer": {"patch_size": 2, "pos_embed_max_size": 32}, "vae": {"block_out_channels": [8, 8, 8, 8]}}
+
+
+def safetensors(length: int) -> bytes:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(length)
+
+
+def library(cls: str) -> str:
+    return "diffusers" if cls.startswith(("Auto", "SD3", "Flow")) else "transformers"
+
+
+def stem(name: str) -> str:
+    """Returns the name under which a part's library looks for weights."""
+    return "diffusion_pytorch_model" if library(CLASSES[name]) == "diffusers" else "model"
+
+
+def write_parts(folder: Path) -> None:
+    """Writes a folder that looks like Stable Diffusion 3, with empty parts."""
+    for name, cls in CLASSES.items():
+        (folder / name).mkdir(parents=True)
+        is_model = "Tokenizer" not in cls and "Scheduler" not in cls
+        kind = "" if is_model else "tokenizer_" if "Tokenizer" in cls else "scheduler_"
+        (folder / name / f"{kind}config.json").write_text(json.dumps(SETTINGS.get(name, {})))
+        if is_model:
+            (folder / name / f"{stem(name)}.safetensors").write_bytes(safetensors(100))
+        if "Tokenizer" in cls:
+            (folder / name / "tokenizer.json").write_text("{}")
+    index: dict[str, Any] = {name: [library(cls), cls] for name, cls in CLASSES.items()}
+    index |= {"_class_name": "StableDiffusion3Pipeline", "feature_extractor": [None, None]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    write_parts(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    sections = {
+        "model": {"pipeline": "stable_diffusion_3", "path": "model"},
+        "run": {"dir": str(tmp_path / "runs"), "runtime": "inprocess"},
+        "data": {"prompts": "prompts.txt"},
+        "rollout": {"engine": "diffusers", "sampling": {"height": 64, "width": 64}},
+        "reward": {"scorers": [{"name": "jpeg_size"}]},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    return tmp_path / "recipe.yaml"
+
+
+# Lines of Python: `check` of such a recipe runs at most 360,000 in all, which take a tenth of a second.
+LITTLE = 1_000_000
+
+
+@pytest.fixture
+def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Returns what is said of a recipe by `train` and `check`, which is the same line."""
+
+    def answer(recipe: Path, *overrides: str) -> str:
+        said = set()
+        for command in ("train", "check"):
+            assert require_lines(LITTLE, partial(main, [command, str(recipe), *overrides])) == 2
+            out, err = capfd.readouterr()
+            assert out == "" and err.endswith("\n")
+            said.add(err.removesuffix("\n"))
+        [only] = said
+        assert "\n" not in only
+        return only
+
+    return answer
+
+
+def test_a_whole_checkpoint_is_accepted_whatever_else_it_lists(recipe: Path) -> None:
+    """Checks so with a part that is no model, one that is not there, and settings of the pipeline."""
+    index = recipe.parent / "model" / "model_index.json"
+    more = {"guider": ["diffusers", "Guidance"], "transformer_2": [None, None], "boundary_ratio": 0.9}
+    index.write_text(json.dumps(json.loads(index.read_text()) | more))
+    (recipe.parent / "model" / "guider").mkdir()
+    (recipe.parent / "model" / "guider" / "guider_config.json").write_text("{}")
+    assert main(["check", str(recipe), "--no-probe", "rollout.sampling.height=512"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("true_cfg_scale", 2, "unknown key; allowed: guidance_scale, height, max_sequence_length, negative_prompt, wi"),
+        ("guidance", 2, "unknown key; did you mean 'guidance_scale'? allowed: "),
+        ("height", 72, "expected int >= 16, multiple of 16, got 72"),
+        ("width", 0, "expected int >= 16, multiple of 16, got 0"),
+        ("height", "tall", "expected int >= 16, multiple of 16, got 'tall'"),
+        ("height", "null", "expected int >= 16, multiple of 16, got None"),
+        ("max_sequence_length", 1000, "expected int >= 1, <= 512, got 1000"),
+        ("guidance_scale", 0.5, "expected float >= 1, got 0.5"),
+        ("width", 528, "this checkpoint's position table ends at 512 pixels, got 528"),
+    ],
+)
+def test_settings_of_a_sample_that_the_family_does_not_have(
+    recipe: Path, line: Callable[..., str], key: str, value: Any, expected: str
+) -> None:
+    assert f"rollout.sampling.{key}: {expected}" in line(recipe, f"rollout.sampling.{key}={value}")
+
+
+def remove(path: str) -> Callable[[Path], Any]:
+    return lambda model: shutil.rmtree(model / path) if (model / path).is_dir() else (model / path).unlink()
+
+
+def write(path: str, content: bytes) -> Callable[[Path], Any]:
+    return lambda model: (model / path).write_bytes(content)
+
+
+def without_a_trace_of_the_vae(model: Path) -> None:
+    remove("vae")(model)
+    index = json.loads((model / "model_index.json").read_text())
+    (model / "model_index.json").write_text(json.dumps({key: part for key, part in index.items() if key != "vae"}))
+
+
+def pickled(model: Path) -> None:
+    (model / WEIGHTS).rename(model / "transformer" / "diffusion_pytorch_model.bin")
+
+
+def renamed(ending: str, index: str | None = None) -> Callable[[Path], Any]:
+    """Returns what gives the denoiser's weights another ending, and an index of that variant."""
+
+    def spoil(model: Path) -> None:
+        (model / WEIGHTS).rename(model / "transformer" / f"diffusion_pytorch_model{ending}")
+        if index is not None:
+            (model / f"{WEIGHTS}.index{index}.json").write_bytes(SHARDS)
+
+    return spoil
+
+
+def as_file(name: str) -> Callable[[Path], Any]:
+    def spoil(model: Path) -> None:
+        remove(name)(model)
+        (model / name).write_text("")
+
+    return spoil
+
+
+FP16, BF16_INDEX = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.bf16.json"
+SHARDS = b'{"weight_map": {"w": "diffusion_pytorch_model.safetensors", "b": "model-2.safetensors"}}'
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n"
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        *((remove(name), f"has no {name}/, but its model_index.json lists {cls}") for name, cls in CLASSES.items()),
+        (remove("model_index.json"), "it has no model_index.json"),
+        (remove("vae/config.json"), "vae has no config.json, but "),
+        (remove("tokenizer_2/tokenizer_config.json"), "tokenizer_2 has no *config.json, but "),
+        (remove("scheduler/scheduler_config.json"), "scheduler has no scheduler_config.json, but "),
+        (write("vae/config.json", b'{"block_out'), "vae/config.json is cut off or no JSON (Input data was truncated"),
+        (write("text_encoder_3/config.json", b""), "text_encoder_3/config.json is cut off or no JSON ("),
+        (write("vae/config.json", b"\xff\xfe"), "vae/config.json is cut off or no JSON ("),
+        (write("vae/config.json", b"[]"), "vae/config.json: expected a JSON object, got a list"),
+        (write("vae/config.json", b"{}"), "height: "),
+        (remove(WEIGHTS), "transformer has no weights (diffusion_pytorch_model.safetensors, or "),
+        (write(WEIGHTS, b""), f"{WEIGHTS} (0 bytes) is cut off or no safetensors file; copy it again"),
+        (write(WEIGHTS, safetensors(100)[:20]), f"{WEIGHTS} (20 bytes) is cut off or no safetensors file"),
+        (write(WEIGHTS, safetensors(100)[:-1]), "its header says "),
+        (write(WEIGHTS, safetensors(100) + b"x"), "its header says "),
+        (write(WEIGHTS, b"\xff" * 50), "is cut off or no safetensors file"),
+        (write(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "is cut off or no safetensors file"),
+        (
+            write("vae/diffusion_pytorch_model.safetensors", LFS),
+            "is a Git LFS pointer and not the file; fetch it with `git lfs pull`",
+        ),
+        (write(f"{WEIGHTS}.index.json", SHARDS), "transformer lacks 1 of 2 files of weights: model-2.safetensors"),
+        (write("model_index.json", b'{"_class_name": "StableDiffusion3Pipeline"}'), "lists no parts"),
+        (renamed(".fp16.safetensors"), f"but only the fp16 variant, {FP16}; rename it to diffusion_pytorch_model.safe"),
+        (renamed("-00001-of-00002.safetensors"), "but 1 shards without an index (diffusion_pytorch_model-00001-of-00"),
+        (renamed(".bf16.safetensors", index=".bf16"), f"but only the bf16 variant in shards; rename {BF16_INDEX} to "),
+        (write(f"{WEIGHTS}.index.json", SHARDS.replace(b"model-2", b"../vae/a")), "names of files in its own folder, "),
+        (write(f"{WEIGHTS}.index.json", b'{"weight_map": {}}'), "expected a weight_map, tensors to files"),
+        (
+            write(f"{WEIGHTS}.index.json", SHARDS.replace(b"model-2", b"diffusion_pytorch_model")),
+            "lacks the tensor 'b'",
+        ),
+        (write(WEIGHTS, safetensors(100).replace(b"[100]", b"[ 10]")), "is no safetensors file: "),
+        (
+            as_file("text_encoder"),
+            "text_encoder is a file, not a folder, but its model_index.json lists CLIPTextModelW",
+        ),
+        (remove("tokenizer_3/tokenizer.json"), "tokenizer_3 has no vocabulary; expected tokenizer.json, or "),
+        (write("tokenizer/tokenizer.json", b"{"), "tokenizer/tokenizer.json is cut off or no JSON ("),
+        (write("tokenizer/tokenizer.json", b""), "tokenizer/tokenizer.json is empty; copy it again"),
+        (write("tokenizer/tokenizer.json", LFS), "tokenizer/tokenizer.json is a Git LFS pointer and not the file; fe"),
+        (write("vae/config.json", LFS), "vae/config.json is a Git LFS pointer and not the file; fetch it with `git lf"),
+        (
+            write("vae/config.json", b'{"_class_name": "AutoencoderKLWan"}'),
+            "vae/config.json is of a AutoencoderKLWan, ",
+        ),
+        (without_a_trace_of_the_vae, "is no checkpoint of this family in diffusers layout, "),
+        (
+            pickled,
+            "transformer/diffusion_pytorch_model.bin is a pickle, which may run code when it is read; convert it to ",
+        ),
+        (write("model_index.json", b'{"_class_name": "FluxPipeline"}'), "is a FluxPipeline checkpoint, but model.pip"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(
+    recipe: Path, line: Callable[..., str], spoil: Callable[[Path], Any], expected: str
+) -> None:
+    spoil(recipe.parent / "model")
+    said = line(recipe)
+    assert expected in said
+    assert said.startswith(("omni-async: model.path: ", "omni-async: rollout.sampling.height: "))
+
+
+def test_transformers_loads_the_single_file_where_there_are_shards_as_well(
+    recipe: Path, line: Callable[..., str]
+) -> None:
+    encoder = recipe.parent / "model" / "text_encoder"
+    (encoder / "a.safetensors").write_bytes((encoder / "model.safetensors").read_bytes())
+    (encoder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
+    (encoder / "model.safetensors").write_bytes(safetensors(100)[:-1])
+    assert "text_encoder/model.safetensors" in line(recipe)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Installs a package that registers the family `mine` with a module of the given source."""
+
+    def install(source: str) -> None:
+        folder = tmp_path / "site"
+        (folder / "mine-1.dist-info").mkdir(parents=True)
+        (folder / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+        (folder / "mine-1.dist-info" / "entry_points.txt").write_text(f"[{families.GROUP}]\nmine = my_family:FAMILY\n")
+        (folder / "my_family.py").write_text(source)
+        monkeypatch.syspath_prepend(str(folder))
+        families.family_names.cache_clear()
+        families.find_family.cache_clear()
+
+    yield install
+    sys.modules.pop("my_family", None)
+    families.family_names.cache_clear()
+    families.find_family.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import no_such_package", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("FAMILY = (", "cannot be imported: SyntaxError: '(' was never closed"),
+        ("raise RuntimeError('no licence\\nat all')", "cannot be imported: RuntimeError: no licence"),
+        ("import sys; sys.exit('no licence')", "cannot be imported: SystemExit: no licence"),
+        ("", "cannot be imported: AttributeError: module 'my_family' has no attribute 'FAMILY'"),
+        ("FAMILY = 'mine'", "which is of type str, not PipelineFamily"),
+    ],
+)
+def test_a_family_whose_package_is_broken(
+    recipe: Path, line: Callable[..., str], installed: Callable[[str], None], source: str, why: str
+) -> None:
+    installed(source)
+    said = line(recipe, "model.pipeline=mine")
+    assert "model.pipeline: 'mine' is registered as 'my_family:FAMILY', which " in said and why in said
+    assert main(["check", str(recipe), "--no-probe"]) == 0, "other families are not affected"
+    assert main(["docs", "--out", str(recipe.parent / "page.md")]) == 2, "its keys cannot be documented"
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "said"),
+    [
+        (FluxSampling(guidance_scale=3.5), {"guidance_embeds": True}, None),
+        (FluxSampling(), {"guidance_embeds": False}, None),
+        (FluxSampling(guidance_scale=3.5), {"guidance_embeds": False}, "guidance_scale: this checkpoint's transformer"),
+        (ZImageSampling(), {"axes_lens": [514, 32, 32]}, None),
+        (ZImageSampling(), {"axes_lens": [513, 32, 32]}, "max_sequence_length: this checkpoint's position table ends"),
+        (
+            ZImageSampling(height=528),
+            {"axes_lens": [514, 32, 32]},
+            "height: this checkpoint's position table ends at 51",
+        ),
+        (
+            ZImageSampling(),
+            {"axes_lens": [514, 32, 16]},
+            "width: this checkpoint's position table ends at 256, got 512",
+        ),
+        (ZImageSampling(), {"axes_lens": [514]}, "height: "),
+    ],
+)
+def test_a_sample_that_the_transformer_cannot_make(
+    tmp_path: Path, spec: SamplingSpec, config: dict[str, Any], said: str | None
+) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    problem = spec.problem(tmp_path)
+    assert problem is None if said is None else problem is not None and problem.startswith(said)
+
+
+# ---- ranks that share the tokens of a sample -------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, *heads: int | None) -> Path:
+    """Writes the configurations of denoisers with so many heads, and of a VAE."""
+    for part, number in zip(("transformer", "transformer_2"), heads, strict=False):
+        (folder / part).mkdir()
+        config = {"num_attention_heads": number, "patch_size": [1, 2, 2]}
+        (folder / part / "config.json").write_text(json.dumps(config))
+    (folder / "vae").mkdir()
+    (folder / "vae" / "config.json").write_text("{}")
+    return folder
+
+
+QWEN, WAN = QwenImageSampling(height=48, width=80), Wan22Sampling(height=48, width=80, num_frames=9)
+EDIT = QwenImageEditSampling(height=64, width=64)
+LARGE = Wan22Sampling(height=192, width=192)
+DEGREE = "trainer.sequence_parallel"
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "heads", "fits", "refused", "said"),
+    [
+        ("wan2_2", LARGE, (24, 20), 4, 8, f"{DEGREE}: 8 ranks share a sequence, and do not divide the 20 attention he"),
+        ("wan2_2", LARGE, (24, 20), 4, 9, f"{DEGREE}: 9 ranks share a sequence, and do not divide the 24 attention he"),
+        ("qwen_image", QWEN, (None,), 1, 2, "model.path: .* does not say its num_attention_heads, got None"),
+        (
+            "qwen_image",
+            QWEN,
+            (120,),
+            5,
+            2,
+            f"rollout.sampling: a sample's tokens are a multiple of 15, which {DEGREE} = 2",
+        ),
+        (
+            "qwen_image_edit",
+            EDIT,
+            (24,),
+            4,
+            8,
+            f"rollout.sampling: a sample's tokens are a multiple of 4, which {DEGREE}",
+        ),
+        ("wan2_2", WAN, (120,), 5, 2, f"rollout.sampling: a sample's tokens are a multiple of 45, which {DEGREE} = 2"),
+        ("stable_diffusion_3", StableDiffusion3Sampling(height=48, width=80), (24,), 2, 9, f"{DEGREE}: 9 ranks"),
+    ],
+)
+def test_ranks_divide_the_heads_of_every_denoiser_and_the_tokens_of_a_sample(
+    tmp_path: Path, family: str, spec: SamplingSpec, heads: Any, fits: int, refused: int, said: str
+) -> None:
+    whole = checkpoint(tmp_path, *heads), find_family(family), {"rollout.sampling": spec}
+    check_sequence(fits, *whole)
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        check_sequence(refused, *whole)
+
+
+def test_a_family_without_a_plan_of_attention_is_refused(tmp_path: Path) -> None:
+    family = msgspec.structs.replace(find_family("qwen_image"), name="mine", attention_heads=None)
+    with pytest.raises(ConfigError, match="ranks cannot share the tokens of a 'mine' sample, got 2; use 1"):
+        check_sequence(2, tmp_path, family, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.sequence_parallel=3"], "3 ranks share a sequence, and do not divide the 4 attention heads of"),
+        (
+            ["rollout.buckets=[{sampling: {height: 48, width: 16}}]"],
+            "rollout.buckets.0.sampling: a sample's tokens are a multiple of 3",
+        ),
+        (["trainer.backend=plain"], "trainer.backend: 'plain' is one rank, got trainer.workers = 6; use 'fsdp2' or"),
+        (["trainer.compile=true"], "trainer.compile: layers whose attention exchanges tokens are not compiled"),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_refused_at_once_and_one_that_does_is_accepted(
+    tmp_path: Path, line: Callable[..., str], overrides: list[str], said: str
+) -> None:
+    write_world(
+        tmp_path,
+        run={"runtime": "ray"},
+        rollout={"engine": "diffusers", "group_size": 6, "sampling": {"height": 64, "width": 64}},
+        trainer={"workers": 6, "sequence_parallel": 2},
+    )
+    assert said in line(tmp_path / "recipe.yaml", *overrides)
+    assert main(["check", str(tmp_path / "recipe.yaml"), "--no-probe"]) == 0
