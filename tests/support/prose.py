@@ -43,13 +43,10 @@ def python_texts(path: Path) -> Iterator[Text]:
     """Yield the docstrings and comments of a Python file, each with its line."""
     source = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
-        for item in getattr(node, "body", ()) if isinstance(getattr(node, "body", None), list) else ():
-            if (
-                isinstance(item, ast.Expr)
-                and isinstance(item.value, ast.Constant)
-                and isinstance(item.value.value, str)
-            ):
-                yield path, item.lineno, item.value.value
+        body = getattr(node, "body", None)
+        for item in body if isinstance(body, list) else ():
+            if isinstance(item, ast.Expr) and isinstance(text := getattr(item.value, "value", None), str):
+                yield path, item.lineno, text
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# noqa", "# type")):
             yield path, token.start[0], token.string.lstrip("# ")
@@ -68,8 +65,7 @@ def messages(path: Path) -> Iterator[Text]:
                 if keyword.arg in ("help", "description"):
                     yield from _strings(path, keyword.value)
         elif isinstance(node, ast.Assign) and re.fullmatch(r"_?[A-Z_]+", getattr(node.targets[0], "id", "")):
-            if isinstance(node.value, ast.Constant):
-                yield from _strings(path, node.value)
+            yield from _strings(path, node.value) if isinstance(node.value, ast.Constant) else ()
 
 
 def _strings(path: Path, node: ast.AST) -> Iterator[Text]:
@@ -116,8 +112,8 @@ def worst(found: Iterable[Text], number: int) -> list[str]:
     rated = []
     for path, line, text in found:
         for sentence in re.split(r"(?<=[.;]) +|\n", text):
-            if hits := sum(len(one.findall(sentence)) for one in _COMPILED.values()):
-                rated.append((-hits, len(sentence), f"{path}:{line}: {sentence.strip()[:200]}"))
+            hits = sum(len(one.findall(sentence)) for one in _COMPILED.values())
+            rated += [(-hits, len(sentence), f"{path}:{line}: {sentence.strip()[:200]}")] if hits else []
     return [shown for *_, shown in sorted(rated)[:number]]
 
 
