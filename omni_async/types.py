@@ -197,7 +197,9 @@ class SampleResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoreJob(msgspec.Struct, frozen=True, gc=False):
-    """A sample to score. `attempt` is the sample's: one that was lost and generated again has other media.
+    """A sample to score: number `sample`, from 0, of the group or validation round `group`.
+
+    `attempt` is the sample's. A sample that was lost and generated again has other media.
 
     `alone`: workers were lost over it, so that the next one scores nothing beside it."""
 
@@ -207,6 +209,8 @@ class ScoreJob(msgspec.Struct, frozen=True, gc=False):
     media: Any
     attempt: int = 1
     alone: bool = False
+    group: int = 0
+    sample: int = 0
 
 
 class Score(msgspec.Struct, frozen=True, gc=False):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from omni_async.algorithms.registry import Objective, find_objective
+from omni_async.algorithms.registry import FINAL, STEPS, Objective, find_objective
 from omni_async.config.algorithm import Forward
 from omni_async.config.layout import ParallelLayout
 from omni_async.config.schema import Config, Sde
@@ -34,6 +34,7 @@ class Kind:
         algorithm.correction corrects; its loss then recomputes proximal log-probs.
     paired: whether a group's best and worst sample alone are trained, as a pair: every rank then has both, and
         their rows are dealt. Preference files are made of such pairs.
+    requires: the trajectory tensors that its rows are made of; every objective of the kind must name them.
     fields: the trajectory tensors that engines must return for an objective under a configuration.
     problems: combinations of an objective and the rest of the configuration that cannot work, one message each, beside
         those that follow from the above."""
@@ -45,6 +46,7 @@ class Kind:
     noisy: bool = False
     ratio: bool = False
     paired: bool = False
+    requires: tuple[str, ...] = ()
     fields: Callable[[Objective, Config], tuple[str, ...]] = lambda objective, config: objective.fields
     problems: Callable[[Objective, Config], Iterator[str]] = lambda objective, config: iter(())
 
@@ -101,6 +103,7 @@ BUILT_IN: tuple[Kind, ...] = (
         rows_per_sample=_steps,
         noisy=True,
         ratio=True,
+        requires=STEPS,
         fields=_step_fields,
         problems=_step_problems,
     ),
@@ -111,6 +114,7 @@ BUILT_IN: tuple[Kind, ...] = (
             loss="omni_async.training.forward_loss:ForwardLoss",
             rows_per_sample=_draws,
             paired=name == "preference",
+            requires=FINAL,
         )
         for name in ("forward", "preference")
     ),

@@ -21,8 +21,8 @@ AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
 # The tensors that engines can return with a sample (`omni_async.rollout.base.Trajectory`).
 TRAJECTORY_FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
-_STEPS = ("latents", "log_probs", "conditioning")
-_FINAL = ("final", "conditioning")
+STEPS = ("latents", "log_probs", "conditioning")
+FINAL = ("final", "conditioning")
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,6 @@ class Objective:
             raise ValueError(
                 f"objective {self.name!r}: fields: engines return {list(TRAJECTORY_FIELDS)}, got {unknown}"
             )
-        needed = {"transition": _STEPS, "forward": _FINAL, "preference": _FINAL}.get(self.kind, ())
-        if missing := [field for field in needed if field not in self.fields]:
-            raise ValueError(f"objective {self.name!r}: fields: {self.kind!r} rows are made of {missing} too")
         for name in ("homogeneous", "auxiliary", "old_decay", "problems"):
             if not callable(given := getattr(self, name)):
                 raise TypeError(f"objective {self.name!r}: {name}: expected a function, got {given!r}")
@@ -197,13 +194,13 @@ def _dpo_problems(config: Config) -> Iterator[str]:
 
 
 def _on_steps(name: str, summary: str, **options: Any) -> Objective:
-    usual = {"fields": _STEPS, "homogeneous": _no_kl, "auxiliary": _reference}
+    usual = {"fields": STEPS, "homogeneous": _no_kl, "auxiliary": _reference}
     compute = f"omni_async.algorithms.objectives.transition:{name}"
     return Objective(name, summary, "transition", compute, **{**usual, **options})
 
 
 def _on_final(name: str, summary: str, kind: str = "forward", **options: Any) -> Objective:
-    return Objective(name, summary, kind, f"omni_async.algorithms.objectives.forward:{name}", _FINAL, **options)
+    return Objective(name, summary, kind, f"omni_async.algorithms.objectives.forward:{name}", FINAL, **options)
 
 
 BUILT_IN: tuple[Objective, ...] = (
@@ -223,13 +220,13 @@ BUILT_IN: tuple[Objective, ...] = (
     _on_steps(
         "grpo_guard",
         "ratios centred and rescaled per step before clipping (GRPO-Guard)",
-        fields=(*_STEPS, "means"),
+        fields=(*STEPS, "means"),
         problems=_guard_problems,
     ),
     _on_steps(
         "flow_dppo",
         "no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped (Flow-DPPO)",
-        fields=(*_STEPS, "means"),
+        fields=(*STEPS, "means"),
         problems=_dppo_problems,
     ),
     _on_steps("gspo", "one ratio per sample: the geometric mean over its trained steps (GSPO)", unit="sample"),

@@ -15,6 +15,8 @@ def problems(config: Config) -> Iterator[str]:
     """Yield one message per combination that cannot work. ValueError for an unknown objective."""
     objective = find_objective(config.algorithm.name)
     kind = find_kind(objective.kind)
+    if missing := [field for field in kind.requires if field not in objective.fields]:
+        yield f"algorithm.name: objective {objective.name!r}: fields: {kind.name!r} rows are made of {missing} too"
     yield from _rows(config, objective, kind)
     yield from _ratio(config, objective, kind)
     if not kind.paired and config.rollout.group_size < 2:

@@ -99,7 +99,7 @@ def _placement(c: Config) -> Iterator[str]:
 
 def _staleness(c: Config) -> Iterator[str]:
     buffer, every = c.buffer, c.weights.publish_every
-    live = (c.staleness.max_updates + 1) * c.trainer.groups_per_update
+    live = c.slots
     if live > _MOST_LIVE_GROUPS:
         yield (
             f"staleness.max_updates: (S + 1) x trainer.groups_per_update = {live} groups may be alive at once, at most"

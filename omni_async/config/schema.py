@@ -339,6 +339,11 @@ class Config(Section, kw_only=True, frozen=True):
         return automatic_correction(self.staleness.max_updates) if chosen.mode == "auto" else chosen
 
     @property
+    def slots(self) -> int:
+        """Return (S + 1) P: the groups that may be admitted and not yet trained and published."""
+        return (self.staleness.max_updates + 1) * self.trainer.groups_per_update
+
+    @property
     def engine_names(self) -> tuple[str, ...]:
         """The names of the actors that make samples: engines, or the one reader of a preference dataset."""
         if self.data.preferences is not None:

@@ -26,7 +26,7 @@ class Blame:
     """What is known of the scorers. `has_scored`: as they are now, they have scored a sample of this run before."""
 
     def __init__(self, config: Config, has_scored: bool) -> None:
-        at_once = (config.staleness.max_updates + 1) * config.trainer.groups_per_update
+        at_once = config.slots
         self._enough = min(_ALL_WRONG, at_once)
         self._down: set[str] = set()
         self._proven: set[str] = set()

@@ -214,7 +214,7 @@ class GroupTable:
         self._per_update = config.trainer.groups_per_update
         self._window = config.buffer.window
         self._num_places = config.buffer.groups
-        self._num_slots = (self._budget + 1) * self._per_update
+        self._num_slots = config.slots
         self._wanted = ledger.events["trained"] + (config.trainer.updates - start_version) * self._per_update
         self._most_fruitless = max(_FRUITLESS, 4 * self._num_slots)
         self._num_fruitless = 0  # groups in a row that ended without being trained

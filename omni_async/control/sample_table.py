@@ -169,7 +169,8 @@ class Sample:
     def job(self, alone: bool = False) -> ScoreJob:
         assert self.result is not None
         request = self.request
-        return ScoreJob(request.sample_id, request.kind, request.prompt, self.result.media, request.attempt, alone)
+        made = request.kind, request.prompt, self.result.media, request.attempt
+        return ScoreJob(request.sample_id, *made, alone, request.group, request.sample)
 
 
 class Outcome(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -40,33 +41,35 @@ class Member(NamedTuple):
     identity: bytes | None = None
 
 
+@dataclass(frozen=True)
 class LoadedReward:
     """The scorers of a reward, `members`, in the order of the recipe, and the `formula` that combines their scores."""
 
-    def __init__(self, reward: schema.Reward, gpus: float = 0.0, build: Build = registry.build) -> None:
+    formula: RewardFormula
+    members: list[Member]
+
+    @classmethod
+    def load(cls, reward: schema.Reward, gpus: float = 0.0, build: Build = registry.build) -> LoadedReward:
         """Load every scorer.
 
         Args:
             reward: the recipe's section.
             gpus: the accelerators of this worker.
-            build: makes a scorer of its entry of `reward.scorers`."""
+            build: builds a scorer from its entry of `reward.scorers`."""
         if not reward.scorers:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
-        self.formula = RewardFormula(reward)
-        self.members: list[Member] = []
-        for label, config in zip(self.formula.labels, reward.scorers, strict=True):
+        formula = RewardFormula(reward)
+        members = []
+        for label, config in zip(formula.labels, reward.scorers, strict=True):
             scorer = _built(label, config, gpus, build)
             shown = Discreet(scorer, registry.secrets_of(config))
-            self.members.append(Member(label, config, shown, identity_of(config, scorer)))
+            members.append(Member(label, config, shown, identity_of(config, scorer)))
+        return cls(formula, members)
 
     @classmethod
     def of(cls, reward: schema.Reward, *scorers: Scorer) -> LoadedReward:
-        """Return a reward of scorers that are built already, in place of those that `reward` names."""
+        """Return a reward of scorers that are built already, in place of the scorers that `reward` names."""
         configs = tuple(schema.Scorer(name=scorer.name) for scorer in scorers)
-        loaded = cls.__new__(cls)
-        loaded.formula = RewardFormula(msgspec.structs.replace(reward, scorers=configs))
-        loaded.members = [
-            Member(label, config, Discreet(scorer, frozenset()))
-            for label, config, scorer in zip(loaded.formula.labels, configs, scorers, strict=True)
-        ]
-        return loaded
+        formula = RewardFormula(msgspec.structs.replace(reward, scorers=configs))
+        named = zip(formula.labels, configs, scorers, strict=True)
+        return cls(formula, [Member(label, config, Discreet(one, frozenset())) for label, config, one in named])

@@ -156,7 +156,7 @@ def rewarder(context: WorkerContext) -> Rewarder:
     from omni_async.rewards.pooled import build_for
     from omni_async.rewards.probe import Probe
 
-    reward = LoadedReward(config.reward, config.placement.reward.gpus, partial(build_for, config.reward))
+    reward = LoadedReward.load(config.reward, config.placement.reward.gpus, partial(build_for, config.reward))
     probe = Probe.of(config, inputs.prompts)
     return Rewarder(context.name, config, reward, context.coordinator, context.store, context.clock, probe)
 

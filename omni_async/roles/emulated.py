@@ -104,11 +104,11 @@ class EmulatedRewarder(Rewarder):
         scorers = tuple(
             replace(one, batch=lane.batch, concurrency=None, pool=None) for one, lane in zip(named, lanes, strict=True)
         )
-        reward = LoadedReward(replace(config.reward, scorers=scorers), build=emulated)
+        reward = LoadedReward.load(replace(config.reward, scorers=scorers), build=emulated)
         super().__init__(name, config, reward, coordinator, store, clock)
 
     async def _score_all(self, jobs: list[ScoreJob]) -> None:
-        turn = int(jobs[0].sample_id[1:].split(".")[0]) // self.config.trainer.groups_per_update
+        turn = jobs[0].group // self.config.trainer.groups_per_update
         if self.config.placement.reward_in_turn and turn != self._turn:
             self._turn = turn
             self._switching = asyncio.create_task(self._switch())

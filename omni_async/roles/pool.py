@@ -61,7 +61,7 @@ class PoolService(Service):
         routes = {}
         for number, scorer in enumerate(scorers_of(config.reward, self._pool.name)):
             reward = _alone(config, scorer)
-            loaded = await in_daemon_thread(LoadedReward, reward, self._pool.resources.gpus)
+            loaded = await in_daemon_thread(LoadedReward.load, reward, self._pool.resources.gpus)
             metrics = Metrics()
             scoring = Scoring(
                 reward,

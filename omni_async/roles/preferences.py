@@ -125,8 +125,7 @@ class PreferenceReader:
     async def _score_samples(self) -> None:
         while jobs := await self.coordinator.next_to_score(self.name, self.config.reward.batch):
             with self._tracer.span("score", samples=len(jobs)):
-                # A sample's number in its group is 0 of g12.s0.
-                scores = [_SCORES[int(job.sample_id.rpartition(".s")[2])] for job in jobs]
+                scores = [_SCORES[job.sample] for job in jobs]
                 results = [
                     ScoreResult(job.sample_id, job.attempt, score=one) for job, one in zip(jobs, scores, strict=True)
                 ]

@@ -195,7 +195,7 @@ def _ranks(build: _ChangeBuilder) -> Change:
 def _full_batches(config: Config, more: int) -> int:
     """Return the trajectory slots that full batches of `more` engines than now take, as far as S admits so many."""
     rollout = config.rollout
-    admitted = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * rollout.group_size
+    admitted = config.slots * rollout.group_size
     return min((rollout.workers + more) * min(rollout.max_batch, rollout.max_inflight), admitted)
 
 

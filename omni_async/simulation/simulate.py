@@ -159,7 +159,7 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
     rows = {spec.role: sum(map(spec.is_at_work, spec.workers(config))) for spec in BUILT_IN if spec.role in WORKING}
     workers = {role: number for role, number in rows.items() if number}
     capacities = {
-        "slots": (config.staleness.max_updates + 1) * config.trainer.groups_per_update,
+        "slots": config.slots,
         "trajectories": config.buffer.trajectories,
         "replay": config.buffer.groups,
     }

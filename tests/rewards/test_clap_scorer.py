@@ -86,7 +86,7 @@ def test_sounds_score_the_cosine_with_their_prompt(checkpoint: Path, device: str
     last = mono[2]
     parts = [last[:RATE], last[(RATE + 500) // 2 :][:RATE], last[RATE + 500 :]]
     cosines = cosines_of(checkpoint, [*mono[:2], *parts])
-    reward = LoadedReward(
+    reward = LoadedReward.load(
         schema.Reward(scorers=(schema.Scorer(name="clap", params={"path": str(checkpoint)}),)), float(device != "cpu")
     )
     media = [Media(audio=sound, sample_rate=RATE) for sound in stereo]
@@ -106,7 +106,7 @@ def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(chec
     shutil.copytree(checkpoint, folder)
 
     def identity() -> bytes | None:
-        [member] = LoadedReward(
+        [member] = LoadedReward.load(
             schema.Reward(scorers=(schema.Scorer(name="clap", params={"path": str(folder)}),))
         ).members
         return member.identity

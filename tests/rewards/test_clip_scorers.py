@@ -43,7 +43,7 @@ def scored(
     name: str, media: list[Media], *, gpus: float = 0.0, prompts: list[Prompt] = PROMPTS, **params: Any
 ) -> list[Score]:
     return score_all(
-        LoadedReward(only(name, params), gpus),
+        LoadedReward.load(only(name, params), gpus),
         media,
         prompts[: len(media)],
     )
@@ -178,7 +178,7 @@ def test_another_checkpoint_at_the_same_path_is_another_scorer_in_the_cache(chec
     shutil.copytree(checkpoint, folder)
 
     def identity(name: str = "pick_score", **params: str) -> bytes | None:
-        [member] = LoadedReward(
+        [member] = LoadedReward.load(
             schema.Reward(scorers=(schema.Scorer(name=name, params={"path": str(folder), **params}),))
         ).members
         return member.identity

@@ -258,7 +258,7 @@ def config(scorer: str = "Judge", **params: object) -> schema.Scorer:
 
 def failure(scorer: schema.Scorer) -> str:
     with pytest.raises(Exception) as raised:
-        score_all(LoadedReward(Reward(scorers=(scorer,))), MEDIA[:1], PROMPTS[:1])
+        score_all(LoadedReward.load(Reward(scorers=(scorer,))), MEDIA[:1], PROMPTS[:1])
     assert raised.value.__cause__ is None
     return f"{type(raised.value).__name__}: {raised.value}"
 

@@ -103,7 +103,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def scored(params: dict[str, Any], media: list[Media], gpus: float = 0.0, **more: Any) -> list[Any]:
     reward = schema.Reward(scorers=(schema.Scorer(name="hps_v3", params=params | more),))
-    return score_all(LoadedReward(reward, gpus), media, PROMPTS[: len(media)])
+    return score_all(LoadedReward.load(reward, gpus), media, PROMPTS[: len(media)])
 
 
 @pytest.mark.parametrize("device", DEVICES)

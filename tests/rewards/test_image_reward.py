@@ -81,7 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Blip
 
 def scored(params: dict[str, Any], media: list[Media], gpus: float = 0.0, **more: Any) -> list[float]:
     reward = schema.Reward(scorers=(schema.Scorer(name="image_reward", params=params | more),))
-    return [score.value for score in score_all(LoadedReward(reward, gpus), media, PROMPTS[: len(media)])]
+    return [score.value for score in score_all(LoadedReward.load(reward, gpus), media, PROMPTS[: len(media)])]
 
 
 def expected(made: Any, images: list[np.ndarray], texts: list[str]) -> list[float]:

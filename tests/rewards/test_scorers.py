@@ -70,7 +70,7 @@ def own(name: str, weight: float = 1.0, **params: object) -> schema.Scorer:
 
 
 def scored(*scorers: schema.Scorer, media: list[Media] = MEDIA, prompts: list[Prompt] = PROMPTS) -> list[Score]:
-    return score_all(LoadedReward(schema.Reward(scorers=scorers)), media, prompts)
+    return score_all(LoadedReward.load(schema.Reward(scorers=scorers)), media, prompts)
 
 
 def kilobytes(image: np.ndarray, quality: int) -> float:

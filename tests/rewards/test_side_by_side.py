@@ -68,7 +68,7 @@ def panel_of(*scorers: Any, each: list[dict[str, Any]] | None = None, **reward: 
 
     async def report(text: str) -> None: ...
 
-    return Panel("p", LoadedReward(config, build=lambda *_: next(made)), config, VirtualClock(), report)
+    return Panel("p", LoadedReward.load(config, build=lambda *_: next(made)), config, VirtualClock(), report)
 
 
 async def outcomes(panel: Panel, count: int, **kwargs: Any) -> list[Score | Failure]:

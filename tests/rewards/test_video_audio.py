@@ -83,7 +83,7 @@ def expected(folder: Path, media: Media, shown: list[int]) -> tuple[float, float
 def test_a_sample_scores_the_cosine_of_its_video_and_its_sound(checkpoint: Path, device: str) -> None:
     wanted = [expected(checkpoint, one, [*range(len(one.video))]) for one in SAMPLES]
     prompts = [Prompt(i, "") for i in range(len(SAMPLES))]
-    found = score_all(LoadedReward(reward(checkpoint), float(device != "cpu")), SAMPLES, prompts)
+    found = score_all(LoadedReward.load(reward(checkpoint), float(device != "cpu")), SAMPLES, prompts)
     assert [score.value for score in found] == pytest.approx([cosine for cosine, _ in wanted], abs=1e-4)
     assert [score.parts["logit"] for score in found] == pytest.approx(
         [logit for _, logit in wanted], rel=1e-3, abs=1e-3
@@ -92,7 +92,7 @@ def test_a_sample_scores_the_cosine_of_its_video_and_its_sound(checkpoint: Path,
 
 
 def test_evenly_spaced_frames_are_looked_at_if_asked(checkpoint: Path) -> None:
-    [score] = score_all(LoadedReward(reward(checkpoint, frames=2)), SAMPLES[:1], [Prompt(0, "")])
+    [score] = score_all(LoadedReward.load(reward(checkpoint, frames=2)), SAMPLES[:1], [Prompt(0, "")])
     assert score.value == pytest.approx(expected(checkpoint, SAMPLES[0], [0, 5])[0], abs=1e-4)
 
 

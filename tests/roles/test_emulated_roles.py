@@ -65,7 +65,7 @@ async def test_scoring_fetches_its_media_takes_the_profiles_time_in_all_and_need
     rewarder = EmulatedRewarder("reward-0", make_config(), PROFILE, desk, store, clock)
     scoring, began = asyncio.ensure_future(rewarder.run()), clock.now()
     media = [with_seed(random_bytes(32, 0), i) for i in range(4)]
-    jobs = [ScoreJob(f"g0.s{i}", "train", Prompt(0, "a cat"), one) for i, one in enumerate(media)]
+    jobs = [ScoreJob(f"g0.s{i}", "train", Prompt(0, "a cat"), one, sample=i) for i, one in enumerate(media)]
     short = msgspec.structs.replace(jobs[0], sample_id="g0.s4", media=np.zeros(SEED_BYTES - 1, np.uint8))
     for count, batch in enumerate((jobs, [short]), start=1):
         desk.offer(*batch)

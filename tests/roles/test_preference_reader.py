@@ -149,7 +149,7 @@ async def test_a_pair_becomes_two_trajectories_without_steps():
 async def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
     names = ["g7.s1", "g7.s0", "g12.s1", "g12.s0"]
     async with on_stage() as (desk, _):
-        desk.offer(*(ScoreJob(name, "train", Prompt(5, "x"), None) for name in names))
+        desk.offer(*(ScoreJob(name, "train", Prompt(5, "x"), None, sample=int(name[-1])) for name in names))
         await desk.until(lambda: len(desk.scores) == 4)
     assert [desk.scores[name].score for name in names] == [Score(0.0), Score(1.0)] * 2
 

@@ -71,7 +71,7 @@ def _shared(config: Config, policy: Policy, measured: MeasuredTrainer) -> list[S
     size = getattr(torch, config.model.dtype).itemsize
     base = (measured.frozen or measured.trained) * size
     version = measured.trained * 4 if config.weights.payload == "lora" else base
-    slots = (config.staleness.max_updates + 1) * config.trainer.groups_per_update
+    slots = config.slots
     samples = min(
         config.buffer.trajectories + config.buffer.groups * config.rollout.group_size, slots * config.rollout.group_size
     )

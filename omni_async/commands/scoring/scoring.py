@@ -68,7 +68,7 @@ def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck
 def build_reward(config: Config) -> LoadedReward:
     """Build the scorers. Raises ConfigError."""
     try:
-        return LoadedReward(config.reward, config.placement.reward.gpus)
+        return LoadedReward.load(config.reward, config.placement.reward.gpus)
     except (WrongScorer, ValueError) as error:
         raise ConfigError(f"reward.scorers: {error}") from None
 

@@ -37,7 +37,7 @@ async def serving(config: ServerConfig, tell: Tell) -> AsyncIterator[tuple[str, 
     server, token = config.server, token_of(config.server)
     try:
         gpus = config.placement.reward.gpus
-        scorers = [LoadedReward(config.reward, gpus) for _ in range(config.reward.workers)]
+        scorers = [LoadedReward.load(config.reward, gpus) for _ in range(config.reward.workers)]
     except (WrongScorer, ScorerConfigError) as error:
         raise ConfigError(f"reward.scorers: {error}") from None
     metrics = Metrics()

@@ -282,7 +282,7 @@ def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
 
 def _check_memory(config: Config, payload: Payload) -> None:
     """Refuse payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
-    samples = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * config.rollout.group_size
+    samples = config.slots * config.rollout.group_size
     held = samples * (payload.trajectory + payload.media)
     if config.buffer.bound is not None:
         held = min(held, config.buffer.bound)

@@ -135,7 +135,7 @@ def _said(label: str, guard: GuardedScorer) -> str:
 
 async def _built(config: Config) -> LoadedReward:
     timeout_s, threads = config.run.startup_timeout_s, Threads("scorers")
-    building = threads.run(partial(LoadedReward, config.reward))
+    building = threads.run(partial(LoadedReward.load, config.reward))
     try:
         done, _ = await asyncio.wait({building}, timeout=timeout_s)
         if not done:
