@@ -17,9 +17,9 @@ from msgspec import Meta
 
 # ---- bounded numbers and texts: msgspec refuses a struct from a file that exceeds them -------------------------------
 
-# A larger number overflows when sums of squares are computed.
+# The squares of larger numbers, summed, may overflow.
 LARGEST = 1e100
-# A larger time exceeds a float's microsecond precision and every calendar's years.
+# Beyond it, a float cannot resolve microseconds, and calendars have no year.
 FARTHEST_S = 1e11
 MOST = 2**53
 LONGEST = 100_000
@@ -50,8 +50,8 @@ def count(value: Any) -> int | None:
 SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
 # How to handle a sample without a score:
-#   retry    score it again after a pause; counts as an attempt
-#   outage   a scorer is down: score it later; does not count
+#   retry    score it again after a pause; counts against `reward.retries`
+#   outage   a scorer is down: score it later, without counting the failure
 #   replace  its media are gone: generate it again
 #   reject   another try would not help: reject its group
 Fault = Literal["retry", "outage", "replace", "reject"]

@@ -1,4 +1,4 @@
-"""Names the workers of a run. Only this module formats and parses the names:
+"""Names the workers of a run. Only this module formats and parses their names:
 
 trainer          the only worker of its role, or the first of its ranks
 rollout-0        the worker in slot 0 of the role `rollout`

@@ -27,7 +27,7 @@ from omni_async.config.tree import path_params
 from omni_async.types import Prompt
 
 MODEL = "model.path/"  # before the name of each part of the base model
-_WHOLE = 2**20  # bytes up to which every byte of a tensor, or of a file without tensors, counts
+_WHOLE = 2**20  # bytes; a tensor, or a file without tensors, is digested entirely up to this size
 _PIECE = 2**16
 _PIECES = 5
 _SHARD = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")

@@ -119,8 +119,8 @@ def rotate(checkpoints: Path, keep: int, written: Path, besides: Callable[[set[i
 def put_in_place(folder: Path) -> None:
     """Rename `partial(folder)` to its final path; it is on disk when this returns.
 
-    Replaces an existing checkpoint of that version: it is damaged, or the run was resumed from it, stopped before its
-    next update, and has finished groups since. The old one is kept aside until the new one is at the final path."""
+    Replaces an existing checkpoint of that version. It is damaged, or the run was resumed from it, stopped before its
+    next update, and finished groups since. The old one is kept aside until the new one is at the final path."""
     if os.path.lexists(folder):
         remove(_aside(folder))
         folder.rename(_aside(folder))

@@ -54,8 +54,8 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `state.json`.
 
     `control`: the control plane, without references to trajectories. `engine`: counters of the trainer's ranks. `rule`:
-    the update rule's memory. `pipeline` and `algorithm` name the owner of the tensors. `samples`: settings that the
-    ready groups were generated with. `statement`: everything that the numbers depend on (None: written by an earlier
+    the update rule's memory. `pipeline` and `algorithm`: what the tensors belong to. `samples`: settings that the ready
+    groups were generated with. `statement`: everything that the numbers depend on (None: written by an earlier
     version)."""
 
     control: ControlState
@@ -142,7 +142,7 @@ def read_json(path: Path, cls: type[S], form: int, largest: int, most: int) -> S
 
 
 def _impossible(state: State) -> str | None:
-    """Return the first value that no run can reach, None if there is none. The types are already checked."""
+    """Return the first value that no run can reach, or None. The types are already checked."""
     control = state.control
     for what, number in _counts(control):
         if not 0 <= number <= _MOST:

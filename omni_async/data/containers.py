@@ -1,7 +1,7 @@
 """Checks the boxes of a video or sound file before a library opens it.
 
-They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion empty frames;
-each takes memory as soon as the file is opened. A truncated file has boxes that end behind its end.
+They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion empty frames; each
+takes memory as soon as the file is opened. A truncated file has boxes that end behind its end.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class PolicyUpdate(Protocol):
     async def add(self, group: ReadyGroup) -> None: ...
 
     async def finish(self) -> dict[str, float]:
-        """Compute the rest and return the update's metrics. Raises Abandoned if the update is preempted in time."""
+        """Compute the rest and return the metrics. Raises Abandoned if preempted before the weights have changed."""
 
 
 class UpdateRule(Protocol):

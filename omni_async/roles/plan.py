@@ -29,7 +29,7 @@ class Plan:
 
     `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are computed from all groups
     together. `paired`: only a group's best and worst sample are trained. `rows_per_sample`: trained rows of one sample
-    (of half a pair)."""
+    (half of a pair's)."""
 
     mode: Streaming
     why: str

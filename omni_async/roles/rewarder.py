@@ -79,7 +79,7 @@ class Rewarder:
         return wrong if wrong is not None and await self.coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
-        """Score until the run ends; discard scores still pending then. Raises ScorerHangs if it must be replaced."""
+        """Score until the run ends; discard scores still pending then. Raises ScorerHangs if it needs a replacement."""
         async with self._tracer.task_group() as tasks:
             try:
                 await first_of(self._work(tasks), self.coordinator.closing())

@@ -201,7 +201,7 @@ class Trainer:
             )
 
     async def _compare(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Report once the distance between engine and trainer under the same weights, and report every fault.
+        """Report the distance between engine and trainer under the same weights: once, and if rounding is exceeded.
 
         Returns the largest relative velocity error that rounding explains, as a metric, if they were compared."""
         found = Mismatch.of(metrics)

@@ -47,7 +47,7 @@ def alerts(seen: Seen) -> list[Alert]:
 def reward_flat(seen: Seen) -> Alert | None:
     """Report that neither the training reward nor validation rises.
 
-    It is not enough that the slope's interval contains 0, because in a short run it does. Its upper end must also be
+    A slope interval that contains 0 is not enough, because short runs have one anyway. Its upper end must also be
     small: less than one deviation of an update's reward over all these updates."""
     rewards = seen.rewards(_UPDATES)
     found = trend(rewards)

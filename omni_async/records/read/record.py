@@ -210,7 +210,7 @@ def read_run(folder: Path) -> Run:
 
 
 class _MetricsCheck:
-    """Accepts valid lines of metrics, by their update, their time, and the total number of metric names."""
+    """A filter for valid lines of metrics, by their update, their time, and the total number of metric names."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

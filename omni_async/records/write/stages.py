@@ -9,7 +9,7 @@ from omni_async.types import Span
 
 # How long after its last span a worker is remembered: its spans of a stage never overlap across that time.
 _REMEMBERED_S = 86_400.0
-# A stage's name is the kind of its spans, except for waits, which are named by the waiting role.
+# Stages are named by the kind of their spans, except `step` (an optimizer step) and `wait` (a starved trainer).
 _STAGES = ("generate", "score", "proximal", "train", "step", "export", "publish", "wait")
 
 
@@ -37,7 +37,7 @@ class StageSeconds:
         """Return the seconds of every stage that has any, as metrics, and reset them."""
         found = {f"stage_s/{stage}": self._seconds[stage] for stage in _STAGES if stage in self._seconds}
         self._seconds.clear()
-        # Replaced workers leave entries under their names.
+        # Replacements have new names: without this, entries of replaced workers would accumulate.
         oldest = max(self._until.values(), default=0.0) - _REMEMBERED_S
         for key in [key for key, until in self._until.items() if until < oldest]:
             del self._until[key]

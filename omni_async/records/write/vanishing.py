@@ -13,7 +13,7 @@ _VANISHED = 1e-3
 
 
 class GradientWatch:
-    """Compares the gradient norms of the newest updates with those of the first.
+    """A comparison of the gradient norms of the newest updates with those of the first.
 
     Warns once, and again only after the norms have recovered."""
 

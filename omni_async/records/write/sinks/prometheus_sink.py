@@ -1,7 +1,6 @@
 """Serves a run's newest numbers to Prometheus at `/metrics`, for as long as the run lasts.
 
-Placeholders of a metric's name become labels: `busy/<role>` is
-`omni_async_busy_by_role{role="trainer"}`.
+Placeholders of a metric's name become labels: `busy/<role>` is `omni_async_busy_by_role{role="trainer"}`.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
-    """Answers a few clients concurrently, each for a few seconds at most; closes further connections at once."""
+    """A server for a few clients at once, for a few seconds each; it closes further connections immediately."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
