@@ -1,6 +1,6 @@
-"""Finds out which accelerators this machine has.
+"""Finds the accelerators of this machine.
 
-It says what can be known in a moment, without a driver or torch, and what torch says.
+Some functions answer in an instant, without a driver or torch; the others report what torch sees.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 _NVIDIA = re.compile(r"nvidia\d+")
-# Devices of makers whose count says little by itself: AMD and integrated graphics (dri), Intel, Gaudi and others
-# (accel), Ascend, WSL.
+# Device files whose count alone proves little: AMD and integrated graphics (dri), Intel, Gaudi and others (accel),
+# Ascend, WSL.
 _OTHERS = re.compile(r"kfd|dri|accel\d*|davinci.*|dxg|hl\d+")
 _ASCEND = re.compile(r"davinci\d+")
 _HIDES_ALL = ("", "-1", "NoDevFiles")
-# What hides devices from a process and its children, by Ray's name of their kind.
+# Ray's name of a kind of device -> the variable that hides devices from a process and its children.
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
@@ -30,7 +30,7 @@ def most_accelerators(
 ) -> tuple[int, str] | None:
     """Return an upper bound on the accelerators, as CUDA and Ray count them, and its reason.
 
-    It is None if only a driver knows. Takes no time: no torch, no Ray, no driver is asked.
+    Returns None if only a driver knows. Takes no time: calls neither torch, Ray nor a driver.
 
     Args:
         devices: the folder of device files.
@@ -53,7 +53,7 @@ def most_accelerators(
 def _visible(
     names: Sequence[str], pattern: re.Pattern[str], variable: str, devices: Path, environment: Mapping[str, str]
 ) -> tuple[int, str]:
-    """Count the devices that are there and that the variable does not hide."""
+    """Count the existing devices that the variable does not hide."""
     found = sum(pattern.fullmatch(name) is not None for name in names)
     visible = environment.get(variable)
     if not found:
@@ -81,7 +81,7 @@ def showing(devices: Mapping[str, Sequence[str]]) -> dict[str, str]:
 def visible_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
     """Return Ray's name of the kind of device that torch uses in this process, and the ids of those it sees.
 
-    The ids are empty where torch sees no device."""
+    The ids are empty if torch sees no device."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -95,7 +95,7 @@ def visible_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, l
 def require_accelerator(key: str, asked: float) -> torch.device:
     """Return the accelerator that torch would use.
 
-    Raises RuntimeError, under `key`, if torch sees none: what was meant for one would run on the CPU unnoticed."""
+    Raises RuntimeError, naming `key`, if torch sees none: otherwise the work would silently run on the CPU."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -107,9 +107,9 @@ def require_accelerator(key: str, asked: float) -> torch.device:
 
 
 def vllm_without_cpus() -> str | None:
-    """Return the version of the installed vLLM if it runs on accelerators alone.
+    """Return the version of the installed vLLM if it runs on accelerators only.
 
-    None if its build is for CPUs, or vLLM is not installed."""
+    Returns None if its build is for CPUs, or vLLM is not installed."""
     found = _installed("vllm")
     return found if found and "cpu" not in found else None
 

@@ -1,11 +1,11 @@
-"""Makes a CUDA build of torchvision, torchaudio or torchcodec harmless beside a CPU build of torch.
+"""Makes a CUDA build of torchvision, torchaudio or torchcodec harmless next to a CPU build of torch.
 
 Registries carry one build of these packages, the CUDA one. Next to a CPU torch, torchvision dies on import because its
-C++ library cannot register `torchvision::nms`, and takes transformers, diffusers and vllm_omni with it; torchaudio and
-torchcodec raise OSError wherever somebody probes for them. The Python parts we need work once the two operator schemas
-exist and the other two packages look absent.
+C++ library cannot register `torchvision::nms`; transformers, diffusers and vllm_omni then fail too. torchaudio and
+torchcodec raise OSError wherever a library probes for them. The Python parts that omni_async needs work once the two
+operator schemas exist and the other two packages look absent.
 
-Nothing happens with a CUDA torch, or when the builds match, and nothing is written into site-packages.
+Nothing happens with a CUDA torch, or if the builds match. Nothing is written into site-packages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _installed(package: str) -> str:
 def _define_torchvision_schemas() -> None:
     import torch
 
-    # The fragment must outlive the import, so it is kept on the module it serves.
+    # The fragment must outlive the import, so the module that it serves keeps it.
     fragment: Any = torch.library.Library("torchvision", "FRAGMENT")
     fragment.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     fragment.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -57,7 +57,7 @@ class _TolerantPathFinder(PathFinder):
 
 
 def is_mixed() -> bool:
-    """Return whether this installation has a CUDA build of torchvision beside a CPU build of torch."""
+    """Return whether this installation has a CUDA build of torchvision next to a CPU build of torch."""
     torchvision = _installed("torchvision")
     return "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision
 

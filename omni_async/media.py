@@ -1,6 +1,6 @@
-"""Defines what is decoded from a sample: an image, a video, audio, or several of them.
+"""Defines the media of a sample: an image, a video, audio, or several of them.
 
-A codec makes `Media` of tensors. They are stored, scored and shown as NumPy arrays, so that none of those needs torch.
+A codec converts tensors to `Media`. Media are stored, scored and shown as NumPy arrays, so none of this needs torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Media:
-    """The media of one sample, in named parts; at least one is there.
+    """The media of one sample, in named parts; at least one is present.
 
-    Parts are tensors on the CPU or NumPy arrays, and not to be written to: readers share them. Raises ValueError if a
-    part has another dtype or shape than here.
+    Parts are tensors on the CPU or NumPy arrays. Do not write to them: readers share them. Raises ValueError if a
+    part's dtype or shape differs from this table:
 
     image  uint8 (3, height, width), RGB
     video  uint8 (frames, 3, height, width), RGB, `fps` frames a second
@@ -52,7 +52,7 @@ class Media:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parts that are there."""
+        """The names of the parts that are present."""
         return tuple(part for part in PARTS if getattr(self, part) is not None)
 
     @property
@@ -65,11 +65,11 @@ class Media:
         return replace(self, **arrays)
 
     def copy(self) -> Media:
-        """Return the same media as arrays of their own."""
+        """Return the same media with copied arrays."""
         arrays: dict[str, Any] = {part: _array(getattr(self, part)).copy() for part in self.parts}
         return replace(self, **arrays)
 
-    # ---- in the layouts of Pillow, PyAV and soundfile, as arrays of their own ----------------------------------------
+    # ---- in the layouts of Pillow, PyAV and soundfile, as copies -----------------------------------------------------
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
@@ -88,7 +88,7 @@ class Media:
 
 
 def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """Return `count` of the frames, or all if there are fewer, evenly spaced from first to last; one is the middle."""
+    """Return `count` frames (all if there are fewer), evenly spaced from first to last; the middle one for 1."""
     last = len(frames) - 1
     if count == 1:
         return frames[last // 2 : last // 2 + 1]
@@ -103,7 +103,7 @@ def shape_of(media: Media) -> tuple[MediaShape, ...]:
 
 
 def require_media(media: Sequence[Media], spec: SamplingSpec) -> None:
-    """Raise ValueError with what was expected, unless every one has the parts and shapes of the spec's samples."""
+    """Raise ValueError with what was expected, unless all media have the parts and shapes of the spec's samples."""
     expected = spec.media()
     for one in media:
         if (found := shape_of(one)) != expected:

@@ -1,7 +1,6 @@
-"""Defines the data plane, which holds tensors while messages about them travel.
+"""Defines the data plane, which holds tensors while messages that refer to them travel.
 
-A role knows `put` and `get` alone. Its store decides whether the reference is a Ray object reference or the
-object itself.
+A role only uses `put` and `get`. Its store decides whether the reference is a Ray object reference or the object.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 
 
 class ObjectLost(LookupError):
-    """A stored value is gone, with the process or the machine that had it."""
+    """A stored value is gone, because the process or the machine that held it is."""
 
 
 class ObjectStore(Protocol):
@@ -21,11 +20,11 @@ class ObjectStore(Protocol):
     async def put_all(self, values: Sequence[Any]) -> list[Any]:
         """Return a reference for each of the values.
 
-        Small ones may be stored together, and then live and travel together: give values in one call that the same
-        readers want at about the same time."""
+        Small values may be stored together; then they are freed and transferred together. Pass values in one call if
+        the same readers need them at about the same time."""
 
     async def get(self, reference: Any) -> Any:
-        """Return the stored value, shared with every holder of the reference: it must not be written to.
+        """Return the stored value, shared with every holder of the reference: do not write to it.
 
         Raises ObjectLost if it is gone."""
 
@@ -44,6 +43,6 @@ class LocalStore:
 
 
 def nbytes(value: Any) -> int:
-    """Return the bytes of an array, a tensor or a TensorDict, or of any object with the same attributes for it."""
+    """Return the bytes of an array, a tensor, a TensorDict, or any object with the same attributes."""
     size = getattr(value, "nbytes", None)
     return int(value.bytes() if size is None else size)

@@ -1,9 +1,9 @@
 """Defines the messages that travel between roles: plain msgspec structs, importable without torch or Ray.
 
 Messages contain no tensors. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the
-one-process runtime) which only the data plane, `omni_async.store`, opens. Those of which the control plane holds tens
-of thousands are passed over by the garbage collector (`gc=False`): frozen, and made after what they hold, they are part
-of no cycle, as long as no object behind a reference leads back to a message.
+one-process runtime) which only the data plane, `omni_async.store`, opens. Message types that the control plane holds by
+the ten thousand are not tracked by the garbage collector (`gc=False`). They are frozen and created after their
+contents, so they are part of no cycle unless an object behind a reference leads back to a message.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from msgspec import Meta
 
 # ---- bounded numbers and texts: msgspec refuses a struct from a file that exceeds them -------------------------------
 
-# Beyond it sums of squares are no numbers any more.
+# The squares of larger numbers, summed, may overflow.
 LARGEST = 1e100
-# Beyond it a float has no microseconds, and no calendar a year.
+# Beyond it, a float cannot resolve microseconds, and calendars have no year.
 FARTHEST_S = 1e11
 MOST = 2**53
 LONGEST = 100_000
@@ -34,14 +34,14 @@ Number = Annotated[int, Meta(ge=0, lt=2**31)]  # of a group, a prompt or a versi
 
 
 def finite(value: Any) -> float | None:
-    """Return a number in range; None for anything else, a boolean too."""
+    """Return a number in range; None for anything else, booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         return None
     return float(value)
 
 
 def count(value: Any) -> int | None:
-    """Return an integer that counts something; None for anything else, a boolean too."""
+    """Return a non-negative integer below 2**53; None for anything else, booleans included."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
 
 
@@ -49,9 +49,11 @@ def count(value: Any) -> int | None:
 
 SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
-# What to do about a sample without a score: score it again after a pause, which counts against it; score it later, as
-# if it had not been tried, because a scorer is down; make it again, because its media are gone; reject its group,
-# because asking again would not help.
+# How to handle a sample without a score:
+#   retry    score it again after a pause; counts against `reward.retries`
+#   outage   a scorer is down: score it later, without counting the failure
+#   replace  its media are gone: generate it again
+#   reject   another try would not help: reject its group
 Fault = Literal["retry", "outage", "replace", "reject"]
 
 
@@ -62,7 +64,7 @@ class VersionSpans(msgspec.Struct, frozen=True, gc=False):
 
     Equal lists of versions have equal spans: no span is empty, and neighbours differ. ValueError otherwise.
 
-    Most samples have one span, and the control plane asks several times for each: that case has no loop."""
+    Most samples have one span, and the control plane reads several properties of each: that case has no loop."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
@@ -118,7 +120,7 @@ class VersionSpans(msgspec.Struct, frozen=True, gc=False):
 class PromptImage(msgspec.Struct, frozen=True, gc=False):
     """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes.
 
-    One that no file holds, because it was drawn, has its file's bytes as `content`, and a path that says what it is."""
+    A generated image has no file: `content` holds its encoded bytes, and `path` describes it."""
 
     path: str
     digest: str
@@ -128,7 +130,7 @@ class PromptImage(msgspec.Struct, frozen=True, gc=False):
 class Prompt(msgspec.Struct, frozen=True):
     """One line of a prompt file.
 
-    `index` is its line's position among the non-empty lines; grouping never uses `text`."""
+    `index` is the line's position among the non-empty lines; grouping never uses `text`."""
 
     index: int
     text: str
@@ -151,13 +153,13 @@ class SdeWindow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampleRequest(msgspec.Struct, frozen=True, gc=False):
-    """Everything an engine needs to make one sample; two equal requests make the same sample on any engine.
+    """Everything an engine needs to generate one sample; two equal requests give the same sample on any engine.
 
     `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit
     integer. `spec` is the family's `SamplingSpec`. `window` is None for a noise-free (ODE) sample. `fields` are the
-    trajectory tensors the objective asked for. `initial_seed`, where given, seeds the initial noise in place of `seed`,
-    so that samples of a group can share it. `calls`: a rollout program draws it in so many calls, each of
-    `num_inference_steps`; an engine gets requests of one call alone."""
+    trajectory tensors that the objective requires. `initial_seed`, if given, seeds the initial noise instead of `seed`,
+    so that samples of a group can share it. `calls`: number of calls in which a rollout program generates the sample,
+    each of `num_inference_steps`; engines only get requests of one call."""
 
     sample_id: str
     kind: SampleKind
@@ -179,10 +181,10 @@ class SampleRequest(msgspec.Struct, frozen=True, gc=False):
 class SampleResult(msgspec.Struct, frozen=True, gc=False):
     """A generated sample.
 
-    `step_versions` are the policy versions that took the trained steps, call after call; `version` took step 0. In a
+    `step_versions` are the policy versions that took the trained steps, in call order; `version` took step 0. In a
     training sample without a window every step counts as trained, because its final latents are trained on. `nbytes`
-    are those of its trajectory and its media. `encoded`: how many prompts were encoded for it, and not for an
-    earlier sample: those of its calls that were new."""
+    counts its trajectory and its media. `encoded`: number of its prompts that were encoded for it, not reused from an
+    earlier sample."""
 
     sample_id: str
     engine: str
@@ -201,7 +203,7 @@ class ScoreJob(msgspec.Struct, frozen=True, gc=False):
 
     `attempt` is the sample's. A sample that was lost and generated again has other media.
 
-    `alone`: workers were lost over it, so that the next one scores nothing beside it."""
+    `alone`: this sample has cost workers, so the next worker scores nothing concurrently with it."""
 
     sample_id: str
     kind: SampleKind
@@ -214,10 +216,10 @@ class ScoreJob(msgspec.Struct, frozen=True, gc=False):
 
 
 class Score(msgspec.Struct, frozen=True, gc=False):
-    """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions.
+    """A finite reward, its per-scorer parts (named numbers, logged as metrics) and the text the scorer read.
 
-    `values` are the unweighted numbers that the reward is made of (`omni_async.control.reward_formula`), None for those
-    of a scorer that was not asked, or is left out; a single scorer's own score leaves it empty."""
+    `text` is shown in captions. `values` are the unweighted inputs of `omni_async.control.reward_formula`; None for a
+    scorer that was not called or is left out. A single scorer's own score leaves `values` empty."""
 
     value: float
     parts: dict[str, float] = {}
@@ -228,9 +230,9 @@ class Score(msgspec.Struct, frozen=True, gc=False):
 class ScoreResult(msgspec.Struct, frozen=True, gc=False):
     """The answer to a `ScoreJob`.
 
-    Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's, `fault` what is
-    to be done about the error. `wrong`: the scorer has scored nothing yet, and failed this sample twice with the same
-    error. `cached`: how many of its scorers' answers came from the cache."""
+    Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's; `fault` is how
+    to handle the error. `wrong`: the scorer has scored nothing yet, and failed this sample twice with the same error.
+    `cached`: number of scorer answers that came from the cache."""
 
     sample_id: str
     attempt: int
@@ -242,12 +244,11 @@ class ScoreResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScorerReport(msgspec.Struct, frozen=True):
-    """What one scorer did in one worker since the last report.
+    """The activity of one scorer in one worker since the last report.
 
-    `in_flight`: samples that wait for its answer now, of which `queued` wait for a call. `calls` of it, for `samples`;
-    `failed` are its answers without a score, `cached` those that it was not asked for. `tokens`: what a judge read and
-    wrote. `call_s`: seconds of each call; `answer_s`: seconds from asking for a sample to its answer, the wait for a
-    call included."""
+    `in_flight`: samples now waiting for an answer; `queued` of them wait for a call. `calls` scored `samples`; `failed`
+    answers have no score, `cached` answers needed no call. `tokens`: tokens that a judge read and wrote. `call_s`:
+    seconds of each call. `answer_s`: seconds from a sample's request to its answer, including the wait for a call."""
 
     scorer: str
     in_flight: int = 0
@@ -290,21 +291,21 @@ class ReadyGroup(msgspec.Struct, frozen=True):
     def oldest_version(self) -> int:
         """Return the oldest version of any trained step.
 
-        Samples that no policy made (a dataset's) count as of the version they were admitted under."""
+        Samples that no policy generated (a dataset's) count with the version they were admitted under."""
         taken = {span[0] for sample in self.samples for span in sample.step_versions.spans}
         return min(taken) if taken else self.admitted_version
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
-    """The part of a ready group that is trained on, beside the trajectories that a rank has fetched.
+    """The part of a ready group that is trained on; a rank fetches its trajectories separately.
 
     One entry per chosen sample, in the same order everywhere.
 
-    `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `spec` is the
-    `SamplingSpec` that all samples were drawn by. `seeds` draw a sample's training noise and its subset of steps; the
-    two samples of a preference pair share one. `weights[i][k]`, where given, are importance weights made from the whole
-    update, and replace what the trainer would compute from the group alone. `proximal_ratio`: the ratio is taken to the
-    proximal policy, whatever `algorithm.correction` has it taken to."""
+    `version` is the policy version trained from; `step_versions` are the versions that took each sample's trained
+    steps. `spec` is the `SamplingSpec` of all samples. `seeds` determine a sample's training noise and its subset of
+    steps; the two samples of a preference pair share one. `weights[i][k]`, if given, are importance weights computed
+    over the whole update; they replace weights that the trainer would compute from the group alone. `proximal_ratio`:
+    the ratio is relative to the proximal policy, regardless of `algorithm.correction`."""
 
     group: int
     version: int
@@ -317,10 +318,10 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class SampleDrift(msgspec.Struct, frozen=True):
-    """The distance of the proximal policy from the one that made a sample.
+    """The distance between the proximal policy and the policy that generated a sample.
 
-    Per trained step the log-ratio in nats, and the exact KL in nats; both are of all `num_elements` latent elements
-    together."""
+    Per trained step the log-ratio in nats, and the exact KL in nats; both are summed over all `num_elements` latent
+    elements."""
 
     log_ratio: tuple[float, ...]
     kappa: tuple[float, ...] | None
@@ -334,8 +335,8 @@ SHOWN_OF_PROMPT = 300
 class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
     """A line of `ledger.jsonl`: how one admitted group ended.
 
-    `prompt` is the prompt's number, `text` what it begins with; empty in lines of earlier versions. `left_out` are the
-    scorers that its rewards are made without, because they failed."""
+    `prompt` is the prompt's number, `text` its first characters; empty in lines of earlier versions. `left_out` are
+    failed scorers that its rewards omit."""
 
     run: Text
     group: Number
@@ -353,7 +354,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """The trainer's report after an update: `version` is the policy version it made (the number of updates so far)."""
+    """The trainer's report after an update; `version` is the policy version it produced (the number of updates)."""
 
     version: int
     groups: tuple[int, ...]
@@ -384,9 +385,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor: the bytes of `pieces`, one after the other.
+    """One tensor: the concatenated bytes of `pieces`.
 
-    There are several where trainer ranks hold rows of it each, and none if it is empty."""
+    It has several pieces if trainer ranks each hold rows of it, and none if it is empty."""
 
     name: str
     dtype: str
@@ -415,7 +416,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
 class WeightReport(msgspec.Struct, frozen=True):
     """An engine's answer after a start or a swap: the version and digest that it holds now.
 
-    `uses` names the kernels that an engine took when it started; empty if it has no choice."""
+    `uses` names the kernels that the engine chose when it started; empty if it has no choice."""
 
     engine: str
     version: int

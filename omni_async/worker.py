@@ -1,8 +1,8 @@
-"""Names the workers of a run. What a worker is stands in its name, which is made and read here and nowhere else:
+"""Names the workers of a run. Only this module formats and parses their names:
 
 trainer          the only worker of its role, or the first of its ranks
 rollout-0        the worker in slot 0 of the role `rollout`
-rollout-0.2      the second worker in that slot, in place of the first
+rollout-0.2      the second worker in that slot, which replaced the first
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-# The roles that omni_async itself brings; one of another package has another name.
+# The built-in roles; roles of other packages have other names.
 COORDINATOR, ROLLOUT, READER, REWARD, TRAINER = BUILT_IN_ROLES = (
     "coordinator",
     "rollout",
@@ -35,12 +35,12 @@ class Worker:
 
     @classmethod
     def parse(cls, name: str) -> Worker:
-        """Return the worker that is called `name`; what is no worker's name is a role of its own."""
+        """Return the worker named `name`; a string that is no worker's name becomes a role."""
         return _parse(name)
 
     @property
     def slot(self) -> str:
-        """Return the slot id, which all workers that follow each other in a slot share."""
+        """Return the slot id, which all successive workers of a slot share."""
         return self.role if self.index is None else f"{self.role}-{self.index}"
 
     def numbered(self, number: int) -> Worker:

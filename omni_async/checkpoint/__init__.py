@@ -1,17 +1,17 @@
-"""Reads and writes checkpoints: what a run leaves behind to go on from. Torch-free but for the tensors themselves.
+"""Reads and writes checkpoints, so that a run can continue. Only the tensor files need torch.
 
-`newest_first` finds them, `require_whole` checks one, `read_state` reads its `State`; what is wrong is a
+`newest_first` finds them, `require_whole` checks one, `read_state` reads its `State`. A bad checkpoint raises
 `CheckpointError`.
 
 update-000020/
   tensors/          trained parameters, further policies, optimizer: safetensors of torch.distributed.checkpoint
                     (omni_async.training.checkpoint)
-  groups/           trajectories of groups that were ready and not trained, a safetensors file each
+  groups/           trajectories of groups that were ready but not trained, a safetensors file each
   state.json        versions, counters, cursors: `State`
   manifest.json     every file's size and digest, written last
 
-A folder is written beside its final path and renamed when it is whole. Nothing in it is code: no pickle, neither
-written nor read.
+A folder is written under a temporary name next to its final path, and renamed when it is complete. It contains no
+code: pickle is neither written nor read.
 """
 
 from omni_async.checkpoint.folders import folder_name, require_whole

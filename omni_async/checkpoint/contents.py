@@ -1,8 +1,8 @@
-"""Computes what files hold, so that they are compared by content and never by path. Imports no torch.
+"""Computes digests of files, so that they are compared by content and never by path. Imports no torch.
 
-A model's digest covers its tensors by name, dtype, shape and values, whatever files hold them, and its other files. Of
-a tensor of more than a mebibyte it covers five pieces of 64 KiB: a digest takes seconds, whatever the model's size. The
-trainer compares every byte of the components that it loads (`TrainEngine.digest0`).
+A model's digest covers its tensors by name, dtype, shape and values, regardless of the files that hold them, and its
+other files. For a tensor of more than a mebibyte it covers five pieces of 64 KiB, so a digest takes seconds whatever
+the model's size. The trainer compares every byte of the components that it loads (`TrainEngine.digest0`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from omni_async.config.tree import path_params
 from omni_async.types import Prompt
 
 MODEL = "model.path/"  # before the name of each part of the base model
-_WHOLE = 2**20  # bytes of a tensor, or of a file without tensors, of which every byte counts
+_WHOLE = 2**20  # bytes; a tensor, or a file without tensors, is digested entirely up to this size
 _PIECE = 2**16
 _PIECES = 5
 _SHARD = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf")
-# What a library notes in a configuration when it saves a model, which changes nothing that the model computes.
+# Keys that a library writes into a configuration when it saves a model; they do not change what the model computes.
 _NOTES = ("_name_or_path", "_diffusers_version", "transformers_version", "_commit_hash")
 
 
 def contents_of(config: Config, prompts: Sequence[Prompt], validation: Sequence[Prompt]) -> dict[str, str]:
-    """Return the digest of everything that the configuration names by a path, by the key that names it.
+    """Return the digest of every file that the configuration names by a path, by the key that names it.
 
     Args:
         config: a checked configuration.
-        prompts: what `data.prompts` or `data.preferences` holds.
-        validation: what `validation.prompts` holds.
+        prompts: the content of `data.prompts` or `data.preferences`.
+        validation: the content of `validation.prompts`.
 
     Raises:
         ConfigError: a file cannot be read; one line."""
     found: dict[str, str] = {}
-    if config.emulation is not None:  # a model, prompts and scorers need not be there
+    if config.emulation is not None:  # a model, prompts and scorers need not exist
         profile = config.emulation.profile  # a file, or the name of a shipped profile
         return path_contents("emulation.profile", profile) if profile.endswith(".json") else found
     found |= model_contents(Path(config.model.path))
@@ -75,9 +75,9 @@ def reward_contents(config: Config) -> dict[str, str]:
 
 
 def _scorer_contents(key: str, scorer: str, params: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of what a scorer's parameters name. `key`: the scorer's in the recipe."""
+    """Return the digests of the files that a scorer's parameters name. `key`: the scorer's key in the recipe."""
     found: dict[str, str] = {}
-    foreign = ":" in scorer  # it knows alone which of its parameters are paths
+    foreign = ":" in scorer  # only the scorer knows which of its parameters are paths
     for name in [*params] if foreign else path_params(scorer):
         value = params.get(name)
         if isinstance(value, str) and (not foreign or _is_plain_file(value)):
@@ -101,7 +101,7 @@ def _settings_contents(key: str, value: Any) -> dict[str, str]:
 
 
 def _is_plain_file(text: str) -> bool:
-    """Return whether a text names a file that can be read; a folder may hold what a scorer writes."""
+    """Return whether a text names a readable file. A folder does not count: a scorer may write into it."""
     try:
         return text.startswith("/") and Path(text).is_file() and os.access(text, os.R_OK)
     except (OSError, ValueError):
@@ -109,9 +109,9 @@ def _is_plain_file(text: str) -> bool:
 
 
 def model_contents(folder: Path) -> dict[str, str]:
-    """Return the digest of every part of a model in diffusers layout, as `model.path/<part>`, and of its index.
+    """Return the digest of every part of a model in diffusers layout, as `model.path/<part>`, and that of its index.
 
-    Raises ConfigError, one line, if there is no such model or it cannot be read."""
+    Raises ConfigError, one line, if the model is missing or cannot be read."""
     index = read_model_index(folder)
     parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and (folder / name).is_dir()}
     found = {f"{MODEL}{INDEX}": _hashed(_without_notes(index))}
@@ -121,13 +121,13 @@ def model_contents(folder: Path) -> dict[str, str]:
 
 
 def another_part(stated: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """Return the first part of a base model that is another than the stated one; None if all are the same."""
+    """Return the first part of a base model that differs from the stated one; None if all are the same."""
     changed = (key for key in sorted(stated) if key.startswith(MODEL) and found.get(key) != stated[key])
     return next((key.removeprefix(MODEL) for key in changed), None)
 
 
 def path_contents(key: str, path: str | Path) -> dict[str, str]:
-    """Return the digest of a file or a folder under its key; nothing if there is neither.
+    """Return the digest of a file or a folder under its key; an empty dict if neither exists.
 
     Raises ConfigError, one line that begins with the key, if it cannot be read."""
     path = Path(path)
@@ -136,7 +136,7 @@ def path_contents(key: str, path: str | Path) -> dict[str, str]:
             return {}
         files = _files_of(path)
         return {key: _digest(path, tuple((file, *_stamp(file)) for file in files))}
-    except ValueError as error:  # no path at all
+    except ValueError as error:  # not a path
         raise ConfigError(f"{key}: {str(path)[:200]!r} cannot be read: {error}") from None
     except OSError as error:
         where = error.filename or path
@@ -149,7 +149,7 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return the files that decide what a folder computes: without notes for readers, and other copies of weights."""
+    """Return the files that determine what a folder computes: no notes for readers, no duplicate weights."""
     if path.is_file():
         return [path]
     found = sorted(
@@ -162,7 +162,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _counts(file: Path, has_weights: bool) -> bool:
-    """Return whether a file counts. `has_weights`: safetensors files that a library loads are in its folder."""
+    """Return whether a file counts. `has_weights`: its folder has safetensors files that a library loads."""
     name = file.name.lower()
     if name.endswith((".md", ".index.json")) or name.startswith("license"):
         return False
@@ -173,7 +173,7 @@ def _counts(file: Path, has_weights: bool) -> bool:
 
 @lru_cache(maxsize=256)
 def _digest(path: Path, stamps: tuple[tuple[Any, ...], ...]) -> str:
-    """Return the digest of files below `path`, once as long as their stamps stay."""
+    """Return the digest of files below `path`, cached until their stamps change."""
     lines: list[str] = []
     for file, *_ in stamps:
         name = "" if file == path else str(file.relative_to(path))
@@ -182,7 +182,7 @@ def _digest(path: Path, stamps: tuple[tuple[Any, ...], ...]) -> str:
 
 
 def _lines_of(file: Path, name: str) -> Iterator[str]:
-    """Yield what a file holds, a line per tensor or one for the file."""
+    """Yield a file's content as digests: a line per tensor, or one line for the file."""
     with open_file(file) as opened:
         size = file.stat().st_size
         if file.suffix == ".safetensors" and (tensors := _tensors(opened, size)) is not None:
@@ -197,7 +197,7 @@ def _lines_of(file: Path, name: str) -> Iterator[str]:
 
 
 def _tensors(file: BinaryIO, size: int) -> dict[str, tuple[str, list[int], int, int]] | None:
-    """Return dtype, shape, begin and end of every tensor of a safetensors file; None if it is none."""
+    """Return dtype, shape, begin and end of every tensor of a safetensors file; None if it is not one."""
     try:
         header = read_header(file, size)
     except ValueError:
@@ -212,7 +212,7 @@ def _tensors(file: BinaryIO, size: int) -> dict[str, tuple[str, list[int], int, 
 
 
 def _sampled(file: BinaryIO, start: int, end: int) -> str:
-    """Return the digest of the bytes from `start` to `end`, or of some pieces of many, first and last included."""
+    """Return the digest of bytes `start` to `end`; of a long range, of some pieces, first and last included."""
     found = xxhash.xxh3_128(str(end - start).encode())
     pieces = [(start, end - start)]
     if end - start > _WHOLE:
@@ -227,7 +227,7 @@ def _sampled(file: BinaryIO, start: int, end: int) -> str:
 def _json_of(content: bytes) -> Any:
     try:
         value = _without_notes(json.loads(content))
-        _hashed(value)  # which a lone surrogate prevents
+        _hashed(value)  # fails on a lone surrogate
     except (ValueError, OverflowError, RecursionError):
         return content.hex()
     return value

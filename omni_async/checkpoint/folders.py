@@ -1,6 +1,6 @@
-"""Holds the folders of a run's checkpoints: which there are, whether they are whole, and which may go.
+"""Manages the checkpoint folders of a run: which exist, which are whole, and which are deleted.
 
-A manifest records size and digest of every file. They distinguish a whole checkpoint from one that was cut off or
+A manifest records size and digest of every file. It distinguishes a whole checkpoint from one that was cut off or
 changed.
 """
 
@@ -43,28 +43,30 @@ def partial(folder: Path) -> Path:
 
 
 def _aside(folder: Path) -> Path:
-    """Return the path where a checkpoint is kept while another of its version replaces it."""
+    """Return the path where a checkpoint is kept while a new one of the same version replaces it."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def newest_first(checkpoints: Path) -> Iterator[Path]:
-    """Yield the paths; one aside if the process was killed before another of its version was at the final path."""
+    """Yield the paths of checkpoints, newest first.
+
+    Yields the old copy of a version if the process was killed before the new one was at its final path."""
     yield from by_version(checkpoints).values()
 
 
 def version_of(folder: Path) -> int | None:
-    """Return the version of a checkpoint by its folder's name; None if no checkpoint is called so."""
+    """Return the version of a checkpoint by its folder's name; None if the name is not a checkpoint's."""
     match = _NAME.fullmatch(folder.name) or _ASIDE.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def newest_version(checkpoints: Path) -> int:
-    """Return the version of the newest checkpoint, by its name; 0 if there is none."""
+    """Return the version of the newest checkpoint, by its name; 0 without checkpoints."""
     return max(by_version(checkpoints), default=0)
 
 
 def links_among(checkpoints: Path) -> list[str]:
-    """Return a line for each link among a run's checkpoints. None of them is read: it is another run's."""
+    """Return a line for each link among a run's checkpoints. Links are never read: they lead to another run's."""
     found = [checkpoints] if checkpoints.is_symlink() else sorted(checkpoints.glob("update-*"), reverse=True)
     return [f"{path} is a link, and may lead to another run's" for path in found if path.is_symlink()]
 
@@ -72,7 +74,7 @@ def links_among(checkpoints: Path) -> list[str]:
 def by_version(checkpoints: Path) -> dict[int, Path]:
     """Return the path of every version, the newest first, as `newest_first` yields them."""
 
-    if checkpoints.is_symlink():  # another run's, which would be deleted as this one's
+    if checkpoints.is_symlink():  # another run's, which this run must not delete
         return {}
 
     def matching(name: re.Pattern[str]) -> dict[int, Path]:
@@ -86,7 +88,7 @@ def by_version(checkpoints: Path) -> dict[int, Path]:
 
 
 def require_whole(folder: Path) -> None:
-    """Raise CheckpointError, one line, unless every file is there as it was written and the state can be read."""
+    """Raise CheckpointError, one line, unless every file is as it was written and the state can be read."""
     check_manifest(folder)
     state = read_state(folder)
     check_tensors(folder)
@@ -94,17 +96,17 @@ def require_whole(folder: Path) -> None:
 
 
 def rotate(checkpoints: Path, keep: int, written: Path, besides: Callable[[set[int]], set[int]] | None = None) -> None:
-    """Remove all checkpoints but `written`, the newest before it and those asked for, and what was never finished.
+    """Remove unfinished checkpoints and all but `written`, the newest before it, and those that `besides` returns.
 
-    Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used:
-    their updates no longer exist, nor do the lines of the ledger that their states count. Left there, they would come
-    first when the run is resumed again, and count among the `keep` in place of whole ones.
+    Later checkpoints than `written` are removed too. The run was resumed before them, because they are damaged or could
+    not be used. Their updates no longer exist, nor do the ledger lines that their states count. Otherwise the next
+    resume would try them first, and they would count among the `keep` in place of whole ones.
 
     Args:
-        checkpoints: the run's folder of them.
+        checkpoints: the run's checkpoint folder.
         keep: how many stay, `written` included.
-        written: the one just written, at its final path.
-        besides: returns which others of these versions, none of them later than `written`, stay too."""
+        written: the newly written checkpoint, at its final path.
+        besides: gets versions up to that of `written`; returns which of them stay too."""
     found = [*newest_first(checkpoints)]
     usable = found[found.index(written) :]
     wanted = besides({version for path in usable if (version := version_of(path)) is not None}) if besides else set()
@@ -115,10 +117,10 @@ def rotate(checkpoints: Path, keep: int, written: Path, besides: Callable[[set[i
 
 
 def put_in_place(folder: Path) -> None:
-    """Rename what was written at `partial(folder)` to its final path; it is on disk when this returns.
+    """Rename `partial(folder)` to its final path; it is on disk when this returns.
 
-    One that is already there, of the same version, is replaced: it is damaged, or the run was resumed from it, stopped
-    before its next update, and has finished groups since. Until the new one is at the final path it is kept aside."""
+    Replaces an existing checkpoint of that version. It is damaged, or the run was resumed from it, stopped before its
+    next update, and finished groups since. The old one is kept aside until the new one is at the final path."""
     if os.path.lexists(folder):
         remove(_aside(folder))
         folder.rename(_aside(folder))
@@ -128,7 +130,7 @@ def put_in_place(folder: Path) -> None:
 
 
 def begin(folder: Path) -> Path:
-    """Make `partial(folder)` anew, and return it. Raises OSError: it cannot be made, or would be in another folder."""
+    """Create an empty `partial(folder)` and return it. Raises OSError: it cannot be made, or its parent is a link."""
     if folder.parent.is_symlink():
         raise OSError(errno.EINVAL, "it is a link, not a folder", str(folder.parent))
     unfinished = partial(folder)
@@ -138,7 +140,7 @@ def begin(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all below it, or a link, pipe or device in its place. Leaves files. Ignores errors."""
+    """Remove a folder with all its contents, or a link, pipe or device at its path. Leaves files. Ignores errors."""
     if folder.is_symlink() or not (folder.is_dir() or folder.is_file()):  # `rmtree` would wait for a pipe's writer
         with contextlib.suppress(OSError):
             folder.unlink()
@@ -152,8 +154,8 @@ def remove(folder: Path) -> None:
 class Content(msgspec.Struct, frozen=True):
     """A file's size in bytes and its digest.
 
-    `digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries: a checkpoint is as trusted as the folder
-    it lies in."""
+    `digest`: xxh3, 128 bits, hexadecimal. It detects accidents, not forgeries: a checkpoint is as trusted as its parent
+    folder."""
 
     size: int
     digest: str
@@ -165,7 +167,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
+    """Write the manifest of all files in `folder`. Everything is on disk on return; this file is written last."""
     files = {name: Content(path.stat().st_size, _digest(path, synced=True)) for name, path in sorted(_files(folder))}
     path = folder / MANIFEST_FILE
     write_new(path, msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=1) + b"\n")
@@ -174,10 +176,9 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise CheckpointError with the first thing that is not as it was written, or that was not written.
+    """Raise CheckpointError for the first file that is missing, has changed, or is not in the manifest.
 
-    A reader of `folder` meets after this nothing but the files that the manifest names, and some that no reader opens.
-    """
+    After this call a reader of `folder` finds only files that the manifest names, and some that no reader opens."""
     try:
         # First: a wrong path may lead to a folder that holds half a disk, links and pipes included.
         (folder / MANIFEST_FILE).lstat()
@@ -200,15 +201,15 @@ def check_manifest(folder: Path) -> None:
 
 
 def _is_bystander(name: str) -> bool:
-    """Return whether a file is what people or file systems leave (`.DS_Store`, `.nfs01`) and no reader opens."""
+    """Return whether people or file systems leave a file so named (`.DS_Store`, `.nfs01`) and no reader opens it."""
     folder, _, file = name.rpartition("/")
     return not file.endswith(".safetensors") and (not folder or file.startswith("."))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield every file below `folder`, under its path from there.
+    """Yield every file below `folder`, with its relative path.
 
-    Raises CheckpointError for what is no file: a link leads elsewhere, a pipe is waited for, a device has no end."""
+    Raises CheckpointError for anything else: a link leads elsewhere, a pipe blocks, a device has no end."""
     folders = [folder]
     while folders:
         with os.scandir(folders.pop()) as entries:

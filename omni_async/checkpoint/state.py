@@ -1,7 +1,8 @@
-"""Reads and writes `state.json`: everything of a run that is not a tensor.
+"""Reads and writes `state.json`: the whole state of a run except tensors.
 
-It says what the groups of a checkpoint were made with, too: those that wait for the trainer are of use to a run that
-would make the same ones; any other makes them again, from the same prompts and seeds.
+It also records the settings that the checkpoint's groups were generated with. Groups that wait for the trainer are
+only useful to a run that would generate the same ones; any other run generates them again, from the same prompts and
+seeds.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _LARGEST = 2**27
 _MOST_VALUES = 3_000_000
 _LONGEST = 2000  # characters of an error
 _MOST = 10**12  # updates, groups, images: no run has more
-_LARGEST_MEASURE = 1e100  # as `rewards/base.py` bounds a score's parts; statistics square them
-# How this version draws samples, beyond what a recipe decides. Groups that an earlier version drew are drawn again:
-# their log-probs are float32, and their noise is another.
+_LARGEST_MEASURE = 1e100  # the bound of `rewards/base.py` on a score's parts; statistics square them
+# How this version generates samples, in addition to the recipe. Groups of an earlier version are generated again: their
+# log-probs are float32, and their noise differs.
 _DRAWN = {"log-prob dtype": "float64", "noise": NOISE}
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 class CheckpointError(ValueError):
-    """Raised with one line: which checkpoint, and what is wrong with it."""
+    """Raised with one line: which checkpoint is bad, and why."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message, _LONGEST))
@@ -52,9 +53,10 @@ class _Format(msgspec.Struct):
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `state.json`.
 
-    `control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count. `rule`:
-    what the update rule remembers. `pipeline` and `algorithm` name what the tensors are of, `samples` what the ready
-    groups were made with, `statement` what all numbers depend on (None: an earlier version wrote the checkpoint)."""
+    `control`: the control plane, without references to trajectories. `engine`: counters of the trainer's ranks. `rule`:
+    the update rule's memory. `pipeline` and `algorithm`: what the tensors belong to. `samples`: settings that the ready
+    groups were generated with. `statement`: everything that the numbers depend on (None: written by an earlier
+    version)."""
 
     control: ControlState
     pipeline: str | None
@@ -71,7 +73,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write a checkpoint's state. Raises OSError, also if no reader would accept as much."""
+    """Write a checkpoint's state. Raises OSError, also if it exceeds what readers accept."""
     content = msgspec.json.encode(state)
     if len(content) > _LARGEST:
         raise OSError(errno.EFBIG, f"{FILE} has {len(content)} bytes, and {_LARGEST} can be read")
@@ -81,7 +83,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(folder: Path) -> State:
-    """Read a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
+    """Read a checkpoint's state. Raises CheckpointError, one line, if it is missing or of another version."""
     try:
         state = read_json(folder / FILE, State, FORMAT, _LARGEST, _MOST_VALUES)
     except FileNotFoundError:
@@ -92,18 +94,18 @@ def read_state(folder: Path) -> State:
 
 
 def made_with(config: Config) -> dict[str, Any]:
-    """Return the settings that decide what a sample and its score are, by their names; without secrets."""
+    """Return the settings that determine samples and their scores, by name; without secrets."""
     tree, fields = plain(config), trajectory_fields(find_objective(config.algorithm.name), config)
     return {**{name: value_at(tree, name) for name in AGAIN}, **_DRAWN, "trajectory fields": list(fields)}
 
 
 def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[State, list[str]]:
-    """Return `state`, with no ready groups if this recipe would make others, and the settings that differ.
+    """Return `state`, without ready groups if this recipe would generate others, and the settings that differ.
 
-    contents: of the recipe's files, as `contents_of` returns it."""
+    contents: of the recipe's files, as returned by `contents_of`."""
     control, before, now = state.control, state.samples, made_with(config)
     changed = [name for name in before | _DRAWN if before.get(name) != now.get(name)]
-    if state.statement is not None:  # which is more exact, and knows files
+    if state.statement is not None:  # more exact, and covers files
         since = changes_since(state.statement, config, contents, tracked=False)
         changed = [name for name in changed if name not in AGAIN] + [one.key for one in since if one.again]
     if not (changed and control.ready):
@@ -113,19 +115,18 @@ def fitting(state: State, config: Config, contents: Mapping[str, str]) -> tuple[
 
 
 def read_json(path: Path, cls: type[S], form: int, largest: int, most: int) -> S:
-    """Read a JSON file of a checkpoint, which may have been made anywhere.
+    """Read a JSON file of an untrusted checkpoint.
 
     Args:
-        path: The file.
-        cls: What it holds.
-        form: Version of its format.
-        largest: Bytes that it can have.
-        most: Values that it can have.
+        path: the file.
+        cls: the type of its content.
+        form: the expected format version.
+        largest: maximum size in bytes.
+        most: maximum number of values.
 
     Raises:
-        FileNotFoundError: There is none.
-        CheckpointError: It is larger, or of another format, or none at all.
-    """
+        FileNotFoundError: the file is missing.
+        CheckpointError: the file is too large, of another format, or invalid."""
     try:
         content = read_file(path, largest, within=path.parent)
         found = msgspec.json.decode(content, type=_Format).format
@@ -141,7 +142,7 @@ def read_json(path: Path, cls: type[S], form: int, largest: int, most: int) -> S
 
 
 def _impossible(state: State) -> str | None:
-    """Return what no run can have come to, None if there is nothing. The types are right already."""
+    """Return the first value that no run can reach, or None. The types are already checked."""
     control = state.control
     for what, number in _counts(control):
         if not 0 <= number <= _MOST:
@@ -168,7 +169,7 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
     ledger = control.ledger
     yield from (("version", control.version), ("next_group", control.next_group), ("images", control.images))
     yield from (("admitted", ledger.admitted), ("ledger.size", ledger.size))
-    # A run whose first round is under way has validated the version below its first.
+    # While the first round runs, `validated` is the version below its first.
     yield "validated", 0 if control.validated in (None, -1) else control.validated
     yield from (*ledger.events.items(), *ledger.reasons.items(), *ledger.drop_reasons.items())
     yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
@@ -196,7 +197,7 @@ def _measures(control: ControlState) -> Iterator[tuple[str, float | None]]:
 
 
 def _too_large(value: Any) -> str | None:
-    """Return the path of a number that no machine counts to, None if there is none."""
+    """Return the path of a number that does not fit into 64 bits, None if all fit."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if found := _too_large(item):

@@ -1,14 +1,14 @@
 """States what a checkpoint's numbers depend on, and compares that with the recipe that continues from it.
 
-A checkpoint states its whole recipe, the content of every file that the recipe names (`contents.py`), and the further
-policies that it holds. A key of the recipe has one of four rules:
+A checkpoint states its whole recipe, the digest of every file that the recipe names (`contents.py`), and the further
+policies that it holds. Each key of the recipe has one of four rules:
 
     free      it decides where and how fast a run computes, or what it reports
     named     the run continues with the new value, which the console and `changes.jsonl` report
-    again     named, and groups that wait for the trainer are made again
+    again     named, and groups that wait for the trainer are generated again
     refused   the checkpoint's tensors or counters would mean something else
 
-The tables below are the only place of these rules. A key that they do not list is named, so a new key is never ignored.
+Only the tables below define these rules. A key that they do not list is named, so a new key is never ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from omni_async.config.redact import redact
 # `*` is one part of a key. A rule holds for everything below its key; the longest key counts.
 FREE = (
     *("schedule", "run", "placement", "tracking", "checkpoint", "emulation"),
-    # The content of these files is compared.
+    # The content of these files is compared instead.
     *("model.path", "data.prompts", "data.preferences", "validation.prompts", "reward.cache", "data.max_prompt_chars"),
     *(f"rollout.{key}" for key in ("workers", "max_inflight", "max_batch", "batching", "conditioning_cache")),
     *(f"rollout.{key}" for key in ("offload", "timeout_s", "retries", "emulated")),
@@ -41,7 +41,7 @@ FREE = (
     *(f"trainer.{key}" for key in ("updates", "max_mismatch", "streaming", "gradient_checkpointing", "peak_tflops")),
     *("validation.share", "roles.*.workers", "roles.*.resources"),
 )
-# What decides a sample and its score.
+# Keys that determine a sample and its score.
 AGAIN = (
     *("run.seed", "reward.scorers", "reward.servers", "reward.combine", "reward.gated", "reward.max_abs"),
     *("emulation.profile", "emulation.payload_scale"),
@@ -56,7 +56,7 @@ def _jump(before: Any, now: Any) -> str:
     return "the policy would jump"
 
 
-# By key: what would happen.
+# By key: the consequence.
 REFUSED: dict[str, str | Callable[[Any, Any], str]] = {
     "model.pipeline": "its tensors are of another model family",
     "model.lora": "its tensors would not fit",
@@ -68,14 +68,14 @@ REFUSED: dict[str, str | Callable[[Any, Any], str]] = {
     "trainer.optimizer.name": "its optimizer state is another optimizer's",
     "trainer.ema": "it keeps a moving average or has none",
 }
-NAMED = ("trainer.ema.*",)  # below a key that is refused
+NAMED = ("trainer.ema.*",)  # below a refused key
 # With `algorithm.advantage.track_prompts`, statistics of a prompt are kept by its number and over all updates.
 TRACKED = (
     *("data.prompts", "data.preferences", "algorithm.advantage.aggregate", "reward.combine", "reward.gated"),
     *(f"reward.scorers.*.{key}" for key in ("name", "weight", "params", "when", "gate", "components")),
     *("reward.scorers", "reward.servers.*.model"),
 )
-# Below these, keys are other packages' or the user's.
+# Keys below these belong to other packages or the user.
 _FREE_FORM = (
     *(f"reward.scorers.*.{key}" for key in ("params", "when", "components")),
     *("rollout.program.settings", "algorithm.settings", "roles.*.settings"),
@@ -86,10 +86,10 @@ _DECAY, _RISE = "trainer.optimizer.schedule", "algorithm.awm.ema_coef_end"
 
 
 class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint states of itself.
+    """The statement of a checkpoint.
 
     recipe: the resolved configuration of the attempt that wrote it, as plain values, without credentials.
-    contents: digests of files, by the key that names them, as `contents_of` returns them.
+    contents: digests of files, by the key that names them, as returned by `contents_of`.
     policies: the further policies whose tensors it holds, without the moving average of `trainer.ema`.
     made_by: the version of omni_async."""
 
@@ -100,10 +100,10 @@ class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A key whose value, or whose file's content, is another than the checkpoint states.
+    """A key whose value, or whose file's content, differs from the checkpoint's statement.
 
-    why_not: why the checkpoint cannot be continued with it; None: it can.
-    again: whether groups that wait for the trainer are made again."""
+    why_not: why the checkpoint cannot continue with it; None: it can.
+    again: whether groups that wait for the trainer are generated again."""
 
     key: str
     before: Any
@@ -125,7 +125,7 @@ SAME, OTHER = "the content that the checkpoint states", "other content"
 
 
 def stated(config: Config, contents: Mapping[str, str]) -> Statement:
-    """Return the statement of a checkpoint that a run with this configuration writes."""
+    """Return the statement of the checkpoints that a run with this configuration writes."""
     return Statement(plain(config), dict(contents), _policies(config))
 
 
@@ -137,16 +137,16 @@ def plain(config: Config) -> dict[str, Any]:
 
 def _policies(config: Config) -> tuple[str, ...]:
     stored = stored_policies(find_objective(config.algorithm.name), config)
-    return tuple(one for one in stored if one != "ema")  # which `trainer.ema` decides
+    return tuple(one for one in stored if one != "ema")  # `trainer.ema` decides about it
 
 
 def changes_since(statement: Statement, config: Config, contents: Mapping[str, str], tracked: bool) -> list[Change]:
-    """Return every difference between what a checkpoint states and a recipe that counts.
+    """Return every relevant difference between a checkpoint's statement and a recipe.
 
     Args:
         statement: the checkpoint's.
         config: the recipe's.
-        contents: the content of its files; of a key that is missing it is not compared.
+        contents: the digests of its files; a file whose key is missing is not compared.
         tracked: whether the checkpoint has statistics of prompts."""
     before, now = statement.recipe, plain(config)
     emulated = config.emulation is not None
@@ -154,7 +154,7 @@ def changes_since(statement: Statement, config: Config, contents: Mapping[str, s
     by_content = statement.contents.keys() & contents.keys()
     differing = [one for one in _differences(before, now) if _rule(one[0], FREE) <= _listed(one[0])]
     found = [_judged(*one, emulated, tracked) for one in differing if one[0] not in by_content]
-    whole = tuple(f"{key}." for key, _, _ in differing)  # what is below is another list
+    whole = tuple(f"{key}." for key, _, _ in differing)  # keys below belong to another list
     found += [
         _judged(key, SAME, OTHER, emulated, tracked)
         for key in sorted(by_content)
@@ -166,7 +166,7 @@ def changes_since(statement: Statement, config: Config, contents: Mapping[str, s
 
 
 def value_text(value: Any) -> str:
-    """Return a value for one line."""
+    """Format a value for one line."""
     if value in (SAME, OTHER):
         return str(value)
     if isinstance(value, float):
@@ -176,7 +176,7 @@ def value_text(value: Any) -> str:
 
 
 def _longer_schedule(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield another number of updates, where a schedule depends on it."""
+    """Yield a change of the number of updates if a schedule depends on it."""
     updates = [value_at(tree, "trainer.updates") for tree in (before, now)]
     depends = value_at(now, _DECAY) != "constant" or value_at(now, _RISE) is not None
     if depends and updates[0] != updates[1]:
@@ -184,7 +184,7 @@ def _longer_schedule(before: Mapping[str, Any], now: Mapping[str, Any]) -> Itera
 
 
 def _other_policies(statement: Statement, config: Config, found: Sequence[Change]) -> Iterator[Change]:
-    """Yield that the recipe needs other further policies than the checkpoint holds."""
+    """Yield a change if the recipe needs other further policies than the checkpoint holds."""
     kept = _policies(config)
     if kept != statement.policies and not any(one.key == "algorithm.name" for one in found):
         asked = ", ".join(str(one) for one in found if one.key.startswith("algorithm."))
@@ -193,7 +193,7 @@ def _other_policies(statement: Statement, config: Config, found: Sequence[Change
 
 
 def _missing_parts(stated: Mapping[str, str], contents: Mapping[str, str]) -> Iterator[Change]:
-    """Yield parts of the base model that the recipe's lacks."""
+    """Yield a change for each part of the base model that the recipe's model lacks."""
     if any(key.startswith(MODEL) for key in contents):
         for key in sorted(stated.keys() - contents.keys()):
             if key.startswith(MODEL):
@@ -214,7 +214,7 @@ def _judged(key: str, before: Any, now: Any, emulated: bool, tracked: bool) -> C
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield keys with other values; one that only one of the two has is of another version and not compared."""
+    """Yield keys with different values. A key that only one of the two has is of another version and not compared."""
     if isinstance(before, dict) and isinstance(now, dict):
         free_form = _longest(key, _FREE_FORM) is not None
         for name in now if not free_form else {**before, **now}:
@@ -236,7 +236,7 @@ def _sections(*lists: Sequence[Any]) -> bool:
 
 
 def value_at(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a key of plain data; None if there is none."""
+    """Return the value at a dotted key of plain data; None if it is missing."""
     value: Any = tree
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -248,7 +248,7 @@ def _listed(key: str) -> int:
 
 
 def _rule(key: str, patterns: Sequence[str]) -> int:
-    """Return the number of parts of the longest pattern that holds for the key; -1 if none does."""
+    """Return the number of parts of the longest pattern that matches the key; -1 if none matches."""
     found = _longest(key, patterns)
     return -1 if found is None else found.count(".") + 1
 

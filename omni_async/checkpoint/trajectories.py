@@ -16,19 +16,19 @@ from omni_async.config.reading import open_file
 from omni_async.config.tensor_files import read_header
 
 _FOLDER = "groups"
-_ARRAY = "array"  # the name of what has none: an emulated trajectory
+_ARRAY = "array"  # the name of an unnamed array: an emulated trajectory
 
 
 def check_tensors(folder: Path) -> None:
-    """Raise CheckpointError for a safetensors file below `folder` whose header does not describe the bytes after it.
+    """Raise CheckpointError if a safetensors header below `folder` does not describe the bytes after it.
 
-    `check_manifest` ensures that there are no links."""
+    `check_manifest` has already excluded links."""
     from safetensors import SafetensorError, safe_open
 
     for path in sorted(folder.rglob("*.safetensors")):
         try:
             with open_file(path, within=folder) as file:
-                read_header(file, path.stat().st_size)  # within bounds, which the next line has not
+                read_header(file, path.stat().st_size)  # bounded, unlike the next line
             with safe_open(path, "np"):  # maps the file, and checks every tensor's type, shape and place
                 pass
         except ValueError as error:
@@ -38,14 +38,14 @@ def check_tensors(folder: Path) -> None:
 
 
 def check_groups(folder: Path, state: State) -> None:
-    """Raise CheckpointError unless there is a file for every group that waits for the trainer."""
+    """Raise CheckpointError unless every group that waits for the trainer has a file."""
     for group in state.control.ready:
         if not _path(folder, group.group).is_file():
             raise CheckpointError(f"{_path(folder, group.group)} is missing, though {STATE_FILE} has the group")
 
 
 def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
-    """Write a group's trajectories. Blocks; give it a thread.
+    """Write a group's trajectories. Blocks; run it in a thread.
 
     Args:
         folder: the checkpoint's.
@@ -54,8 +54,8 @@ def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
     leaves = {f"{sample}/{name}": leaf for sample, value in enumerate(trajectories) for name, leaf in _leaves(value)}
     path = _path(folder, group)
     path.parent.mkdir(exist_ok=True)
-    # The format knows no views: what lies in another order would come back in that order, and what samples share is
-    # refused.
+    # The format has no views: a tensor in another memory order would be read back in that order, and tensors that share
+    # memory are refused.
     if all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
         from safetensors.numpy import save_file as save_arrays
 
@@ -68,7 +68,7 @@ def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
 
 
 def read_group(folder: Path, group: int, samples: int) -> list[Any]:
-    """Return the trajectories that `write_group` was given. Blocks; give it a thread.
+    """Return the trajectories that `write_group` wrote. Blocks; run it in a thread.
 
     Args:
         folder: the checkpoint's.
@@ -76,7 +76,7 @@ def read_group(folder: Path, group: int, samples: int) -> list[Any]:
         samples: how many there must be.
 
     Raises:
-        CheckpointError: they are not there, cannot be read, or are of other samples."""
+        CheckpointError: they are missing, unreadable, or of other samples."""
     path = _path(folder, group)
     try:
         found: list[dict[str, Any]] = [{} for _ in range(samples)]

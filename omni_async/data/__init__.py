@@ -1,5 +1,5 @@
-"""Reads what a user brings: prompt files, preference files and the images that they name. Imports no torch.
+"""Reads a user's data: prompt files, preference files and the images that they name. Imports no torch.
 
-`prompts.load_prompts` and `preferences.PreferencePairs` are the surface; what is wrong with a file is a ConfigError of
-one line that says where.
+The interface is `prompts.load_prompts` and `preferences.PreferencePairs`. A bad file raises ConfigError with one line
+that names the place.
 """

@@ -1,4 +1,4 @@
-"""Collects what is wrong with the lines or rows of a file, so that all of them are reported at once."""
+"""Collects the errors of the lines or rows of a file, so that all of them are reported at once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from omni_async.config import ConfigError
 
 _SHOWN = 10
-_LONGEST = 140  # characters of every reason but the first: an error has 2000 at most
+_LONGEST = 140  # characters of every reason but the first: an error message has at most 2000
 
 
 class BadPlaces:
     """The wrong lines or rows of one file, by number; the first ten by number are shown."""
 
     def __init__(self, place: str) -> None:
-        """Start with none; `place` is the word for a numbered part of the file."""
+        """Start empty; `place` is the word for a numbered part of the file."""
         self._place = place
         self._found: dict[int, tuple[str, str]] = {}
         self._numbers: set[int] = set()
 
     def add(self, where: str, number: int, problem: str) -> None:
-        """Note a problem of the place with this number; `where` names the place with its file."""
+        """Record a problem at the place with this number; `where` names the place with its file."""
         if number in self._numbers:
             return
         self._numbers.add(number)
@@ -31,7 +31,7 @@ class BadPlaces:
 
     @contextmanager
     def noting(self, where: str, number: int) -> Iterator[None]:
-        """Note the ConfigError that the body raises, which begins with `where`."""
+        """Record the ConfigError that the body raises, which begins with `where`."""
         try:
             yield
         except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Looks at the boxes of a video or sound file before a library does.
+"""Checks the boxes of a video or sound file before a library opens it.
 
-They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion frames of no bytes.
-Each frame takes memory as soon as the file is opened. A file that was cut off has boxes that end behind its end.
+They must fit into the file, and its tables into memory. A few bytes of an MP4 can list a billion empty frames; each
+takes memory as soon as the file is opened. A truncated file has boxes that end behind its end.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import BinaryIO
 
 from omni_async.config import ConfigError
 
-_MOST_BOXES = 2**14  # at the top: a fragment has two
+_MOST_BOXES = 2**14  # at the top level: a fragment has two
 _MOST_TABLES = 2**26  # bytes of all boxes of an MP4 but its media data
-_MOST_ENTRIES = 10_000_000  # of an MP4's tables of samples, all together
+_MOST_ENTRIES = 10_000_000  # in all sample tables of an MP4 together
 _CUT = "cut off: it has {have} bytes, its header declares {wants}; copy it again"
-# Tables whose entries may have no bytes, and where the number of entries is, behind the name.
+# Tables whose entries may have no bytes; the number of entries follows the name.
 _SIZES, _TIMES, _FRAGMENT = re.compile(rb"stsz|stz2"), re.compile(rb"stts|ctts"), re.compile(rb"trun")
-# Programs that write a WAV into a pipe do not know its length, and declare this or more.
+# Programs that write a WAV into a pipe do not know its length, and declare at least this.
 _ENDLESS = 0x7FFF0000
 _EBML, _SEGMENT = 0x1A45DFA3, 0x18538067
 
 
 def require_whole(file: BinaryIO) -> None:
-    """Raise ConfigError if the file was cut off, or lists more than it can hold. Other formats are not looked at."""
+    """Raise ConfigError if the file is cut off, or lists more than it can hold. Ignores other formats."""
     size = os.fstat(file.fileno()).st_size
     begin = file.read(12)
     if begin[:4] == b"RIFF":
@@ -37,7 +37,7 @@ def require_whole(file: BinaryIO) -> None:
 
 
 def _riff(file: BinaryIO, size: int, wave: bool) -> None:
-    """Look at the chunks of a WAV up to its data, or at the top-level chunks of an AVI."""
+    """Check the chunks of a WAV up to its data, or the top-level chunks of an AVI."""
     place = 12 if wave else 0
     for _ in range(_MOST_BOXES):
         file.seek(place)
@@ -82,7 +82,7 @@ def _mp4(file: BinaryIO, size: int) -> None:
 
 
 def _entries(boxes: bytes) -> int:
-    """Return how many entries the tables in some boxes list, wherever they are in them."""
+    """Return the total number of entries that tables list anywhere in some boxes."""
     if b"cmov" in boxes:
         raise ConfigError("its index is compressed; write it again")
     found = sum(int.from_bytes(boxes[at.end() + 8 : at.end() + 12]) for at in _SIZES.finditer(boxes))
@@ -112,7 +112,7 @@ def _matroska(file: BinaryIO, size: int) -> None:
 
 
 def _number(header: bytes, at: int, keep: bool) -> tuple[int, int]:
-    """Return an EBML number and its end, `keep` with the bit that marks its length; -1 for an unknown one."""
+    """Return an EBML number and its end; `keep` retains the bit that marks its length; -1 for an unknown number."""
     first = header[at] if at < len(header) else 0
     length = 9 - first.bit_length()
     if length > 8:

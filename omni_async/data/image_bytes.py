@@ -1,23 +1,23 @@
-"""Reduces an encoded image to the parts that its pixels need, so that no decoder reads the others.
+"""Reduces an encoded image to the parts that its pixels need, so that no decoder reads other parts.
 
 A few bytes of EXIF data can expand to gigabytes in Pillow: its parser copies every entry, and runs while Pillow opens a
-JPEG. Profiles, comments and later frames of a PNG are dropped, too. Lists of parts have a bound. Pure Python,
+JPEG. Profiles, comments and later frames of a PNG are dropped, too. The number of parts has a bound. Pure Python,
 linear in the bytes.
 """
 
 from __future__ import annotations
 
 _MOST_PARTS = 2**17  # chunks of a PNG or WebP, markers of a JPEG: with writers' 8 KiB a chunk, 1 GiB
-_MOST_FRAMES = 2**14  # chunks of a WebP; its decoder lists them all before the first frame
-_MOST_SCANS = 64  # of a progressive JPEG: each takes a pass over all pixels, however few bytes it has
+_MOST_FRAMES = 2**14  # chunks of a WebP; its decoder lists all of them before the first frame
+_MOST_SCANS = 64  # of a progressive JPEG: each is a pass over all pixels, however few bytes it has
 _PNG = b"\x89PNG\r\n\x1a\n"
 _OF_PNG = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _SCAN, _END, _EXIF, _COMMENT = 0xDA, b"\xff\xd9", b"Exif\0\0", 0xFE
-_APPLICATION = {*range(0xE1, 0xEE), 0xEF}  # of a JPEG; not JFIF's (0xE0) and Adobe's (0xEE), which define the colours
+_APPLICATION = {*range(0xE1, 0xEE), 0xEF}  # of a JPEG; without JFIF (0xE0) and Adobe (0xEE), which define the colours
 
 
 def reduced(content: bytes) -> tuple[bytes, int]:
-    """Return the image without what its pixels do not need, and its EXIF orientation, 1 to 8.
+    """Return the image without the parts that its pixels do not need, and its EXIF orientation, 1 to 8.
 
     Returns any other format than PNG, JPEG and WebP unchanged. Raises ValueError if the image has too many parts."""
     if content.startswith(_PNG):

@@ -1,4 +1,4 @@
-"""Finds, checks and reads image files that a user names: those of preference pairs and of prompts.
+"""Finds, checks and reads image files that a user names, in preference pairs and prompts.
 
 Errors are a ConfigError of one line that begins with `where`. Pillow is imported when an image is opened.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FORMATS = ("PNG", "JPEG", "WEBP")  # named, so that no bytes reach Pillow's rarer decoders
+_FORMATS = ("PNG", "JPEG", "WEBP")  # a fixed list, so that no bytes reach Pillow's rarer decoders
 _MAX_PIXELS = 64_000_000
 MAX_IMAGE_BYTES = 2**28  # of an encoded image
-# Pillow's methods that put an image upright, by its EXIF orientation; of the last four rows become columns.
+# Pillow's methods that turn an image upright, by its EXIF orientation; the last four exchange rows and columns.
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 
@@ -35,11 +35,11 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
     Args:
         folder: resolved; the path is relative to it.
         text: the path, as it was written.
-        where: the place that names it, with which an error begins.
+        where: the place that names it; the beginning of an error.
         whose: the folder's owner in errors, such as `the parquet's`.
 
     Raises:
-        ConfigError: it is no path or no file, leads out of the folder, by `..` or by a link, or has over 256 MiB."""
+        ConfigError: it is no path or no file, leads out of the folder (by `..` or a link), or exceeds 256 MiB."""
     shown = repr(text[:200])
     try:
         file = (folder / text).resolve()
@@ -60,14 +60,14 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
 
 
 def read_image(source: Path | bytes | memoryview, where: str, within: Path | None = None) -> Media:
-    """Decode an image: uint8 (3, height, width) RGB in its own size, upright as its EXIF data say.
+    """Decode an image: uint8 (3, height, width) RGB at its own size, turned upright by its EXIF data.
 
     Decodes the first frame of an animation. Refuses undecodable images and images of more than 64 million pixels.
 
     Args:
         source: a file, or the bytes of one.
-        where: the place that names it, with which an error begins.
-        within: a folder that the file must not be outside of, links included."""
+        where: the place that names it; the beginning of an error.
+        within: a folder that the file must not leave, links included."""
     import numpy as np
     from PIL import Image
 
@@ -85,21 +85,21 @@ def prompt_image(file: Path, where: str, decode: bool = True, within: Path | Non
 
     Args:
         file: found by `find_image`.
-        where: the place that names it, with which an error begins.
-        decode: read all of its data, a JPEG at an eighth of its size; or its header and checksums alone.
-        within: a folder that the file must not be outside of, links included.
+        where: the place that names it; the beginning of an error.
+        decode: decode all of its data (a JPEG at an eighth of its size); otherwise only check header and checksums.
+        within: a folder that the file must not leave, links included.
 
     Raises:
         ConfigError: it cannot be read, or is no image."""
     content = _content(file, where, within)
-    opened_image(content, where, lambda image, _: image.verify())  # a PNG's checksums, which decoding passes over
+    opened_image(content, where, lambda image, _: image.verify())  # a PNG's checksums, which decoding ignores
     if decode:
         opened_image(content, where, lambda image, _: _read_to_the_end(image))
     return PromptImage(str(file), _digest(content))
 
 
 def image_size(image: PromptImage) -> tuple[int, int]:
-    """Return the width and height in pixels of a prompt's image, upright. ValueError as of `read_prompt_image`."""
+    """Return an upright prompt image's width and height in pixels. Raises ValueError as `read_prompt_image` does."""
 
     def upright(opened: Image, orientation: int) -> tuple[int, int]:
         width, height = opened.size
@@ -110,7 +110,7 @@ def image_size(image: PromptImage) -> tuple[int, int]:
 
 
 def _read_to_the_end(image: Image) -> None:
-    """Decode all data of an image: a JPEG or WebP has no checksums that show a missing end."""
+    """Decode all data of an image: a JPEG or WebP has no checksums that reveal a missing end."""
     image.draft("RGB", (1, 1))  # without an effect on other formats
     image.load()
 
@@ -118,12 +118,12 @@ def _read_to_the_end(image: Image) -> None:
 def read_prompt_image(image: PromptImage) -> Media:
     """Decode a prompt's image, as `read_image` does.
 
-    ValueError if the file is gone, or another one than when the run began."""
+    Raises ValueError if the file is gone, or has changed since the run began."""
     return read_image(encoded_bytes(image), image.path)
 
 
 def encoded_bytes(image: PromptImage) -> bytes:
-    """Return the bytes of a prompt's image, not decoded, with the errors of `read_prompt_image`."""
+    """Return the encoded bytes of a prompt's image, with the errors of `read_prompt_image`."""
     if image.content is not None:
         return image.content
     try:
@@ -136,11 +136,11 @@ def encoded_bytes(image: PromptImage) -> bytes:
 
 
 def drawn_image(media: Media, name: str) -> PromptImage:
-    """Return an image that was drawn as one that a prompt carries, without loss.
+    """Return a generated image as a prompt image, without loss.
 
     Args:
         media: has an image.
-        name: what it is, for errors."""
+        name: its description in errors."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -149,11 +149,11 @@ def drawn_image(media: Media, name: str) -> PromptImage:
 
 
 def carried_image(content: bytes, name: str) -> PromptImage:
-    """Return an encoded image, which nothing has looked at yet, as one that a prompt carries.
+    """Return an encoded image, not yet checked, as a prompt image.
 
     Args:
-        content: what the bytes of its file would be.
-        name: what it is, for errors."""
+        content: the bytes that its file would have.
+        name: its description in errors."""
     return PromptImage(name, _digest(content), content)
 
 
@@ -178,7 +178,7 @@ def _content(source: Path | bytes | memoryview, where: str, within: Path | None 
 
 
 def opened_image(content: bytes, where: str, use: Callable[[Image, int], T]) -> T:
-    """Open an image, decoding nothing, and return what `use` makes of it and of its EXIF orientation, 1 to 8.
+    """Open an image without decoding it, and return `use(image, orientation)`; the EXIF orientation is 1 to 8.
 
     Pillow gets neither EXIF data nor profiles, texts and later frames of a PNG.
 

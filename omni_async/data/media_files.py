@@ -1,10 +1,10 @@
-"""Reads the media files that a user, a table or a folder names: images, videos with their sound, and sound.
+"""Reads media files that a user, a table or a folder names: images, videos with their sound, and sound.
 
-A file is opened once, decoded by our own handle alone (no library opens a path, another file or an address), and only
-within bounds: bytes, pixels and seconds, streams, frames and packets. A cut-off file is refused.
+A file is opened once and decoded only through that handle: no library opens a path, another file or an address.
+Decoding is bounded in bytes, pixels, seconds, streams, frames and packets. A truncated file is refused.
 
-Errors are a ConfigError of one line that begins with the file. Pillow, PyAV and soundfile are imported when a file of
-their kind is opened.
+Errors are a ConfigError of one line that begins with the file. Pillow, PyAV and soundfile are imported when the first
+file of their kind is opened.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LONGEST_S = 3600
 _FASTEST = 1000  # frames a second
 _SLOWEST_SOUND, _FASTEST_SOUND, _MOST_CHANNELS = 1000, 768_000, 32
 _LOUDEST = 1000.0  # times full scale
-_BLOCK = 2**18  # samples that are decoded at a time
+_BLOCK = 2**18  # samples decoded at a time
 _SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG")
-# No demuxer that opens other files, no protocol to open them with, no list of streams without end.
+# No demuxer that opens other files, no protocol to open them with, no unbounded list of streams.
 _CONTAINER = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi",
     "protocol_whitelist": "none",
@@ -49,7 +49,7 @@ _CODEC = {"max_pixels": str(_MOST_PIXELS), "max_samples": str(2**22)}
 
 
 def part_of(file: Path) -> str | None:
-    """Return which part of media a file holds, by its suffix; None if it holds none."""
+    """Return the part of media that a file holds, by its suffix; None for other suffixes."""
     return SUFFIXES.get(file.suffix.lower())
 
 
@@ -57,11 +57,11 @@ def read_media(files: Mapping[str, Path], within: Path | None = None) -> Media:
     """Decode the parts of one sample.
 
     Args:
-        files: by part. The sound of a video is its own unless there is a file of it.
-        within: the folder that the files must not be outside of, links included; None if the user named them.
+        files: by part. A video's own sound is used unless there is an audio file.
+        within: the folder that the files must not leave, links included; None if the user named them.
 
     Raises:
-        ConfigError: one of them cannot be read or decoded."""
+        ConfigError: a file cannot be read or decoded."""
     parts: dict[str, Any] = {}
     for part, file in files.items():
         if part == "image":
@@ -87,7 +87,7 @@ def read_media(files: Mapping[str, Path], within: Path | None = None) -> Media:
 
 
 def _video(file: BinaryIO, sound: bool) -> dict[str, Any]:
-    """Decode the first video and, if `sound`, the first sound of a file, in one pass."""
+    """Decode the first video stream and, if `sound`, the first sound stream of a file, in one pass."""
     import av
     import numpy as np
 

@@ -1,7 +1,7 @@
 """Reads parquet files from elsewhere within bounds: a few hundred bytes can expand to gigabytes.
 
-A page may be compressed a thousandfold, a dictionary repeats a value for some bits a row, and nulls take none. The
-headers of pages are read first (the footer may not be true); then as many rows at a time as are small.
+A page may be compressed a thousandfold, a dictionary repeats a value for some bits a row, and nulls take no bytes. The
+headers of pages are read first (the footer may be wrong). Then rows are read in batches sized by the largest pages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MOST_PAGES = 2**20  # of a column in a row group
 _BATCH = 2**26  # bytes
 _BATCH_ROWS = 1024
 _DEEPEST = 50  # levels of nesting
-_WIDEST = 2**16  # bytes or items that a type gives every value, nulls included
-_HEADER, _LONGEST_HEADER = 2**8, 2**24  # bytes of a page's header: mostly, and at most
+_WIDEST = 2**16  # bytes that a type gives every value, nulls included
+_HEADER, _LONGEST_HEADER = 2**8, 2**24  # bytes of a page's header: usual, and maximum
 _BUFFER = 2**20
 _BYTE_ARRAY = "BYTE_ARRAY"
-# PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, DELTA_LENGTH_BYTE_ARRAY: encodings whose values do not build on others.
+# PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, DELTA_LENGTH_BYTE_ARRAY: encodings whose values do not depend on others.
 _APART = (0, 2, 8, 6)
 
 
@@ -36,7 +36,7 @@ class Pages(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Where a column of a row group begins and ends in the file."""
+    """The begin and end of a column of a row group in the file."""
 
     begin: int
     end: int
@@ -49,14 +49,14 @@ def plain_rows(
 
     Args:
         file: open for reading.
-        where: the file's name, with which an error begins.
-        most_rows: how many rows there may be.
-        most_columns: how many columns, with the columns in structs.
-        largest_row: how many bytes of text a row may have.
-        most_values: how many values all lists together may have.
+        where: the file's name; the beginning of an error.
+        most_rows: maximum number of rows.
+        most_columns: maximum number of columns, including the columns in structs.
+        largest_row: maximum bytes of text in a row.
+        most_values: maximum number of values in all lists together.
 
     Raises:
-        ConfigError: it is no parquet file, or not within these bounds."""
+        ConfigError: it is no parquet file, or exceeds these bounds."""
     import pyarrow as pa
 
     try:
@@ -83,7 +83,7 @@ def _rows(
     chunks = _chunks(file, len(leaves), where)
     if (num_rows := sum(footer.row_group(group).num_rows for group in groups)) > most_rows:
         raise ConfigError(f"{where}: {num_rows} rows, at most {most_rows} are read; split it")
-    # In a list a value may be repeated without end: as a dictionary's entry it is in memory once.
+    # A list may repeat a value without end; as a dictionary entry it is in memory once.
     lists = [leaf.path for leaf in leaves if leaf.max_repetition_level]
     texts = [leaf.path for leaf in leaves if leaf.max_repetition_level and leaf.physical_type == _BYTE_ARRAY]
     parquet = pq.ParquetFile(file, read_dictionary=texts, pre_buffer=False, buffer_size=_BUFFER)
@@ -111,9 +111,10 @@ def _rows(
 
 
 def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
-    """Look at the headers of a column's pages in a row group, and return what they may take.
+    """Read the headers of a column's pages in a row group, and return their largest sizes.
 
-    ConfigError begins with `where`: a page is too large for what is in the file, or there are too many."""
+    Raises ConfigError, beginning with `where`, if a page is too large for its bytes in the file, or there are too many
+    pages."""
     place, end = chunk
     grows = leaf.max_repetition_level and leaf.physical_type == _BYTE_ARRAY
     largest = num_values = 0
@@ -136,9 +137,9 @@ def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
 
 
 def _chunks(file: BinaryIO, num_columns: int, where: str) -> list[list[_Chunk]]:
-    """Return where the columns of every row group are.
+    """Return the place of each column of every row group.
 
-    The footer is read here, because pyarrow ends the process if a column's metadata is damaged."""
+    This parses the footer itself, because pyarrow ends the process if a column's metadata is damaged."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(os.pread(file.fileno(), 4, size - 8), "little")
     try:
@@ -165,14 +166,14 @@ def _chunk(column: dict[int, Any]) -> _Chunk:
 
 
 def _require_plain(kind: Any, where: str) -> None:
-    """Raise ConfigError where a value of the type is no plain one, or is large even if it is null."""
+    """Raise ConfigError if a value of the type is not plain, or is large even if it is null."""
     from pyarrow import types
 
     if types.is_map(kind) or types.is_run_end_encoded(kind) or types.is_union(kind):
         raise ConfigError(f"{where}: expected plain values, got {kind}")
     if types.is_fixed_size_binary(kind) and kind.byte_width > _WIDEST:
         raise ConfigError(f"{where}: values of {kind.byte_width} bytes, at most {_WIDEST} are read")
-    if types.is_fixed_size_list(kind):  # in others, even a null one would have as many
+    if types.is_fixed_size_list(kind):  # in such a list even a null takes the full size
         raise ConfigError(f"{where}: expected a list of any length, got {kind}")
     if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
         _require_plain(kind.value_type, where)
@@ -182,7 +183,7 @@ def _require_plain(kind: Any, where: str) -> None:
 
 
 def _num_bytes(array: Any) -> int:
-    """Return the bytes of an array's values; an entry of a dictionary counts as often as it occurs."""
+    """Return the bytes of an array's values; a dictionary entry counts as often as it occurs."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -201,7 +202,7 @@ def _num_bytes(array: Any) -> int:
 
 
 def _header(file: BinaryIO, place: int, where: str) -> tuple[dict[int, Any], int]:
-    """Return the fields of the struct at a place of a file, by number, and its length."""
+    """Return the fields of the struct at a place of a file, by number, and its length in bytes."""
     for length in (_HEADER, _LONGEST_HEADER):
         try:
             return _struct(os.pread(file.fileno(), length, place), 0, 0)

@@ -1,14 +1,13 @@
-"""Reads preference pairs from a parquet file: the prompts at once, the images of one pair when they are asked for.
+"""Reads preference pairs from a parquet file: all prompts at once, the images of one pair on request.
 
-Columns: `prompt` (text), `chosen` and `rejected` (an encoded PNG, JPEG or WebP image; a struct with `bytes` and perhaps
-`path`, as Hugging Face datasets store images; or the path of an image file in the parquet's folder or below it). Other
-columns are ignored.
+Columns: `prompt` (text), `chosen` and `rejected`. An image is an encoded PNG, JPEG or WebP image; a struct with `bytes`
+and optionally `path`, as in Hugging Face datasets; or the path of an image file in the parquet's folder or below it.
+Other columns are ignored.
 
-Pairs are random access, but parquet is not: a row is reached by decoding its row group from the start, a row at a time
-(some 10 us each). Reading on from the last pair costs nothing extra, so files for shuffled training want row groups of
-a hundred rows rather than a million. Memory holds one row and the pages it was cut from, whatever the size of the file,
-and however often a value is repeated in it. What no writer makes larger than some megabytes, a page, the format itself
-limits to 2 GiB.
+Access to pairs is random, but parquet is not: to reach a row, its row group is decoded from the start, a row at a time
+(some 10 us each). The next pair costs nothing extra, so files for shuffled training should have row groups of a hundred
+rows rather than a million. Memory holds one row and its pages, whatever the size of the file, and however often a value
+is repeated in it. Writers keep a page within some megabytes; the format itself limits it to 2 GiB.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _COLUMNS = ("prompt", "chosen", "rejected")
 _MAX_PATH_BYTES = 2**16
 _MAX_PAIRS = 10_000_000  # every prompt is held in memory
 _MAX_PROMPT_BYTES = 2**31  # of all prompts
-_PIXELS_CHECKED = 2**29  # of images that are decoded before a run: some ten seconds on one core
+_PIXELS_CHECKED = 2**29  # of images decoded before a run: some ten seconds on one core
 _BUFFER_BYTES = 2**20
 _DICTIONARY_ROWS = 1024
 
@@ -41,20 +40,20 @@ _DICTIONARY_ROWS = 1024
 class PreferencePairs:
     """The pairs of one parquet file, numbered by row from 0; every `ConfigError` is one line with file, row and column.
 
-    For one thread at a time. Paths in the file are relative to its folder; one that leads out of it, by `..` or by a
-    link, is refused."""
+    Not thread-safe. Paths in the file are relative to its folder; a path that leads out of it, by `..` or by a link, is
+    refused."""
 
     def __init__(self, path: str) -> None:
-        """Read the footer alone.
+        """Read only the footer.
 
-        Raises ConfigError if there is no such file, it is no parquet, or a column is missing or of a wrong type."""
+        Raises ConfigError if the file is missing or no parquet file, or a column is missing or of a wrong type."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.path = path
         try:
             require_file(path)  # pyarrow would also take a URL, or a folder
-            # Without these two, pyarrow reads the columns of a row group whole before it hands out the first batch.
+            # Without these two, pyarrow reads all columns of a row group before it returns the first batch.
             self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
             schema = self._file.schema_arrow
         except FileNotFoundError:
@@ -81,11 +80,11 @@ class PreferencePairs:
         Reads one column.
 
         Args:
-            max_chars: how many characters a prompt may have.
-            whole: what the model requires, asked once for all prompts.
+            max_chars: maximum number of characters of a prompt.
+            whole: the model's requirements, checked once over all prompts.
 
         Raises:
-            ConfigError: rows without a prompt, with one that is too long or that `whole` refuses (ten rows at most are
+            ConfigError: rows without a prompt, or whose prompt is too long or refused by `whole` (at most ten rows are
                 named), or more than 2 GiB of prompts."""
         prompts: list[Prompt] = []
         held = 0
@@ -106,9 +105,9 @@ class PreferencePairs:
         return prompts
 
     def check_images(self) -> str | None:
-        """Decode the images of all pairs; of a large file those of the first, and return a note about the others.
+        """Decode the images of all pairs; in a large file only the first ones, with a returned note about the others.
 
-        ConfigError names ten rows at most whose images cannot be decoded."""
+        Raises ConfigError naming at most ten rows whose images cannot be decoded."""
         bad = BadPlaces("row")
         pixels = 0
         for row in range(len(self)):
@@ -127,9 +126,9 @@ class PreferencePairs:
         return None
 
     def media(self, pair: int) -> tuple[Media, Media]:
-        """Return the chosen and the rejected image of a pair, each in its own size (`image_files.read_image`).
+        """Return the chosen and the rejected image of a pair, each at its own size (`image_files.read_image`).
 
-        Raises ConfigError if one cannot be decoded, IndexError if there is no such pair."""
+        Raises ConfigError if an image cannot be decoded, IndexError if the pair does not exist."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
         cells = ((self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:])
@@ -156,13 +155,13 @@ class PreferencePairs:
         else:
             if pa.types.is_struct(flat) and flat.get_field_index("bytes") >= 0:
                 stored = flat.field("bytes").type
-                fits = _is_bytes(stored) or pa.types.is_null(stored)  # where all are null there are paths
+                fits = _is_bytes(stored) or pa.types.is_null(stored)  # all null: the images are given by path
             else:
                 fits = _is_text(flat) or _is_bytes(flat)
             expected = "encoded images (binary, or a struct with binary `bytes`) or their paths (text)"
         leaves = (self._file.schema.column(i) for i in range(len(self._file.schema)))
         repeated = {leaf.path.split(".")[0] for leaf in leaves if leaf.max_repetition_level}
-        if not fits or column in repeated:  # one row of a list has no end
+        if not fits or column in repeated:  # one row of a list is unbounded
             raise ConfigError(f"{_KEY}: {self.path}: column {column}: expected {expected}, got {kind}")
 
     def _image(self, cell: Any, where: str) -> Media:
@@ -185,7 +184,7 @@ class PreferencePairs:
 
 
 class _Column:
-    """The cells of one column, for one reader that mostly reads in order."""
+    """The cells of one column, read mostly in order."""
 
     def __init__(self, file: Any, path: str, name: str) -> None:
         import pyarrow as pa
@@ -193,9 +192,9 @@ class _Column:
         self._file, self._path, self._name = file, path, name
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         self._starts = list(accumulate(sizes, initial=0))[:-1]
-        # A batch repeats what a page, by a dictionary or by its compression, holds once: only a single row has a bound.
-        # A column that is an Arrow dictionary repeats nothing and comes with all of it, 2 GiB at most, in every batch:
-        # there single rows would cost too much.
+        # A batch repeats every value that a page, by a dictionary or by compression, holds once: only a single row has
+        # a bound. A column that is an Arrow dictionary repeats nothing, but each batch has the whole dictionary, at
+        # most 2 GiB: single rows would cost too much there.
         self._rows = _DICTIONARY_ROWS if pa.types.is_dictionary(file.schema_arrow.field(name).type) else 1
         self._group = -1
         self._batches: Iterator[Any] = iter(())
@@ -215,7 +214,7 @@ class _Column:
                 if self._batch is None:
                     raise ConfigError(f"{_KEY}: {self._path}: row {row} is missing, though the file's footer counts it")
         except BaseException:
-            self._group, self._batch = -1, None  # a broken iterator is not used again
+            self._group, self._batch = -1, None  # do not reuse a broken iterator
             raise
         return self._batch.column(self._name)[row - self._start]
 
@@ -233,7 +232,7 @@ class _Column:
 
 
 def _require_prompt(value: Any, where: str, max_chars: int | None) -> str:
-    """Return the text of a cell. ConfigError if it is no prompt, or too long."""
+    """Return the text of a cell. Raises ConfigError if it is no prompt, or too long."""
     size = _size(value)
     if max_chars is not None and size > 4 * max_chars:  # a character has four bytes at most
         raise ConfigError(f"{where}: the prompt has {size} bytes, data.max_prompt_chars allows {max_chars} characters")

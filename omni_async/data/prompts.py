@@ -1,9 +1,9 @@
 """Reads prompt files.
 
-They are `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target` and `images` (paths
-relative to the file; one may be given as `image`), and any other keys.
+A `.txt` file has a prompt a line. A `.jsonl` file has an object a line with `prompt`, optionally `target` and `images`
+(paths relative to the file; a single one may be given as `image`), and any other keys.
 
-A wrong line, or an image that is none, stops the run before anything is started, with its number.
+A wrong line or an invalid image stops the run before anything starts; the error has the line's number.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from omni_async.data.bad_places import BadPlaces
 from omni_async.types import Prompt, PromptImage
 
 _LARGEST_FILE = 2**30  # bytes; all prompts are held in memory
-_LONGEST_LINE = 2**20  # characters of one, targets and other keys included: they travel with every sample
-_DEEPEST = 50  # levels of nesting in a line, as in a recipe: packing a prompt into a message goes down them all
+_LONGEST_LINE = 2**20  # characters, targets and other keys included: they travel with every sample
+_DEEPEST = 50  # levels of nesting in a line, as in a recipe: packing a prompt into a message recurses through them
 
-_PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; of the others headers and checksums are checked
+_PIXELS_DECODED = 2**30  # of images: some twenty seconds on one core; other images: only headers and checksums
 _KEYS = ("prompt", "target", "image", "images")
 
-# Returns what is wrong with a prompt for a scorer or the model, None if nothing.
+# Returns why a scorer or the model cannot use a prompt, None if it can.
 PromptCheck = Callable[[Prompt], str | None]
-# Returns what is wrong with some of all prompts, by position; their images have been found.
+# Returns problems of prompts by position, given all of them; their images have been found.
 WholeCheck = Callable[[Sequence[Prompt]], Mapping[int, str]]
 
 
@@ -48,19 +48,19 @@ def load_prompts(
     Args:
         path: a `.txt` or `.jsonl` file.
         key: the configuration path that named the file, for messages.
-        max_chars: how many characters a prompt may have.
-        checks: what scorers and the model require of every prompt.
-        whole: what the model requires, asked once for all prompts that pass.
-        within: the folder that the file must not be outside of, links included; None if the user named it.
+        max_chars: maximum number of characters of a prompt.
+        checks: requirements of scorers and the model on every prompt.
+        whole: the model's requirements, checked once over all prompts that pass.
+        within: the folder that the file must not leave, links included; None if the user named it.
 
     Raises:
-        ConfigError: one line with the numbers of the lines that are wrong or that a check refuses, ten at most."""
+        ConfigError: one line with the numbers of lines that are wrong or refused by a check, at most ten."""
     text = _read(path, key, within)
     parse = _parser(path, key)
     images = _Images(real_path(path).parent)
     prompts: dict[int, Prompt] = {}
     bad = BadPlaces("line")
-    # Not splitlines(): it also cuts at U+2028 and form feeds, which may stand in a prompt, and in a JSON string.
+    # Not splitlines(): it also cuts at U+2028 and form feeds, which may occur in a prompt, and in a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -113,9 +113,9 @@ def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
 
 
 def parse_object(index: int, line: str, where: str) -> Prompt:
-    """Return the prompt that a JSON object describes; its images are named, and not opened.
+    """Return the prompt that a JSON object describes; its images are named, but not opened.
 
-    ConfigError, one line that begins with `where`, if it describes none."""
+    Raises ConfigError, one line that begins with `where`, if the object is invalid."""
     fields = decode(line, where)
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str) or not fields["prompt"].strip():
         raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"')
@@ -128,15 +128,15 @@ def parse_object(index: int, line: str, where: str) -> Prompt:
 
 
 def require_plain_object(fields: dict[str, Any], line: str, where: str) -> None:
-    """Raise ConfigError, which begins with `where`, if an object nests too deeply, or its JSON has a key twice."""
+    """Raise ConfigError, which begins with `where`, if an object nests too deeply, or its JSON repeats a key."""
     if _depth_exceeds(fields, _DEEPEST):
         raise ConfigError(f"{where}: nested more than {_DEEPEST} levels deep")
-    if line.count(":") != len(fields):  # otherwise every colon belongs to a key that is there, and nothing is nested
+    if line.count(":") != len(fields):  # equal: every colon belongs to a present key, and nothing is nested
         _require_unique_keys(line, where)
 
 
 def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]:
-    """Return the images as the line names them, without digests: no file is opened yet."""
+    """Return the images by the names in the line, without digests: no file is opened yet."""
     if "image" in fields and "images" in fields:
         raise ConfigError(f"{where}: give image or images, not both")
     key, expected = ("image", "a path") if "image" in fields else ("images", "a list of paths")
@@ -151,13 +151,13 @@ class _Images:
     """The images that the prompts of one file name, each checked once."""
 
     def __init__(self, folder: Path) -> None:
-        """Start with none; `folder` is the prompt file's, resolved."""
+        """Start empty; `folder` is the prompt file's, resolved."""
         self._folder = folder
         self._checked: dict[Path, PromptImage] = {}
         self._pixels = 0
 
     def found(self, prompt: Prompt, where: str) -> Prompt:
-        """Return the prompt with its images found and checked. ConfigError begins with `where`."""
+        """Return the prompt with its images found and checked. A ConfigError begins with `where`."""
         from omni_async.data.image_files import find_image, image_size, prompt_image
 
         files = [find_image(self._folder, one.path, f"{where}: image", "the prompt file's") for one in prompt.images]
@@ -172,7 +172,7 @@ class _Images:
 
 
 def decode(line: str, where: str) -> Any:
-    """Decode JSON that a user wrote. ConfigError, one line that begins with `where`, if it is none."""
+    """Decode JSON from a user. Raises ConfigError, one line that begins with `where`, if it is invalid."""
     try:
         return decode_json(line.encode("utf-8", "surrogatepass"))
     except msgspec.DecodeError as error:

@@ -1,6 +1,6 @@
-"""Defines the Protocols through which roles call each other, and the tracer through which they tell what they did.
+"""Defines the Protocols through which roles call each other, and the tracer through which they report their spans.
 
-A plain object satisfies the Protocols in one process, and a proxy does across Ray actors.
+Plain objects satisfy the Protocols in one process, and proxies do across Ray actors.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from omni_async.types import (
 if TYPE_CHECKING:
     from omni_async.weights.snapshot import SharedRows, Snapshot
 
-# Waits shorter than this are scheduling, not starvation, and would only fatten the trace.
+# Shorter waits are scheduling, not starvation, and would only enlarge the trace.
 _SHORTEST_WAIT_S = 0.001
 
 
 class CoordinatorApi(Protocol):
-    """The coordinator as the other roles call it; `omni_async.control.coordinator` says what each call waits for."""
+    """The coordinator's calls for other roles; `omni_async.control.coordinator` documents what each call waits for."""
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]: ...
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None: ...
@@ -70,7 +70,7 @@ class CoordinatorApi(Protocol):
 class ProducerApi(Protocol):
     """The calls of the publisher to a producer.
 
-    `invitation` and `parcel` are the weight transport's own: its sender makes them, the producer's receiver understands
+    `invitation` and `parcel` belong to the weight transport: its sender creates them, the producer's receiver reads
     them."""
 
     async def join_weights(self, invitation: Any) -> None: ...
@@ -78,19 +78,19 @@ class ProducerApi(Protocol):
 
 
 class RankApi(Protocol):
-    """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective.
+    """One trainer rank. Every call is made on all ranks, in the same order: each may contain a collective.
 
     `export` returns as soon as this rank's rows of the weights are copied out (on rank 0, which lives in the trainer's
-    process; None elsewhere): the trainer waits for it and for nothing else of a publish. `Snapshot` and its digest need
-    no torch."""
+    process; None elsewhere): the trainer waits for no other part of a publish. `Snapshot` and its digest need no
+    torch."""
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """Join the other ranks, and load the model, and the checkpoint `resume` if there is one.
+        """Join the other ranks, and load the model and any checkpoint `resume`.
 
-        The ranks join the store at `rendezvous` (`tcp://host:port`), which is served already; None: one rank."""
+        The ranks join the store that is already served at `rendezvous` (`tcp://host:port`); None: one rank."""
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Return the drifts of the group's samples that this rank was dealt, in their order."""
+        """Return the drifts of this rank's share of the group's samples, in their order."""
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None: ...
     async def step(self, grad_scale: float) -> dict[str, float]: ...
@@ -99,71 +99,70 @@ class RankApi(Protocol):
         """Read this rank's share of a group before anything is computed with it, and keep it for this update.
 
         Args:
-            group: The group's number.
-            trajectories: References to all its trained samples.
-            start: Samples of the update's groups before it, after which the deal goes on.
+            group: the group's number.
+            trajectories: references to all its trained samples.
+            start: number of samples in the update's earlier groups; the deal to ranks continues after them.
 
         Raises:
-            ObjectLost: The share is gone.
-        """
+            ObjectLost: the share is gone."""
 
     async def export(self, version: int) -> Snapshot | None: ...
     async def share(self, version: int) -> SharedRows:
         """Put the rows that another rank than 0 exported as `version` into the run's store.
 
-        Once for each export of a rank that holds a part of the first copy of the weights; no collective, and beside
-        everything else."""
+        Called once per export on each rank that holds a part of the first copy of the weights. Not collective; runs
+        concurrently with everything else."""
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        """Copy out what a checkpoint holds of this rank, and write it into `folder` from then on; return the rest."""
+        """Copy this rank's checkpoint tensors, write them into `folder` in the background, and return other state."""
 
     async def end_save(self) -> None:
         """Wait until the files of `begin_save` are written."""
 
 
 class Abandoned(Exception):
-    """An update was given up before it changed anything."""
+    """An update was abandoned before it changed anything."""
 
 
 class PolicyUpdate(Protocol):
-    """One update while it is made: give it `missing` groups with `add`, then `finish`."""
+    """One update in progress: pass it `missing` groups with `add`, then call `finish`."""
 
     groups: list[ReadyGroup]
 
     @property
     def missing(self) -> int:
-        """Return the number of groups that are still missing."""
+        """Return the number of missing groups."""
 
     async def add(self, group: ReadyGroup) -> None: ...
 
     async def finish(self) -> dict[str, float]:
-        """Compute what is left and return the update's metrics. Abandoned if it is to be given up and can be."""
+        """Compute the rest and return the metrics. Raises Abandoned if preempted before the weights have changed."""
 
 
 class UpdateRule(Protocol):
-    """The way the trainer turns groups into updates, and its state from one update to the next (for checkpoints)."""
+    """The rule that turns groups into updates, and its state from one update to the next (for checkpoints)."""
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool]) -> PolicyUpdate:
         """Begin an update.
 
         Args:
             version: the policy version that it trains from.
-            tracer: where its spans are recorded.
-            preempt: returns whether to give the update up if it has not changed the weights yet."""
+            tracer: records its spans.
+            preempt: returns whether to abandon the update if it has not changed the weights yet."""
 
     def learn(self, metrics: dict[str, float]) -> str | None:
-        """Take an update's metrics into account, once it is made.
+        """Process the metrics of a finished update.
 
-        Returns a sentence for the console if they decide how later updates are made, else None."""
+        Returns a sentence for the console if they determine how later updates are made, otherwise None."""
 
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Tracer:
-    """A record of an actor's spans, handed to the coordinator in batches, for the timeline and the busy fractions.
+    """A record of an actor's spans, sent to the coordinator in batches, for the timeline and the busy fractions.
 
-    `report` hands over what else the actor has counted, as often."""
+    `report` sends the actor's other counts, at the same times."""
 
     def __init__(
         self,
@@ -188,12 +187,12 @@ class Tracer:
             self.add(kind, start, self._clock.now(), **args)
 
     def add(self, kind: str, start: float, end: float, **args: Any) -> None:
-        """Record a span that has ended, unless it is a wait of less than a millisecond.
+        """Record a finished span, unless it is a wait of less than a millisecond.
 
         Args:
-            kind: as `Span` lists them.
+            kind: one of those listed in `Span`.
             start: in the clock's seconds.
-            end: likewise.
+            end: in the clock's seconds.
             args: facts to show with it, such as `version`."""
         self.seconds[kind] += end - start
         if kind not in ("starved", "backpressured") or end - start >= _SHORTEST_WAIT_S:
@@ -208,10 +207,10 @@ class Tracer:
 
     @asynccontextmanager
     async def task_group(self) -> AsyncIterator[asyncio.TaskGroup]:
-        """Own the tasks of an actor, whose spans are handed over every second while they run, and when they have ended.
+        """Own an actor's tasks; send their spans every second while they run, and when they have ended.
 
-        One failure is enough to end them all, and to say why: the first comes out, without a group around it. That
-        spans could not be handed over is said at the end: a checkpoint being written is not broken off for them."""
+        The first failure cancels all tasks and is raised without a group around it. A failure to send spans is raised
+        at the end: it must not interrupt a checkpoint that is being written."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._flush_while_it_works(1.0))

@@ -1,6 +1,6 @@
-"""Builds each role of the table where its worker runs: in the driver's process, or in one of its own.
+"""Builds each role of the table where its worker runs: in the driver's process, or in a separate one.
 
-Heavy imports happen inside, in the process that needs them.
+Heavy imports are local to the functions, in the process that needs them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is built with.
+    """The arguments that a worker is built with.
 
     `folder`: the run's. `peers`: the workers that it calls, by name. `host`: the address of the worker's machine.
-    `own_process`: whether the worker has a process, and the threads in it, for itself."""
+    `own_process`: whether the worker has its process, and the process's threads, to itself."""
 
     worker: Worker
     inputs: RunInputs
@@ -75,31 +75,31 @@ class WorkerContext:
         return self.peers[COORDINATOR]
 
     def service_site(self, settings: Any = None) -> ServiceSite:
-        """Return what a worker of a service knows of its run."""
+        """Return the data about its run that a service's worker gets."""
         told, index = self.coordinator, self.worker.index or 0
         return ServiceSite(self.name, index, self.config, settings, self.host, told.phase, told.addresses)
 
     def limit_threads(self, cpus: float) -> None:
-        """Keep torch to the worker's share of the machine; OMP_NUM_THREADS, set at the start, covers the rest."""
+        """Limit torch to the worker's share of the machine; OMP_NUM_THREADS, set at the start, covers the rest."""
         if self.own_process:
             import torch
 
             torch.set_num_threads(max(1, int(cpus)))
 
 
-# ---- what the rows name --------------------------------------------------------------------------------------------
+# ---- builders that the role table names ------------------------------------------------------------------------------
 
 
 def coordinator(context: WorkerContext) -> Coordinator:
     inputs, run = context.inputs, RunDirectory(context.folder)
 
     def take_over() -> None:
-        # Here as well as by the driver, which learns of the update only after a checkpoint may count it.
+        # Here as well as by the driver, which learns about the update only after a checkpoint may count it.
         run.void_metrics(inputs.start.version, inputs.start.validated)
 
     counted = inputs.start.ledger if inputs.run is not None else None
     sink = JsonlSink(run.ledger, counted, take_over if inputs.untouched else None)
-    # Scorers may have been changed since an earlier process of the run made use of them, but not since this one did.
+    # Scorers may have changed since an earlier process of the run used them, but not since this process did.
     has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
     return Coordinator(
         inputs.config, run.run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync, has_scored
@@ -122,7 +122,7 @@ def producer(context: WorkerContext) -> Producer:
 
 
 def built_program(config: Config) -> Program | None:
-    """Build the recipe's rollout program, if it names one. RuntimeError, with its name, where that fails."""
+    """Build the recipe's rollout program, if it names one. Raises RuntimeError, with its name, if that fails."""
     section = config.rollout.program
     if section is None:
         return None
@@ -137,7 +137,7 @@ def built_program(config: Config) -> Program | None:
 
 
 def reader(context: WorkerContext) -> PreferenceReader:
-    """Build the role that replaces producers and rewarders where the samples are a dataset's."""
+    """Build the role that replaces producers and rewarders if the samples are a dataset's."""
     from omni_async.data.preferences import PreferencePairs
 
     config = context.config
@@ -207,7 +207,7 @@ def _rank(context: WorkerContext, rank: int) -> Rank:
     def build_engine() -> TrainEngine:
         from omni_async.training.engine import TrainEngine
 
-        device: Any = None  # the one of this rank
+        device: Any = None  # this rank's accelerator
         if (gpus := config.placement.trainer.gpus) > 0:
             require_accelerator("placement.trainer.gpus", gpus)
         else:
@@ -221,7 +221,7 @@ def _rank(context: WorkerContext, rank: int) -> Rank:
 
 
 def service(context: WorkerContext) -> ServiceHost:
-    """Build a worker of a role that another package brings."""
+    """Build a worker of a role from another package."""
     role, asked = context.worker.role, context.coordinator
     (section,) = (one for one in context.config.roles if one.name == role)
     settings = with_secrets(section.settings, f"roles: settings of {role!r}")
@@ -236,7 +236,7 @@ def service(context: WorkerContext) -> ServiceHost:
 
 # ---- the host of a service -------------------------------------------------------------------------------------------
 
-# What a service may take to clear itself away: the replacement of a lost one waits for that.
+# Time limit for a service's cleanup: the replacement of a lost service waits for it.
 _CLOSING_S = 10.0
 
 
@@ -245,14 +245,14 @@ class ServiceEnded(RuntimeError):
 
 
 class ServiceNotStarted(RuntimeError):
-    """Raised when a service does not start, or is none."""
+    """Raised when a service does not start, or the object is not a Service."""
 
 
 @dataclass(eq=False)
 class ServiceHost:
-    """One worker of a service, a role that another package brings, between the run's protocol and the package's.
+    """One worker of a service: adapts another package's role to the run's protocol.
 
-    Waits for the end of the run (`closing`), or to be told to leave. What the service does meanwhile is its own."""
+    Waits for the end of the run (`closing`) or a call of `leave`; the service decides what it does meanwhile."""
 
     name: str
     service: Service
@@ -263,7 +263,7 @@ class ServiceHost:
         self._closed = False
 
     async def start(self) -> None:
-        """Wait until the service is ready, and make its address known."""
+        """Wait until the service is ready, and publish its address."""
         try:
             try:
                 address = await self.service.start()
@@ -277,18 +277,18 @@ class ServiceHost:
             raise
 
     async def run(self) -> None:
-        """Serve until the run is over, or all is done after `leave`. ServiceEnded if the service ends by itself."""
+        """Serve until the run is over, or drained after `leave`. Raises ServiceEnded if the service ends earlier."""
         try:
             await first_of(self._serve(), self.coordinator.closing(), self._drained())
         except Exception:
-            with contextlib.suppress(Exception):  # that it failed counts
-                await self.coordinator.service_lost(self.name)  # before anything else: nobody should be sent there
+            with contextlib.suppress(Exception):  # the failure itself is raised
+                await self.coordinator.service_lost(self.name)  # first of all, so that no request is sent there
             raise
         finally:
             await self.close()
 
     async def leave(self) -> None:
-        """Make the worker finish what it has, and end. Its address is given to nobody any more."""
+        """Make the worker finish its requests, and end. Its address is no longer given out."""
         await self.coordinator.service_lost(self.name)
         self._leaving.set()
 
@@ -301,10 +301,10 @@ class ServiceHost:
         await self.service.drain()
 
     async def close(self) -> None:
-        """Clear the service away, once: after its work, or where it has none because another role did not start."""
+        """Clean the service up, once: after its work, or without any work because another role did not start."""
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(Exception):  # how it ended counts, not how it was cleared away
+        with contextlib.suppress(Exception):  # a failed cleanup does not matter
             async with asyncio.timeout(_CLOSING_S):
                 await self.service.close()

@@ -1,7 +1,7 @@
-"""Writes checkpoints beside the training: the trainer waits only while tensors are copied to host memory.
+"""Writes checkpoints alongside the training: the trainer waits only while tensors are copied to host memory.
 
-One checkpoint is written at a time; the next waits for it. It gets its name only when every byte is on the disk. A
-failure to write one is reported, and the next is tried when it is due; only the last one of a run has to succeed.
+One checkpoint is written at a time; the next waits for it. It gets its final name once every byte is on disk. A failure
+to write a checkpoint is reported, and the next is tried when it is due; only the last checkpoint of a run must succeed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from omni_async.roles.api import CoordinatorApi, RankApi, Tracer, UpdateRule
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
 
-# Time left for a checkpoint that is being written when the run fails.
+# Time limit for a checkpoint that is being written when the run fails.
 _LAST_WRITE_S = 20.0
 
 
 @dataclass(eq=False)
 class Checkpointer:
-    """A writer of checkpoints into a folder. The update rule's state is taken when a save begins.
+    """A writer of checkpoints into a folder. The update rule's state is read when a save begins.
 
-    `contents`: of the files that the configuration names, which every checkpoint states."""
+    `contents`: digests of the files that the configuration names; every checkpoint states them."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -55,7 +55,7 @@ class Checkpointer:
         try:
             control = await self.coordinator.continuation()
             if control.version != version:
-                return  # the run had ended before this update was answered for: by the ledger it was never made
+                return  # the run ended before this update was acknowledged: the ledger does not have it
             unfinished = await in_daemon_thread(begin, folder)
         except OSError as error:
             self._writing = asyncio.create_task(_fail(error), name=folder.name)
@@ -67,7 +67,7 @@ class Checkpointer:
         )
 
     async def settle(self, last: bool = True) -> None:
-        """Wait until nothing is being written. Raises a failure of the `last` one, and reports one of another."""
+        """Wait until nothing is being written. Raise a failure of the `last` checkpoint; report any other failure."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -84,9 +84,9 @@ class Checkpointer:
             )
 
     async def close(self) -> None:
-        """Give a checkpoint under way some time to be finished, and none if the caller is cancelled.
+        """Allow a checkpoint in progress some time to finish, and none if the caller is cancelled.
 
-        Other actors that it needs may be gone. An unfinished one is left, in a folder without a name."""
+        Other actors that it needs may be gone. An unfinished checkpoint stays in its temporary folder."""
         writing, self._writing = self._writing, None
         if writing is not None:
             if not is_cancelled():
@@ -102,7 +102,7 @@ class Checkpointer:
             try:
                 trajectories = await asyncio.gather(*(self.store.get(sample.trajectory) for sample in group.samples))
             except ObjectLost:
-                gone.append(Unfinished(group.group))  # it would be generated again in this attempt too
+                gone.append(Unfinished(group.group))  # this attempt would generate it again too
                 continue
             await in_daemon_thread(write_group, unfinished, group.group, trajectories)
             kept.append(_with_trajectories(group, [None] * len(group.samples)))
@@ -124,7 +124,7 @@ class Checkpointer:
         await in_daemon_thread(complete)
 
     async def take_up(self, folder: Path, state: State) -> None:
-        """Put trajectories of groups that were ready back into the store, and give the coordinator the groups."""
+        """Put the trajectories of ready groups back into the store, and pass the groups to the coordinator."""
         groups = []
         for group in state.control.ready:
             trajectories = await in_daemon_thread(read_group, folder, group.group, len(group.samples))

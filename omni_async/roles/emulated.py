@@ -1,8 +1,8 @@
 """Replays a profile as reward worker, trainer rank and update rule.
 
-They fetch the same objects as the real ones and are busy for as long. Each has one device, and runs one job at a time
-as a sleep on the event loop and not in a thread, so they run on a loop of virtual time too. Imports no torch. Waits for
-the object store and the device; unblocked by those alone. The emulated engine is `omni_async.rollout.emulated`.
+They fetch the same objects as the real roles and are busy for the same time. Each has one device, and runs one job at a
+time as a sleep on the event loop rather than in a thread, so they also run on a loop of virtual time. Imports no torch.
+Waits only for the object store and the device. The emulated engine is `omni_async.rollout.emulated`.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from omni_async.types import (
 from omni_async.weights.digest import Bucket
 from omni_async.weights.snapshot import SharedRows, Snapshot
 
-# A version's number is written into its first bucket, so no two versions are the same bytes.
+# A version's number is written into its first bucket, so that no two versions have the same bytes.
 _VERSION_BYTES = 8
 
 
 class EmulatedScorer:
-    """A scorer that takes the profile's time over every batch, and makes rewards of the seeds on the media.
+    """A scorer that takes the profile's time for every batch, and computes rewards from the seeds in the media.
 
-    The rewards are uniform in [0, 1). Every call that runs has a device of its own. `fetch_s` returns how long the
-    media were fetched, which is part of the profile's time."""
+    The rewards are uniform in [0, 1). Each concurrent call has its own device. `fetch_s` returns the fetch time of the
+    media, which is part of the profile's time."""
 
     accepts = ("image",)
 
@@ -79,9 +79,9 @@ class EmulatedScorer:
 
 
 class EmulatedRewarder(Rewarder):
-    """A reward worker whose scorers take the profile's times, those of pools included.
+    """A reward worker whose scorers take the profile's times, including scorers in pools.
 
-    Where roles share devices, the first samples of an update wait for the device to be handed over."""
+    If roles share devices, the first samples of an update wait until the device switches to this role."""
 
     def __init__(
         self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
@@ -96,7 +96,7 @@ class EmulatedRewarder(Rewarder):
 
         def emulated(_: Scorer, gpus: float) -> EmulatedScorer:
             lane = next(left)
-            # One scorer draws from the worker's own stream, several from one each.
+            # A single scorer draws from the worker's random stream; several scorers have one stream each.
             draws = self._draws if lane.alone else Draws(f"{name}/{lane.label}", config.run.seed, profile)
             return EmulatedScorer(lane.label, draws, lane.concurrency, lambda: self._fetch_s)
 
@@ -121,7 +121,7 @@ class EmulatedRewarder(Rewarder):
             await asyncio.sleep(self._draws.seconds("switch"))
 
     async def _media(self, job: ScoreJob) -> Media | Failure:
-        """Fetch the sample's bytes, of which the scorers need the seed alone."""
+        """Fetch the sample's bytes; the scorers only need its seed."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         fetched: Any = await super()._media(job)
@@ -138,7 +138,7 @@ class EmulatedRewarder(Rewarder):
 class EmulatedRank:
     """The only rank of an emulated trainer, whatever `trainer.workers`. See `RankApi`.
 
-    It is busy with a group for as long as the rank that is dealt most of it."""
+    For each group it is busy as long as the rank with the largest share."""
 
     def __init__(self, config: Config, profile: Profile, store: ObjectStore) -> None:
         self._config = config
@@ -148,14 +148,14 @@ class EmulatedRank:
         self._draws = Draws("trainer", config.run.seed, profile)
         self._units = samples_per_rank(config)
         self._free: list[list[Bucket]] = []
-        self._since: float | None = None  # when the group that is computed next began to be fetched
+        self._since: float | None = None  # when the fetch of the next computed group began
         self._weights = random_bytes(max(profile.payload.weights, _VERSION_BYTES), config.run.seed)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """Do nothing: there is nothing to load."""
 
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
-        """Fetch all trajectories, as part of the pass that follows. RuntimeError if one has another size."""
+        """Fetch all trajectories, as part of the following pass. Raises RuntimeError if a trajectory's size differs."""
         self._since = self._device.now()
         expected = self._trajectory_bytes
         for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
@@ -165,7 +165,7 @@ class EmulatedRank:
                 )
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Return an empty list: no drift was computed."""
+        """Return an empty list: it computes no drift."""
         await self._pass("proximal")
         return []
 
@@ -180,11 +180,11 @@ class EmulatedRank:
         """Do nothing: there are no gradients."""
 
     async def switch(self) -> None:
-        """Hand the device over to the trainer."""
+        """Switch the device to the trainer."""
         await self._device.busy(self._draws.seconds("switch"), self._device.now())
 
     async def export(self, version: int) -> Snapshot | None:
-        """Copy the payload, as part of the profile's time for it, into memory that no earlier version needs."""
+        """Copy the payload into memory that no earlier version needs, as part of the profile's export time."""
         since = self._device.now()
         size = self._config.weights.bucket_mb * 2**20
         pieces = [self._weights[start : start + size] for start in range(0, len(self._weights), size)]
@@ -202,7 +202,7 @@ class EmulatedRank:
         )
 
     async def share(self, version: int) -> SharedRows:
-        """Raise RuntimeError: rank 0, the only one that is emulated, holds every row."""
+        """Raise RuntimeError: only rank 0 is emulated, and it holds every row."""
         raise RuntimeError("emulated ranks share no rows")
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class EmulatedRank:
         return {}
 
     async def end_save(self) -> None:
-        """Do nothing: nothing was begun."""
+        """Do nothing: `begin_save` started nothing."""
 
     async def _pass(self, stage: str) -> None:
         since, self._since = self._since, None
@@ -230,7 +230,7 @@ class EmulatedRule:
         return EmulatedUpdate(self.config, self.plan, self.rank, version, tracer, preempt)
 
     def learn(self, metrics: dict[str, float]) -> str | None:
-        """Return None: no metric decides anything here."""
+        """Return None: metrics have no effect here."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -241,7 +241,7 @@ class EmulatedRule:
 
 @dataclass(eq=False)
 class EmulatedUpdate:
-    """An update whose groups are passed when they come if the plan streams, and otherwise when all are in."""
+    """An update that processes groups on arrival if the plan streams, otherwise once all are in."""
 
     config: Config
     plan: Plan

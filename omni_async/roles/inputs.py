@@ -1,4 +1,4 @@
-"""Defines what every role of a run is built from: a configuration that was checked, and what was read of its files."""
+"""Defines the inputs of every role of a run: a checked configuration, and the data read from its files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from omni_async.types import Prompt
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A configuration that was checked against its files.
+    """A configuration that was checked against its files, and their data.
 
-    `start` is the control state of the checkpoint to resume from; `run` the folder of the run that goes on, if it does
-    so in its own, and `untouched` says that nothing has been changed in there yet: nothing is before there is an update
-    to record.
+    `start` is the control state of the checkpoint to resume from. `run` is the run's folder if the run resumes in its
+    own folder. `untouched`: nothing in that folder has been changed yet; it stays so until there is an update to
+    record.
 
-    `profile`, with times and payloads scaled, is what emulated devices replay; with None the devices are real. `notes`
-    are for the console. `contents` are digests of the files that the configuration names, `changes` its
-    differences from the checkpoint's recipe."""
+    `profile`, with times and payloads scaled, is replayed by emulated devices; None: the devices are real. `notes` are
+    for the console. `contents` are digests of the files that the configuration names. `changes` are its differences
+    from the checkpoint's recipe."""
 
     config: Config
     family: PipelineFamily

@@ -1,13 +1,13 @@
-"""Decides, once from the configuration, how an update is carried out.
+"""Decides, once from the configuration, how updates are carried out.
 
-It says how far it may stream, and what it needs before its first gradient.
+The plan determines how far an update may stream, and what it needs before its first gradient.
 
-as_ready   advantages need the group alone (std: group or none): each group's backward runs when the group is ready
+as_ready   advantages only need their group (std: group or none): each group's backward runs when the group is ready
 unscaled   std: global with an objective that is homogeneous in the advantage: backward runs on reward - group mean,
-           and the gradient is multiplied by 1 / (std + eps) when the last group is in. Exact, unless the advantage
-           clip binds, which is known with the last group: then the gradients are discarded and the update is computed
-           again from the groups at hand.
-collect    anything else waits for the whole update first
+           and the gradient is multiplied by 1 / (std + eps) once the last group is in. Exact, unless the advantage
+           clip binds, which the last group reveals: then the gradients are discarded and the update is recomputed
+           from the same groups.
+collect    everything else waits for the whole update first
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Streaming = Literal["as_ready", "unscaled", "collect"]
 class Plan:
     """The way updates are carried out: `mode`, and `why` in words.
 
-    `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are made from all of them
+    `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are computed from all groups
     together. `paired`: only a group's best and worst sample are trained. `rows_per_sample`: trained rows of one sample
-    (of one pair: half)."""
+    (half of a pair's)."""
 
     mode: Streaming
     why: str
@@ -51,7 +51,7 @@ class Plan:
 
 
 def require_trainable(config: Config) -> Plan:
-    """Return how updates are carried out. ConfigError where the objective is unknown, or does not fit or stream so."""
+    """Return how updates are carried out. Raises ConfigError if the objective is unknown, unfit, or cannot stream."""
     try:
         problem = next(problems(config), None)
     except ValueError as error:  # no such objective
@@ -67,12 +67,12 @@ def require_trainable(config: Config) -> Plan:
 def plan_updates(config: Config) -> Plan:
     objective, correction = find_objective(config.algorithm.name), config.correction
     kind = find_kind(objective.kind)
-    # Weights must be known before the first gradient if they look at all rows, or their scale must not touch the KL
-    # term.
+    # Weights must be known before the first gradient if they depend on all rows, or if their scale must not affect the
+    # KL term.
     rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
     penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
     weigh = kind.ratio and (correction.needs_update or (rescales and penalised))
-    # The proximal policy is gone by the time some rows are trained.
+    # By the time some rows are trained, the proximal policy no longer exists.
     recomputes = correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
     mode, why = _streaming(config, objective, weigh, kind.paired)
     return Plan(

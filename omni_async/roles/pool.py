@@ -1,7 +1,7 @@
 """Runs a worker of `reward.pools`: a reward server for each scorer of the pool, on one port, as a service of the run.
 
-Reward workers find it by its address, which holds its token, and ask it as they would ask any reward server; a worker
-that is lost is replaced, and has another address. Waits for requests, and as `omni_async.rewards.server.scoring` says.
+Reward workers find it by its address, which contains its token, and call it like any reward server. A lost worker is
+replaced, at another address. Waits for requests, and as documented in `omni_async.rewards.server.scoring`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build(context: WorkerContext) -> ServiceHost:
 
 
 class PoolService(Service):
-    """A worker of a pool. Only those who have the address of `start`, with its token, are answered."""
+    """A worker of a pool. It only answers clients that have its address from `start`, which contains its token."""
 
     def __init__(self, site: ServiceSite, pool: schema.Pool) -> None:
         self._site = site
@@ -48,7 +48,7 @@ class PoolService(Service):
 
     async def start(self) -> str:
         config, token = self._site.config, secrets.token_urlsafe(_TOKEN_BYTES)
-        # Whoever asks has the token, and a run's own samples are as many as its buffers hold.
+        # Every client has the token, and a run has at most as many samples as its buffers hold.
         server = Server(
             host=self._site.host,
             port=0,
@@ -78,7 +78,7 @@ class PoolService(Service):
         return address.replace("://", f"://:{token}@", 1)
 
     async def run(self) -> None:
-        """Serve until it is cancelled, or a scorer hangs for good, which raises its error."""
+        """Serve until cancelled, or until a scorer hangs for good, and then raise its error."""
         await asyncio.wait([scoring.failed for scoring in self._scorings], return_when=asyncio.FIRST_COMPLETED)
         for scoring in self._scorings:
             if scoring.failed.done():
@@ -94,6 +94,6 @@ class PoolService(Service):
 
 
 def _alone(config: Config, scorer: schema.Scorer) -> schema.Reward:
-    """Return a reward whose value is the scorer's own: what it counts for is the run's to say."""
+    """Return a reward whose value is the scorer's own: the run decides how much it counts."""
     own = replace(scorer, weight=1.0, components={}, gate=None, when={}, on_failure="reject", pool=None)
     return replace(config.reward, scorers=(own,), pools=(), combine="sum", max_abs=1e12)

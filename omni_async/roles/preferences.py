@@ -1,13 +1,13 @@
-"""Reads preference pairs, where a run trains on a dataset and samples nothing.
+"""Reads preference pairs, for runs that train on a dataset and generate nothing.
 
-The reader stands in place of producers and reward workers.
+The reader replaces producers and reward workers.
 
-A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 the chosen one, sample 1 the
-rejected one. It becomes a trajectory without steps, the image's latents and the prompt's conditioning, and its score is
-the preference itself, 1 or 0.
+A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 is the chosen image, sample 1 the
+rejected one. It becomes a trajectory without steps: the image's latents and the prompt's conditioning. Its score is the
+preference, 1 or 0.
 
-Waits for a lease (`backpressured`: the staleness budget or the buffers are full; unblocked by a publish) and, beside
-it, for samples to score, which are its own. Decoding and encoding run in one thread, off the event loop. A sample that
+Waits for a lease (`backpressured`: the staleness budget or the buffers are full; unblocked by a publish) and,
+concurrently, for its own samples to score. Decoding and encoding run in one thread, off the event loop. A sample that
 cannot be made is reported with the reason, and ends its group after `rollout.retries`; it never becomes a number and
 never ends the run.
 """
@@ -43,14 +43,14 @@ _SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
 
 class Pairs(Protocol):
     def media(self, pair: int) -> tuple[Media, Media]:
-        """Return the chosen and the rejected image, each of any size. Called from one thread. ValueError if none."""
+        """Return the chosen and the rejected image, each of any size; ValueError if missing. Called from one thread."""
 
 
 @dataclass(eq=False)
 class PreferenceReader:
     """The reader of a dataset of pairs.
 
-    It encodes images and prompts on `device`; None: the accelerator, or the CPU where placement.rollout.gpus is 0."""
+    It encodes images and prompts on `device`; None: the accelerator, or the CPU if placement.rollout.gpus is 0."""
 
     name: str
     config: Config
@@ -64,7 +64,7 @@ class PreferenceReader:
     def __post_init__(self) -> None:
         self._tracer = Tracer(self.name, self.coordinator, self.clock)
         self._thread = DaemonThread(self.name)
-        # The pair encoded last: a lease brings a pair's two samples one after the other.
+        # The pair encoded last: a lease delivers a pair's two samples in succession.
         self._encoded: tuple[tuple[int, SamplingSpec], list[Media], torch.Tensor] | None = None
 
     async def start(self) -> None:
@@ -72,7 +72,7 @@ class PreferenceReader:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def run(self) -> None:
-        """Read until the run is over. EngineError if a sample outlasts rollout.timeout_s: no thread can be stopped."""
+        """Read until the run is over. Raises EngineError if a sample exceeds rollout.timeout_s: no thread can stop."""
         try:
             async with self._tracer.task_group() as tasks:
                 reading = tasks.create_task(self._read_samples())
@@ -108,7 +108,7 @@ class PreferenceReader:
         finished = self.clock.now()
         self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
         reference, media = await asyncio.gather(self.store.put(tensors), self.store.put(made))
-        # No policy made the sample, so there is no version that took a step of it.
+        # No policy generated the sample, so it has no step versions.
         result = SampleResult(
             request.sample_id,
             self.name,
@@ -146,7 +146,7 @@ class PreferenceReader:
         self._conditioning = ConditioningCache(self._codec)
 
     def _make(self, request: SampleRequest) -> tuple[TensorDict, Media]:
-        """Return the trajectory, on the CPU, and the media that its latents stand for."""
+        """Return the trajectory, on the CPU, and the media that its latents encode."""
         import torch
         from tensordict import TensorDict
 
@@ -164,9 +164,9 @@ class PreferenceReader:
         return TensorDict(tensors, batch_size=[]).cpu(), media[request.sample]
 
     def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[Media], torch.Tensor]:
-        """Return both images of a pair, of the spec's size, and their latents (2, *shape).
+        """Return both images of a pair, at the spec's size, and their latents (2, *shape).
 
-        Encodes both in one batch, so that latents do not depend on what was leased together."""
+        Encodes both in one batch, so that latents do not depend on which samples were leased together."""
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
             (shape,) = spec.media()
@@ -179,17 +179,17 @@ class PreferenceReader:
 
 
 def fit(media: Media, height: int, width: int) -> Media:
-    """Fit an image to a size: the largest centred cut of its aspect ratio, resampled with Lanczos' filter.
+    """Fit an image to a size: crop its largest centred area of that aspect ratio and resample with a Lanczos filter.
 
     Args:
-        media: an image (3, rows, columns) uint8; one of that size already is returned as it is.
+        media: an image (3, rows, columns) uint8; returned unchanged if it already has the size.
         height: in pixels.
         width: in pixels."""
     rows, columns = media.image.shape[1:]
     if (rows, columns) == (height, width):
         return media
     scale = min(rows / height, columns / width)
-    # Division rounds: the side that is not cut must come out whole, not a hair longer than the image.
+    # Division rounds: the uncropped side must have its exact length, not slightly exceed the image.
     tall, wide = min(rows, height * scale), min(columns, width * scale)
     top, left = (rows - tall) / 2, (columns - wide) / 2
     box = (left, top, left + wide, top + tall)

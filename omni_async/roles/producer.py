@@ -1,10 +1,11 @@
 """Runs the producer, one per rollout engine: keeps the engine full of leased samples and lets new weights in.
 
 Waits for a lease (`backpressured` while nothing runs: the staleness budget or the buffers are full; unblocked by a
-publish, a score or a rejection) and for samples to finish. Samples that finish while others are handed over travel
-together: to the store, and in one message to the coordinator. `weights.swap` decides what a swap waits for:
-  step     nothing: it happens between two denoising steps of whatever runs
-  request  samples already in the engine; leased ones that have not started wait for the new weights
+publish, a score or a rejection) and for samples to finish. Samples that finish while others are being stored and
+reported travel together: to the store, and in one message to the coordinator. `weights.swap` decides what a swap waits
+for:
+  step     nothing: it happens between two denoising steps of the running samples
+  request  samples already in the engine; leased samples that have not started wait for the new weights
   drain    every leased sample to be generated; nothing is leased meanwhile
 """
 
@@ -35,8 +36,8 @@ from omni_async.weights.transport.object_store import ObjectStoreReceiver
 class _Finished(NamedTuple):
     """A generated sample on its way into the store.
 
-    `tensors` may be anything that has `nbytes`; `media` are `Media` of NumPy arrays, or mere bytes where a replayed
-    profile made them. Times are in the clock's seconds."""
+    `tensors` may be anything that has `nbytes`. `media` are `Media` of NumPy arrays, or plain bytes from a replayed
+    profile. Times are in the clock's seconds."""
 
     request: SampleRequest
     tensors: Any
@@ -47,7 +48,7 @@ class _Finished(NamedTuple):
     encoded: int
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
-        """Return the coordinator's message about the sample that `engine` made, with references to what is stored."""
+        """Return the coordinator's message about the sample that `engine` generated, with references to stored data."""
         num_steps = self.request.num_inference_steps
         every_step = range(num_steps if self.request.kind == "train" else 0)
         steps = self.request.window.steps if self.request.window else every_step
@@ -73,8 +74,8 @@ class _Finished(NamedTuple):
 class Producer:
     """The producer of one engine.
 
-    Weights arrive through `receiver`, which is the object store's unless given. `program` draws samples of several
-    calls; its judges are tried with `probe`."""
+    Weights arrive through `receiver`, by default the object store's. `program` generates samples of several calls; its
+    judges are tried with `probe`."""
 
     name: str
     config: Config
@@ -89,8 +90,8 @@ class Producer:
     def __post_init__(self) -> None:
         self._receiver = self.receiver or ObjectStoreReceiver(self.store)
         self._tracer = Tracer(self.name, self.coordinator, self.clock)
-        self._leased = 0  # samples that wait for the engine or are in it
-        self._running = 0  # samples in it
+        self._leased = 0  # samples that wait for the engine or run in it
+        self._running = 0  # samples that run in the engine
         self._idle_since = 0.0  # when the last sample was generated
         self._changed = asyncio.Condition()
         self._leasing_paused = False
@@ -98,7 +99,7 @@ class Producer:
         self._leaving = False
         self._swapping = asyncio.Lock()
         self._receiving: asyncio.Future[Any] | None = None
-        # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not
+        # With swap: request, samples beyond the batch wait here and not in the engine, so that they count as not
         # started.
         rollout = self.config.rollout
         self._slots = asyncio.Semaphore(
@@ -108,7 +109,7 @@ class Producer:
         self._reporting = Coalescer(self._report_all)
 
     async def start(self) -> None:
-        """Start the engine and try the program's judges. WrongScorer if that has ended the run."""
+        """Start the engine and try the program's judges. Raises WrongScorer if their failure has ended the run."""
         started = await self.engine.start()
         if started.uses:
             await self.coordinator.phase(f"{self.name}: {started.uses}")
@@ -120,19 +121,19 @@ class Producer:
             await self.coordinator.phase(f"warning: {self.name}: a judge could not be tried, it may be down: {why}")
 
     async def run(self) -> None:
-        """Generate leased samples until the run is over. EngineError if the engine is dead."""
+        """Generate leased samples until the run is over. Raises EngineError if the engine is dead."""
         try:
             async with self._tracer.task_group() as tasks:
                 working: set[asyncio.Task[None]] = set()
-                # An engine whose samples all hang asks for no more, and learns of the end here.
+                # An engine whose samples all hang leases no more, and notices the end here.
                 await first_of(self._work(tasks, working), self.coordinator.closing())
                 for task in working:
-                    task.cancel()  # the run is over: their samples are not needed any more
+                    task.cancel()  # the run is over: their samples are no longer needed
         finally:
             await self.engine.close()
 
     async def _work(self, tasks: asyncio.TaskGroup, working: set[asyncio.Task[None]]) -> None:
-        """Generate until there are no more samples; an engine that leaves completes those that it has."""
+        """Generate until there are no more samples; a leaving engine completes its leased samples."""
         while requests := await self._next_samples():
             self._leased += len(requests)
             for request in requests:
@@ -143,7 +144,7 @@ class Producer:
             await asyncio.wait(working)
 
     async def leave(self) -> None:
-        """Take no more samples, and end when those under way are done."""
+        """Take no more samples, and end when the leased samples are done."""
         self._leaving = True
         await self.coordinator.engine_leaves(self.name)
 
@@ -154,7 +155,7 @@ class Producer:
         requests = await self.coordinator.next_samples(self.name, capacity - self._leased, capacity)
         if self._leased == 0:
             self._tracer.add("backpressured", max(asked, self._idle_since), self.clock.now())
-        await self._until(lambda: not self._leasing_paused)  # samples asked for before a drain wait for its end
+        await self._until(lambda: not self._leasing_paused)  # samples leased before a drain wait for its end
         return requests
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -162,13 +163,13 @@ class Producer:
             await self._changed.wait_for(condition)
 
     async def _produce(self, request: SampleRequest) -> None:
-        """Generate a sample and hand it over; the engine's slot is free during the second part."""
+        """Generate a sample and report it; the engine's slot is already free during the report."""
         finished = await self._generate(request)
         if finished is not None:
             await self._reporting.send(await self._storing.send(finished))
 
     async def _generate(self, request: SampleRequest) -> _Finished | None:
-        """Return the sample, or None if it failed and was reported to the coordinator."""
+        """Return the sample, or None if it failed and the coordinator was notified."""
         async with self._slots:
             await self._until(lambda: not self._starting_paused)
             self._running += 1
@@ -182,7 +183,7 @@ class Producer:
                 if is_cancelled():
                     raise
                 raise EngineError(f"{self.name}: sample {request.sample_id} was cancelled by the engine") from None
-            except Exception as error:  # noqa: BLE001 (what one sample does wrong is retried, not fatal)
+            except Exception as error:  # noqa: BLE001 (an error of one sample is retried, not fatal)
                 if deadline.expired():
                     raise EngineError(
                         f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s ="
@@ -202,7 +203,7 @@ class Producer:
         found = _Finished(request, trajectory.tensors, media, versions, started, finished, trajectory.encoded)
         taken = {version for version, _ in versions.spans}
         oldest, newest = min(taken), max(taken)
-        self._tracer.add(  # for the timeline, and for profiles that are made from it
+        self._tracer.add(  # for the timeline, and for profiles recorded from it
             "generate",
             started,
             finished,
@@ -220,7 +221,7 @@ class Producer:
         return await draw_calls(self.program, request, self.engine.generate)
 
     async def _store_all(self, finished: list[_Finished]) -> list[SampleResult]:
-        """Store media apart from the rest, because scorers need them alone."""
+        """Store media separately, because scorers need only them."""
         trajectories = self.store.put_all([sample.tensors for sample in finished])
         media = self.store.put_all([sample.media for sample in finished])
         stored = zip(finished, *await asyncio.gather(trajectories, media), strict=True)
@@ -231,9 +232,9 @@ class Producer:
         return [None] * len(results)
 
     async def join_weights(self, invitation: Any) -> None:
-        """Join the sender that wrote `invitation`, once the engine has started, and again when engines come or go.
+        """Join the sender that wrote `invitation`, once the engine has started, and again when engines come or leave.
 
-        A version that is being received from the former sender is given up."""
+        Cancels a version that is being received from the former sender."""
         if self._receiving is not None:
             self._receiving.cancel()
         await self._receiver.init(invitation)
@@ -241,7 +242,7 @@ class Producer:
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
         """Stage in the background, then swap at the boundary that `weights.swap` names.
 
-        TransportError if the weights do not arrive, EngineError if they arrive wrong."""
+        Raises TransportError if the weights do not arrive, EngineError if they arrive corrupted."""
         async with self._swapping:
             staging = self.clock.now()
             try:

@@ -1,10 +1,10 @@
-"""Carries each version that the trainer copied out to every engine, while generation and training go on.
+"""Sends each version that the trainer copied out to every engine, while generation and training continue.
 
-Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not
-the one that trains. Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that
-is handed over meanwhile waits, and is superseded by the next: engines only ever need the newest. The last that went out
-is kept for engines that join later, as long as the trainer does not need its memory. An engine that does not take a
-version is reported as lost, and the others go on without it.
+Lives in the trainer's process, next to rank 0, on its event loop; digests and transports run in other threads than the
+training. Waits for the trainer's `publish`, which unblocks it. One version is sent at a time. A version that is
+published meanwhile waits, and the next one supersedes it: engines only ever need the newest. The last version sent is
+kept for engines that join later, until the trainer needs its memory. An engine that does not take a version is reported
+as lost, and the others continue without it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
 from omni_async.weights.transport.base import TransportError, WeightSender, sending
 
-# Transports have the time-out themselves and say more when it passes; this is for engines that do not answer even then.
+# Transports have their own, more specific time-out; this one is for engines that do not answer even then.
 _GRACE_S = 10.0
-# How often a version is sent again after the engines that receive it together were disturbed.
+# Number of repeated sends of a version after a disturbance among engines that receive it together.
 _TRIES = 3
 
 
 @dataclass(eq=False)
 class WeightPublisher:
-    """The publisher, which lives in the trainer's process: `withdraw` and `publish` wait for nothing."""
+    """The publisher, which lives in the trainer's process; `withdraw` and `publish` do not wait."""
 
     config: Config
     producers: dict[str, ProducerApi]
@@ -42,11 +42,11 @@ class WeightPublisher:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self.producers = dict(self.producers)  # from here on its own: engines come and go
+        self.producers = dict(self.producers)  # a private copy: engines come and leave
         self._tracer = Tracer("publisher", self.coordinator, self.clock)
         self._waiting: Snapshot | None = None
-        self._carried: Snapshot | None = None  # the version on its way
-        self._newest: tuple[WeightManifest, Snapshot] | None = None  # the newest version that went out
+        self._carried: Snapshot | None = None  # the version being sent
+        self._newest: tuple[WeightManifest, Snapshot] | None = None  # the newest version sent
         self._connected: set[str] = set()  # engines that can receive together
         self._sending = asyncio.Lock()
         self._event = Event()
@@ -54,8 +54,8 @@ class WeightPublisher:
     def withdraw(self) -> None:
         """Release memory before an export.
 
-        It is that of a version which was handed over but has not left, or of the last that went out while another is
-        on its way to replace it."""
+        Releases a published version that has not been sent yet. Otherwise, while a version is being sent, releases the
+        previous one, which it replaces."""
         if self._waiting is not None:
             self._waiting.release()
             self._waiting = None
@@ -63,13 +63,13 @@ class WeightPublisher:
             self._release_newest()
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Take over a version; everything that follows happens beside the training."""
+        """Take over a version; everything after that happens alongside the training."""
         self.withdraw()
         self._waiting = snapshot
         self._event.notify()
 
     async def run(self) -> None:
-        """Publish until cancelled. TransportError if a version can't be sent at all."""
+        """Publish until cancelled. Raises TransportError if a version cannot be sent at all."""
         async with self._sending:
             await self._connect()
         while True:
@@ -94,7 +94,7 @@ class WeightPublisher:
         self._newest, self._carried = (manifest, self._carried), None
 
     async def retire(self) -> None:
-        """Release the memory of the last version, once that is out: no engine will join any more."""
+        """Release the memory of the last version, once it has been sent: no engine will join any more."""
         async with self._sending:
             self._release_newest()
 
@@ -106,13 +106,13 @@ class WeightPublisher:
     # ---- membership --------------------------------------------------------------------------------------------------
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """Add an engine: it gets the newest version, and all that follow. EngineError if it does not take it."""
+        """Add an engine: it gets the newest version, and all later ones. Raises EngineError if it does not take it."""
         async with self._sending:
             self.producers[name] = producer
             if not self.sender.one_by_one:
                 await self._connect()
             if self._newest is not None and name in self.producers:
-                # Nothing is exported into its memory meanwhile.
+                # Nothing is exported into this version's memory meanwhile.
                 manifest, snapshot = self._newest
                 self._newest, self._carried = None, snapshot
                 try:
@@ -135,7 +135,7 @@ class WeightPublisher:
     # ---- sending -----------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        """Connect every engine with the sender. An engine that does not come is lost, and the rest connect again."""
+        """Connect every engine with the sender. An engine that fails to join is lost, and the rest connect again."""
         while self.producers:
             failed: dict[str, BaseException] = {}
             joining = {name: partial(self._join, name, producer, failed) for name, producer in self.producers.items()}
@@ -146,7 +146,7 @@ class WeightPublisher:
             except TransportError:
                 if not failed:
                     raise
-            # An engine that could be asked and then waited in vain for the others is not to blame, if another one is.
+            # If another engine failed, an engine that merely waited in vain for the others is not at fault.
             for name in [name for name, error in failed.items() if not isinstance(error, TransportError)] or [*failed]:
                 await self._lost(name, None, failed[name])
 
@@ -159,13 +159,13 @@ class WeightPublisher:
             raise TransportError(f"{name}: {error}") from error
 
     async def _send(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> None:
-        """Send until every engine of `names` that is still there holds the version.
+        """Send until every remaining engine of `names` holds the version.
 
-        Where all receive at once, and one fails, all do: then those that are left connect again, and try again."""
+        If all receive together and one fails, all fail: then the remaining engines connect and try again."""
         left = [name for name in names if name in self.producers]
         for last in (*(False for _ in range(_TRIES)), True):
             if not self.sender.one_by_one and self._connected != self.producers.keys():
-                await self._connect()  # an engine that is gone would be waited for
+                await self._connect()  # otherwise the send would wait for an engine that is gone
                 left = [*self.producers]
             if not (left or self.sender.one_by_one):
                 return  # there is no group to send to
@@ -196,16 +196,16 @@ class WeightPublisher:
         return failed
 
     async def _delivered(self, delivering: dict[asyncio.Task[None], str], failed: dict[str, BaseException]) -> None:
-        """Wait until all have the version or have failed.
+        """Wait until every engine has the version or has failed.
 
-        Where engines receive it together and one fails, the rest would wait for their time-outs: their deliveries are
-        cancelled, and TransportError is raised, so that they connect again."""
+        If engines receive together and one fails, the rest would wait for their time-outs. Their deliveries are
+        cancelled instead, and TransportError is raised, so that they connect again."""
         left = set(delivering)
         try:
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()  # an engine's failure is in `failed`; what the coordinator raises goes on
+                    task.result()  # an engine's failure is in `failed`; the coordinator's exceptions propagate
                 if failed and not self.sender.one_by_one:
                     broken = TransportError("others that receive with it failed")
                     failed.update({delivering[task]: broken for task in left})
@@ -226,7 +226,7 @@ class WeightPublisher:
                 raise
             failed[name] = TransportError("it broke off what it was receiving")
             return
-        except Exception as error:  # noqa: BLE001 (an engine's death comes in many kinds)
+        except Exception as error:  # noqa: BLE001 (an engine's death raises many types)
             late = isinstance(error, TimeoutError) and deadline.expired()
             failed[name] = (
                 EngineError(f"not within weights.timeout_s = {self.config.weights.timeout_s:g}") if late else error

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A rank that waits longer than this for the others in a collective gives up: one of them is gone.
+# Time limit for a rank's wait in a collective: after it, one of the other ranks is gone.
 _COLLECTIVE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank takes of a group: samples, by number, and their trajectories.
+    """This rank's share of a group: samples, by number, and their trajectories.
 
-    `counts`: False where it has none and takes one of another rank's, because the others' passes are collective."""
+    `counts`: False if its share is empty and it takes a sample of another rank, because the passes are collective."""
 
     samples: Sequence[int]
     counts: bool
@@ -42,7 +42,7 @@ class _Share:
 class Rank:
     """A trainer rank, at its place in `layout`.
 
-    `build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it.
+    `build` creates the engine (imports torch, loads nothing); it runs in the rank's thread like all later work.
     `paired`: the objective trains preference pairs."""
 
     layout: ParallelLayout
@@ -53,7 +53,7 @@ class Rank:
     def __post_init__(self) -> None:
         self._thread = DaemonThread(f"trainer-{self.layout.rank}")
         self._free: list[BucketSet] = []
-        self._exported: dict[int, Snapshot] = {}  # what `share` hands over
+        self._exported: dict[int, Snapshot] = {}  # until `share` returns them
         self._sharing = asyncio.Lock()  # of the memory of exported rows
         self._fetched: dict[int, _Share] = {}  # by group of the update
         self._spent: set[int] = set()  # groups accumulated since the last step
@@ -78,7 +78,7 @@ class Rank:
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
         """Read this rank's share of a group: see `RankApi`."""
         number = len(trajectories)
-        # Of a preference pair every rank takes both: its noise draws are dealt instead.
+        # Every rank takes both samples of a preference pair: their noise draws are dealt instead.
         dealt = range(number) if self.paired else self.layout.dealt(number, start)
         samples = dealt or range(1)
         read = await asyncio.gather(*(self.store.get(trajectories[i]) for i in samples))
@@ -126,9 +126,9 @@ class Rank:
     async def export(self, version: int) -> Snapshot | None:
         """Copy this rank's rows of the weights out as `version`.
 
-        They are returned on rank 0; elsewhere that is None, and `share` hands them over. The memory of snapshots that
-        were released is used again: two sets are enough on rank 0, where at most one snapshot is on its way when the
-        next is taken, and one elsewhere, where the next waits."""
+        Returns them on rank 0, and None elsewhere, where `share` stores them. The memory of released snapshots is
+        reused. Two sets suffice on rank 0, where at most one snapshot is being sent when the next is taken, and one
+        elsewhere, where the next waits."""
         async with self._sharing:
             snapshot = await self._in_thread(lambda: self._snapshot(version))
         if self.layout.rank == 0 or snapshot is None:
@@ -137,11 +137,11 @@ class Rank:
         return None
 
     async def share(self, version: int) -> SharedRows:
-        """Put what was exported as `version` into the store, beside the training; that copies, and frees the memory."""
+        """Copy the rows exported as `version` into the store, alongside the training, and free their memory."""
         snapshot = self._exported.pop(version)
         async with self._sharing:
             try:
-                # One after the other: many writing threads would take the cores from the training thread.
+                # In sequence: many writing threads would take the cores from the training thread.
                 references = [await self.store.put(bucket) for bucket in snapshot.buckets]
             finally:
                 snapshot.release()

@@ -1,13 +1,13 @@
-"""Runs the reward worker: takes samples one by one as they are generated, and asks all scorers of each side by side.
+"""Runs the reward worker: takes samples as they are generated, and calls all scorers of each concurrently.
 
 Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. It takes as many
-samples as its scorers could begin now; those that may be asked any number of times at once take whatever there is.
-While a scorer is down it asks for no samples and waits for the scorer (`outage`); unblocked by its answer, by
-`reward.outage_s`, or by the end of the run. What fails is reported as an error, never as a number. Scorers that block
-run in threads, off the event loop; see `omni_async.rewards.guard` for how they may fail.
+samples as its scorers could start now; scorers without a concurrency limit take all available samples. While a scorer
+is down it takes no samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by
+the end of the run. A failure is reported as an error, never as a number. Scorers that block run in threads, off the
+event loop; `omni_async.rewards.guard` documents how they may fail.
 
-Before the worker asks for the first sample, its scorers score a synthetic one: a scorer that is simply wrong ends the
-run then, while engines still load.
+Before the worker takes its first sample, its scorers score a synthetic one: a scorer that is simply wrong ends the run
+then, while engines still load.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from omni_async.roles.api import CoordinatorApi, Tracer
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ScoreJob, ScoreResult
 
-# How long the start of a worker waits for its scorers' first answer. Later answers count too, before the first sample
-# is asked for.
+# How long a worker's start waits for the first answer of its scorers. Later answers also count, until the first sample
+# is taken.
 _START_S = 30.0
 
 
 @dataclass(eq=False)
 class Rewarder:
-    """The reward worker. `probe`: the sample that the scorers are tried with at the start; None: none."""
+    """The reward worker. `probe`: the sample that the scorers are tried with at the start; None: no trial."""
 
     name: str
     config: Config
@@ -57,12 +57,12 @@ class Rewarder:
         self._panel.connect(KnownAddresses(config, self.coordinator.addresses))
         self._trial: asyncio.Task[str | None] | None = None
         self._scoring: set[asyncio.Task[None]] = set()
-        self._fetching = 0  # samples that no scorer has been asked for yet
+        self._fetching = 0  # samples that have not reached any scorer yet
         self._changed = Event()  # a sample is done, so there may be room for another
         self._results = Coalescer(self._hand_in)
 
     async def start(self) -> None:
-        """Try the scorers, which were built with their models loaded. WrongScorer if that has ended the run."""
+        """Try the scorers, whose models are already loaded. Raises WrongScorer if their failure has ended the run."""
         self._trial = asyncio.create_task(self._try_out())
         try:
             await asyncio.wait({self._trial}, timeout=_START_S)
@@ -74,12 +74,12 @@ class Rewarder:
             raise WrongScorer(wrong)
 
     async def _try_out(self) -> str | None:
-        """Return why the run is over, if the scorers are wrong."""
+        """Return why the run has ended, if the scorers are wrong."""
         wrong = await self._panel.try_out()
         return wrong if wrong is not None and await self.coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
-        """Score until the run is over, whose last scores nobody needs. ScorerHangs if a worker has to take over."""
+        """Score until the run ends; discard scores still pending then. Raises ScorerHangs if it needs a replacement."""
         async with self._tracer.task_group() as tasks:
             try:
                 await first_of(self._work(tasks), self.coordinator.closing())
@@ -88,7 +88,7 @@ class Rewarder:
                 await self._panel.close()
 
     async def leave(self) -> None:
-        """Take no more samples, and ends when those under way are scored."""
+        """Take no more samples, and end once the current samples are scored."""
         await self.coordinator.scorer_leaves(self.name)
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
@@ -115,7 +115,7 @@ class Rewarder:
         await self._all_scored()
 
     async def _scorers_are_up(self) -> bool:
-        """Wait for scorers that are down. Returns whether one still is, so that a sample has to show if it answers."""
+        """Wait for scorers that are down. Return whether a scorer still is, so that one sample has to test it."""
         if self._panel.down:
             with self._tracer.span("outage"):
                 await self._panel.recover()
@@ -130,7 +130,7 @@ class Rewarder:
             await self._changed.wait()
 
     async def _score_all(self, jobs: list[ScoreJob]) -> None:
-        """Score samples that were handed out together, so that they may share batches; each is answered by itself."""
+        """Score samples of one lease concurrently, so that they may share batches; report each separately."""
         try:
             media = await asyncio.gather(*(self._media(job) for job in jobs))
         finally:
@@ -152,7 +152,7 @@ class Rewarder:
         return [None] * len(results)
 
     async def _media(self, job: ScoreJob) -> Media | Failure:
-        """Fetch the job's media. If they are missing, that says nothing about the scorers."""
+        """Fetch the job's media. Missing media are no evidence against the scorers."""
         timeout_s = self.config.reward.timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,8 +1,8 @@
 """Drives the ranks through updates, publishes versions, writes checkpoints: the trainer.
 
-Waits for the next group (`starved`; unblocked by the group's last score) and for nothing else: publishing goes on in
-the publisher while the next update's first groups are trained. Ends when all updates are done or the coordinator says
-that the run is over, and leaves a checkpoint of the last whole update either way.
+Waits only for the next group (`starved`; unblocked by the group's last score): publishing continues in the publisher
+while the next update's first groups are trained. Ends when all updates are done or the coordinator reports the end of
+the run, and leaves a checkpoint of the last whole update either way.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _STORE_TIMEOUT_S = 60.0  # for this process's own connection to the store that i
 class Trainer:
     """The trainer.
 
-    `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on the ranks.
-    `checkpoints` is the folder of the run's checkpoints; they state `contents`, of the files that `config` names."""
+    `ranks[0]` lives in its process on `host`, exports, and provides the metrics; `rule` makes updates on the ranks.
+    `checkpoints` is the folder of the run's checkpoints; they state `contents`, digests of the files in `config`."""
 
     config: Config
     ranks: Sequence[RankApi]
@@ -70,7 +70,7 @@ class Trainer:
         self._plan = plan_updates(self.config)
         self._version = 0
         self._preempt = False
-        self._compared = False  # engine and trainer, under the same weights
+        self._compared = False  # whether engine and trainer were compared under the same weights
         self._saved: int | None = None
         self._updated: float | None = None  # when the last update was made
         self._store_of_ranks: Any = None  # serves the ranks' process group until it is released
@@ -86,7 +86,7 @@ class Trainer:
             self.rule.restore(state.rule)
             await self._checkpointer.take_up(Path(resume), state)
             if _lies_in(resume, self.checkpoints):
-                self._saved = state.version  # an attempt that makes no update leaves the run's checkpoint as it is
+                self._saved = state.version  # an attempt without updates leaves the run's checkpoint unchanged
         await self.coordinator.require_fields(trajectory_fields(self._objective, self.config))
 
     async def _serve_rendezvous(self) -> str:
@@ -116,15 +116,15 @@ class Trainer:
                 await self._checkpointer.close()
 
     async def run_publisher(self) -> None:
-        """Run the publisher beside `run`, until cancelled: everything that follows an export."""
+        """Run the publisher alongside `run`, until cancelled: all work after an export."""
         await self.publisher.run()
 
     async def preempt(self) -> None:
-        """Give the update up if it has not changed the weights yet, and save: the machine will be taken away."""
+        """Abandon the update if it has not changed the weights yet, and save: the machine will be taken away."""
         self._preempt = True
 
     async def admit(self, engine: str, producer: ProducerApi) -> None:
-        """Add an engine and wait until it holds the current weights. EngineError if it does not take them."""
+        """Add an engine and wait until it holds the current weights. Raises EngineError if it does not take them."""
         await self.publisher.admit(engine, producer)
 
     async def remove_engine(self, engine: str) -> None:
@@ -132,7 +132,7 @@ class Trainer:
         self.publisher.remove_engine(engine)
 
     async def _update(self) -> bool:
-        """Make one update. Returns False if the run is over, even before its last group came."""
+        """Make one update. Return False if the run ended, possibly before the update's last group."""
         started, computed_before = self.clock.now(), self._computing_s
         update = self.rule.begin(self._version, self._tracer, lambda: self._preempt)
         while update.missing:
@@ -163,10 +163,10 @@ class Trainer:
         return sum(self._tracer.seconds[kind] for kind in ("proximal", "train"))
 
     def _with_utilisation(self, metrics: dict[str, float], computing_s: float) -> dict[str, float]:
-        """Return the metrics with what a rank computed per second in place of the operations that ranks counted.
+        """Return the metrics with a rank's rate of computation in place of the operations that ranks counted.
 
-        `tflops/trainer` while it computes; `mfu/trainer` is the share of the most that its device can do, and
-        `mfu/overall` the same from update to update, waits included. They are missing where nothing is known."""
+        `tflops/trainer` is the rate while it computes. `mfu/trainer` is its share of the device's maximum, and
+        `mfu/overall` the same from update to update, waits included. Unknown values are missing."""
         now, since = self.clock.now(), self._updated
         self._updated = now
         found = {name: value for name, value in metrics.items() if name not in ("flops/sum", "peak_tflops")}
@@ -187,11 +187,11 @@ class Trainer:
             await self.coordinator.group_gone(group.group, str(error))
 
     def _require_same_arithmetic(self, metrics: dict[str, float]) -> None:
-        """Refuse a run whose first update shows that engines do not draw what is trained.
+        """Refuse a run whose first update shows that engines do not sample the policy that is trained.
 
-        Nothing is published or saved by then. Engines and trainer hold the checkpoint's weights, so ratios are 1 but
-        for rounding; with another sign, time, guidance or schedule, or weights that did not arrive, reward would only
-        move by chance."""
+        Nothing is published or saved by then. Engines and trainer hold the checkpoint's weights, so ratios are 1 up to
+        rounding. With another sign, time, guidance or schedule, or weights that did not arrive, reward would only move
+        by chance."""
         most, mismatch = self.config.trainer.max_mismatch, metrics.get("engine_mismatch", 0.0)
         if self._draws and self._version == 0 and most is not None and mismatch > most:
             raise TrainingError(
@@ -201,7 +201,7 @@ class Trainer:
             )
 
     async def _compare(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Report once how far engine and trainer are apart under the same weights, and every fault.
+        """Report the distance between engine and trainer under the same weights: once, and if rounding is exceeded.
 
         Returns the largest relative velocity error that rounding explains, as a metric, if they were compared."""
         found = Mismatch.of(metrics)
@@ -225,13 +225,13 @@ class Trainer:
 
     @property
     def _draws(self) -> bool:
-        """Whether engines draw samples of the policy: emulated ones do not."""
+        """Whether engines sample the policy: emulated engines do not."""
         return self.config.rollout.engine != "emulated"
 
     async def _publish(self) -> None:
-        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher.
+        """Copy the weights out (the trainer waits for nothing else) and leave the rest to the publisher.
 
-        A dataset's reader needs none: for it the version's number is enough."""
+        A dataset's reader needs no weights, only the version's number."""
         if self.config.data.preferences is not None:
             await self.coordinator.announce(self._version, "")
             for reader in self.config.engine_names:
@@ -245,13 +245,13 @@ class Trainer:
         self.publisher.publish(self._with_others(exported[0]))
 
     def _with_others(self, snapshot: Snapshot) -> Snapshot:
-        """Have the other ranks that exported rows of this version share them, beside the training."""
+        """Have the other ranks that exported rows of this version share them, alongside the training."""
         sharing = self.ranks[1 : ParallelLayout.of(self.config.trainer).shard_size]
         if not sharing:
             return snapshot
         shared = [asyncio.ensure_future(rank.share(snapshot.version)) for rank in sharing]
         for rows in shared:
-            rows.add_done_callback(_forget)  # of a version that is withdrawn; a rank that is gone fails the next call
+            rows.add_done_callback(_forget)  # for a withdrawn version; a lost rank fails the next call
         return replace(snapshot, others=partial(fetch, self.store, shared))
 
     async def _save(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes policy updates: groups go in, gradients are accumulated while others are made, optimizer steps come out."""
+"""Makes policy updates: accumulates gradients of groups while other groups are generated, and steps the optimizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 Weights = list[list[float]]  # by sample and trained step
 
-# Fewer rows of an update may be one or two, which decide nothing about the others.
+# With a smaller share of fresh rows there may be only one or two, which prove nothing about the others.
 _FRESH_ENOUGH = 0.5
 
 
@@ -42,9 +42,9 @@ _FRESH_ENOUGH = 0.5
 class PolicyGradient:
     """An `UpdateRule` that updates by gradients on the ranks.
 
-    Under `algorithm.correction.mode: auto` the first update whose rows are mostly fresh decides for the rest of the
-    run whether ratios are taken to the engines' policy. The decision is part of the state: a resumed run keeps it,
-    unless the recipe has changed in what it depends on."""
+    With `algorithm.correction.mode: auto`, the first update whose rows are mostly fresh decides for the rest of the
+    run whether ratios are relative to the engines' policy. The decision is part of the state: a resumed run keeps it,
+    unless its recipe changes a key that the decision depends on."""
 
     config: Config
     plan: Plan
@@ -92,7 +92,7 @@ class PolicyGradient:
 
     @property
     def _measured(self) -> dict[str, Any]:
-        """The keys that the decision depends on. Where a resumed run has others, it decides again."""
+        """The keys that the decision depends on. A resumed run with other values decides again."""
         c, r = self.config, self.config.rollout
         return {
             "model.dtype": c.model.dtype,
@@ -105,7 +105,7 @@ class PolicyGradient:
 
 @dataclass(eq=False)
 class Update:
-    """The groups of one update, and the calls that train on them. Give it groups with `add`, then `finish`."""
+    """The groups of one update, and the calls that train on them. Pass it groups with `add`, then call `finish`."""
 
     config: Config
     plan: Plan
@@ -127,11 +127,11 @@ class Update:
 
     @property
     def missing(self) -> int:
-        """Return the number of groups that are still missing."""
+        """Return the number of missing groups."""
         return self.config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
-        """Compute with a group as early as the plan allows. ObjectLost, with nothing changed, if it cannot be read."""
+        """Compute with a group as early as the plan allows. Raises ObjectLost, with nothing changed, if it is gone."""
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
         start = len(self.groups) * self.plan.samples_per_group
         await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self.ranks))
@@ -144,7 +144,7 @@ class Update:
             await self._accumulate(group, centred(_doubles(group.rewards)).tolist())
 
     async def finish(self) -> dict[str, float]:
-        """Compute what is left when all groups are in, and return the metrics of the update."""
+        """Compute the rest once all groups are in, and return the metrics of the update."""
         extra: dict[str, float] = {}
         if self.plan.mode == "as_ready":
             await self._step()
@@ -175,12 +175,12 @@ class Update:
         return extra
 
     def _weights(self) -> tuple[list[Weights | None], dict[str, float]]:
-        """Return weights of every group's samples and steps, made from all of them, and the correction's metrics."""
+        """Return weights of every group's samples and steps, computed over all groups, and the correction's metrics."""
         correction = self.config.correction
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         first = drifts[0].num_elements
-        # One number of elements is divided by below, and samples of other buckets have others.
+        # `correct` divides by one number of elements, but samples of other buckets have other numbers.
         shares = [first / d.num_elements if correction.log_ratio == "mean" else 1.0 for d in drifts]
         log_ratios = [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)]
         drift = Drift(_doubles(log_ratios), _doubles(kappas) if len(kappas) == len(drifts) else None)
@@ -192,7 +192,7 @@ class Update:
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
-        """Return (N, K) rewards, a column per scorer or component, and the weights (K,); NaN where one is left out."""
+        """Return (N, K) rewards, a column per scorer or component, and the weights (K,); NaN: reward left out."""
         if self._advantage.aggregate == "rewards":
             return _doubles([[r] for group in groups for r in group.rewards]), _doubles([1.0])
         values = [sample.score.values for group in groups for sample in group.samples]
@@ -264,8 +264,8 @@ def _in_groups(values: list[Any], size: int) -> list[Any]:
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of an update's optimizer steps.
 
-    Maxima stay maxima and sums are added up; everything else is averaged over the steps that have it (steps of other
-    windows have other metrics per denoising step)."""
+    Takes the maximum of maxima and adds sums up; everything else is averaged over the steps that have it (steps of
+    other windows have other metrics per denoising step)."""
     columns: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():

@@ -1,7 +1,7 @@
 """Runs vLLM's OpenAI-compatible server: `python -m omni_async.roles.vllm_process ARGUMENTS OF VLLM`.
 
-Importing omni_async prepares this process, and those that vLLM starts, for a mixed installation. The server ends with
-the process that started it, however that ends: at the end of the pipe that is its standard input.
+Importing omni_async prepares this process, and its child processes, for a mixed installation. The server ends when its
+parent process ends in any way, at the end of the pipe that is its standard input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Serve until a signal, or the end of the parent."""
-    if os.getpgrp() == os.getpid():  # of its own: nobody else's processes are in it
+    if os.getpgrp() == os.getpid():  # the group only has this server's processes
         threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.argv[0] = f"{_SERVER} (omni_async {omni_async.__version__})"
     runpy.run_module(_SERVER, run_name="__main__")

@@ -1,11 +1,11 @@
-"""Runs a worker of `reward.servers`: a vLLM server in processes of its own, as a service of the run.
+"""Runs a worker of `reward.servers`: a vLLM server in separate processes, as a service of the run.
 
-It is ready when it answers and has the model under the recipe's name; it is lost, and replaced, when its process ends,
-says that its engine is dead, or does not answer for a while. It ends with its worker, however that ends: it reads a
-pipe that the worker holds. Its token is drawn at random, handed over in its environment and known to the run alone, by
-the address. Waits for the process's start, `run.startup_timeout_s` at most, and for its end.
+It is ready when it answers and has the model under the recipe's name. It is lost, and replaced, when its process ends,
+reports that its engine is dead, or does not answer for a while. It ends with its worker, however the worker ends: it
+reads a pipe that the worker holds. Its random token is passed in its environment; only the run knows it, from the
+address. Waits for the process's start, at most `run.startup_timeout_s`, and for its end.
 
-Where the worker has no accelerator the server is one for CPUs, which vLLM's CPU build has.
+If the worker has no accelerator, the server runs on CPUs, which needs vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from omni_async.roles.builders import ServiceHost, WorkerContext
 _PREPARED = Path(__file__).parent / "prepared"
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_TARGET_DEVICE": "cpu"}
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-_ASK_S = 0.5  # between two looks at a server that starts
-_WATCH_S = 5.0  # between two looks at one that runs
-_ANSWER_S = 30.0  # a server that computes may take so long to say that it is well; without an answer, it is lost
+_ASK_S = 0.5  # between health checks of a starting server
+_WATCH_S = 5.0  # between health checks of a running server
+_ANSWER_S = 30.0  # a computing server may answer a health check this late; later, it counts as lost
 _GRACE_S = 5.0
 _LONGEST_TAIL = 600
 _READ_BACK = 1 << 18  # bytes; two processes print tracebacks after the first failure
-# What vLLM's processes say because another one has failed, which has printed why.
+# Errors of vLLM's processes that follow from the failure of another one, which has printed the reason.
 _FOLLOWS = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed")
 # How vLLM, or a process of it, reports a port that another process has.
 _ADDRESS_IN_USE = re.compile(r"\bEADDRINUSE\b|address already in use", re.IGNORECASE)
-# What stands before the words: the process, and of what is logged its level, time and place.
+# The prefix of a line: the process, and for log lines also level, time and place.
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ \S+ \S+ \[[^\]\n]*\] )?", re.MULTILINE)
-# The line that ends a traceback, and indented ones after it, where some exceptions have their reason.
+# The last line of a traceback, and indented lines after it, where some exceptions have their reason.
 _RAISED = re.compile(r"^[\w.]+(?:Error|Exception)\b(?:: .*)?(?:\n[ \t].+){0,2}", re.MULTILINE)
 
-# How vLLM logs that kernels of it did not load. It then fails at the first kernel that it calls.
+# vLLM's log line if its kernels did not load. It then fails at the first kernel that it calls.
 _NOT_LOADED = re.compile(r"Failed to import from vllm\.\w+: \w+\((?:'([^'\n]+)'|\"([^\"\n]+)\")")
 
 
 class ServerNotStarted(RuntimeError):
-    """The server ended, or did not answer in time, or serves another model."""
+    """The server ended, did not answer in time, or serves another model."""
 
 
 class PortTaken(ServerNotStarted):
-    """Another process has the port of the server, or one that vLLM chose for its own processes."""
+    """Another process uses the port of the server, or a port that vLLM chose for its own processes."""
 
 
 def build(context: WorkerContext) -> ServiceHost:
@@ -74,8 +74,8 @@ def build(context: WorkerContext) -> ServiceHost:
 class VllmServer(Service):
     """A vLLM server.
 
-    `logs`: the folder for its output, a file for each worker. `devices`: the environment variables that show it its
-    accelerators, as `accelerator.showing` returns them; None: it sees those of its worker."""
+    `logs`: the folder for its output, a file per worker. `devices`: the environment variables that show it its
+    accelerators, as `accelerator.showing` returns them; None: it sees its worker's accelerators."""
 
     def __init__(self, site: ServiceSite, server: Server, logs: Path, devices: Mapping[str, str] | None = None) -> None:
         self._site, self._server, self._devices = site, server, devices or {}
@@ -134,7 +134,7 @@ class VllmServer(Service):
         return found
 
     async def _until_ready(self) -> None:
-        """Wait until the server answers with the model. Raises ServerNotStarted if it ends or has another."""
+        """Wait until the server answers with the model. Raises ServerNotStarted if it ends or has another model."""
         assert self._process is not None
         while await self._health() != 200:
             if self._process.returncode is not None:
@@ -147,7 +147,7 @@ class VllmServer(Service):
             raise ServerNotStarted(f"expected a server of {self._server.served_as!r}, it has {', '.join(served)}")
 
     async def _served(self) -> list[str]:
-        """Return the names of the models that the server has. PortTaken if it does not know our token."""
+        """Return the names of the server's models. Raises PortTaken if the server rejects our token."""
         assert self._session is not None
         async with self._session.get(f"{self._url}/v1/models") as response:
             if response.status != 200:
@@ -158,7 +158,7 @@ class VllmServer(Service):
                 raise PortTaken(f"what answers at {self._url} is another server: {error}") from None
 
     async def _health(self) -> int | None:
-        """Return the status that the server answers with; None if it does not answer."""
+        """Return the status of the server's answer; None if it does not answer."""
         assert self._session is not None
         try:
             async with self._session.get(f"{self._url}/health") as response:
@@ -167,7 +167,7 @@ class VllmServer(Service):
             return None
 
     async def run(self) -> None:
-        """Serve until it is cancelled. Raises RuntimeError if the process ends, or does not answer any more."""
+        """Serve until cancelled. Raises RuntimeError if the process ends, or no longer answers."""
         assert self._process is not None
         ended, now = asyncio.ensure_future(self._process.wait()), asyncio.get_running_loop().time
         well_at = now()
@@ -187,7 +187,7 @@ class VllmServer(Service):
             ended.cancel()
 
     def _printed(self) -> str:
-        """Return the end of the output of the process that was started last."""
+        """Return the end of the newest process's output."""
         try:
             with open_file(self._log) as log:
                 log.seek(max(self._printed_from, log.seek(0, os.SEEK_END) - _READ_BACK))
@@ -196,7 +196,7 @@ class VllmServer(Service):
             return ""
 
     def _tail(self) -> str:
-        """Return the end of what the server printed, as a line without its token."""
+        """Return the end of the server's output, as a line without its token."""
         return one_line(_reason(self._printed()).replace(self._token, "***"), _LONGEST_TAIL) or "nothing was printed"
 
     async def close(self) -> None:
@@ -219,7 +219,7 @@ class VllmServer(Service):
 
 
 def _reason(printed: str) -> str:
-    """Return what vLLM printed last as the reason of an end: an exception, or else a line."""
+    """Return vLLM's last printed reason for its end: an exception, otherwise a line."""
     text = _PREFIX.sub("", printed.replace("\r", "\n"))
     raised = [found[0] for found in _RAISED.finditer(text)]
     first = [one for one in raised if not _FOLLOWS.search(one)]
@@ -242,8 +242,8 @@ def _group_lives(group: int) -> bool:
 def reserved_port(host: str) -> Iterator[int]:
     """Yield a free TCP port of `host` and keep it until the context ends.
 
-    The socket that keeps it is bound and does not listen. The kernel then gives the port to no other process that asks
-    for a free one, while a server that sets SO_REUSEADDR and names the port, as vLLM does, can listen there. Another
+    A socket that is bound but does not listen keeps the port. The kernel then gives it to no other process that
+    requests a free port. A server that sets SO_REUSEADDR and names the port, as vLLM does, can listen there. Any other
     program that names the port and sets the option can take it, too."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as keeping:
         keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

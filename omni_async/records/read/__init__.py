@@ -1,1 +1,1 @@
-"""Reads what runs left behind, for every command that shows or uses it."""
+"""Reads the folders of runs, for every command that shows or uses them."""

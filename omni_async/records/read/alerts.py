@@ -1,7 +1,7 @@
-"""Finds in a run's records what its owner should know: what it means, and what to do.
+"""Finds in a run's records the facts that its owner should know, with their meaning and a remedy.
 
-Pure functions over `Seen`. Each says something only where the records are enough to say it: a share is compared by the
-lower end of its 95 % interval, a trend by the interval of its slope, a level by the median of some updates.
+Pure functions over `Seen`. Each only reports what the records support: it compares a share by the lower end of its 95 %
+interval, a trend by the interval of its slope, a level by the median of some updates.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from omni_async.algorithms.mismatch import CLIPPED_AT_MOST
 from omni_async.records.read.seen import Seen
 from omni_async.records.read.trends import share_at_least, trend
 
-_UPDATES = 100  # of which a trend is computed, at most
-_FEWEST_UPDATES = 30  # from which a trend is believed
+_UPDATES = 100  # maximum number of updates in a trend
+_FEWEST_UPDATES = 30  # minimum number of updates for a reliable trend
 _HOUR_S = 3600.0
 
 
 class Alert(msgspec.Struct, frozen=True):
     """Something the owner of a run should know.
 
-    `name`: which alert it is. `says`: what was seen, with numbers, and what it means. `do`: what to do about it.
-    `docs`: the page of the documentation that says more, and the place on it."""
+    `name`: the alert's id. `says`: the observation, with numbers, and its meaning. `do`: the remedy. `docs`: the
+    documentation page with details, and the place on it."""
 
     name: str
     level: Literal["problem", "warning", "note"]
@@ -36,7 +36,7 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 def alerts(seen: Seen) -> list[Alert]:
-    """Return what there is to know, problems first."""
+    """Return all alerts, problems first."""
     found = [alert for check in CHECKS if (alert := check(seen)) is not None]
     return sorted(found, key=lambda alert: ("problem", "warning", "note").index(alert.level))
 
@@ -47,14 +47,14 @@ def alerts(seen: Seen) -> list[Alert]:
 def reward_flat(seen: Seen) -> Alert | None:
     """Report that neither the training reward nor validation rises.
 
-    That the slope's interval holds 0 is not enough, for it does in a short run. Its upper end must be small, too: less
-    than one deviation of an update's reward over all the updates looked at."""
+    A slope interval that contains 0 is not enough, because short runs have one anyway. Its upper end must also be
+    small: less than one deviation of an update's reward over all these updates."""
     rewards = seen.rewards(_UPDATES)
     found = trend(rewards)
     if len(rewards) < _FEWEST_UPDATES or found is None or not found.low <= 0 <= found.high:
         return None
     if found.high * len(rewards) > found.noise:
-        return None  # it may well rise
+        return None  # it may be rising
     rounds = seen.rounds_since(len(rewards))
     validated = trend(rounds)
     if validated is not None and validated.high > 0 and rounds[-1] >= rounds.max() and len(rounds) > 1:
@@ -104,7 +104,7 @@ def not_finite(seen: Seen) -> Alert | None:
 
 
 def zero_variance(seen: Seen) -> Alert | None:
-    """Report many groups that are drawn for nothing."""
+    """Report many groups that are generated in vain."""
     wasted = sum(reason == "zero reward variance" for _, reason in seen.endings)
     if share_at_least(wasted, len(seen.endings)) <= 0.25:
         return None
@@ -199,7 +199,7 @@ def _most_rows(share: float | None, name: str, says: str, do: str, docs: str) ->
 
 
 def starved_trainer(seen: Seen) -> Alert | None:
-    """Report a trainer that waits, and for whom."""
+    """Report a trainer that waits, and the role that it waits for."""
     trainer, rollout, reward = (seen.level(f"busy/{role}") for role in ("trainer", "rollout", "reward"))
     if trainer is None or trainer >= 0.5 or max(rollout or 0.0, reward or 0.0) <= 0.9:
         return None
@@ -233,7 +233,7 @@ def idle_devices(seen: Seen) -> Alert | None:
 
 
 def no_progress(seen: Seen) -> Alert | None:
-    """Report a run that goes on and makes no updates."""
+    """Report a run that is running but makes no updates."""
     if seen.status != "running" or len(seen.updates) < 3:
         return None
     usual = float(np.nanmedian(seen.updates.column("update_s", 20)))
@@ -304,7 +304,7 @@ def not_scored(seen: Seen) -> Alert | None:
 
 
 def dropped(seen: Seen) -> Alert | None:
-    """Report groups that are lost to failures."""
+    """Report groups that failures have dropped."""
     lost = [reason for event, reason in seen.endings if event == "dropped" and not _ends_a_run(reason)]
     if share_at_least(len(lost), len(seen.endings)) <= 0.02:
         return None
@@ -318,7 +318,7 @@ def dropped(seen: Seen) -> Alert | None:
 
 
 def repeated_faults(seen: Seen) -> Alert | None:
-    """Report a part that is lost again and again."""
+    """Report a part that is lost repeatedly."""
     if not seen.faults:
         return None
     newest = max(fault.time for fault in seen.faults)
@@ -338,7 +338,7 @@ def repeated_faults(seen: Seen) -> Alert | None:
 
 
 def killed(seen: Seen) -> Alert | None:
-    """Report a run that is over without an end."""
+    """Report a run that ended without recording an end."""
     if seen.status != "killed":
         return None
     return Alert(

@@ -1,7 +1,7 @@
-"""Finds the checkpoint that a user names: that of a run, by number, the last or the best, or a checkpoint folder.
+"""Finds the checkpoint that a user names: by a run and a number, the last or the best; or by a checkpoint folder.
 
-Its recipe is the one that the checkpoint states. The run's `config.yaml` is the newest attempt's, which may differ.
-Imports no torch. `omni_async.training.trained` reads the tensors of what is found here.
+Its recipe is the one stated in the checkpoint. The run's `config.yaml` is the newest attempt's, which may differ.
+Imports no torch. `omni_async.training.trained` reads the tensors of the checkpoint found here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from omni_async.records.write.rundir import RunDirectory
 
 @dataclass(frozen=True)
 class Chosen:
-    """A whole checkpoint of trained weights, and what they are trained weights of.
+    """A whole checkpoint of trained weights, and the model that they belong to.
 
     folder: the checkpoint's. run: its run. config: the checkpoint's, whose `model.path` is `base`. family: the model's.
-    base: the model folder that training began with. components: the folders in `base` that were trained. round: the
-    validation round of this version, None if there was none with a reward. notes: one line each, for the console."""
+    base: the model folder that training began with. components: the trained folders in `base`. round: the validation
+    round of this version, None if it has none with a reward. notes: one line each, for the console."""
 
     folder: Path
     run: RunDirectory
@@ -48,35 +48,35 @@ class Chosen:
 
     @property
     def reward(self) -> float | None:
-        """Mean validation reward over the samples that were scored, None if there is none."""
+        """Mean validation reward over the scored samples, None without a reward."""
         return None if self.round is None else self.round.reward
 
     @property
     def shown_reward(self) -> str:
-        """Format `0.9`, or `1.039 over 1 of 2 samples, not scored: no face found`; nothing if there is none."""
+        """Format `0.9`, or `1.039 over 1 of 2 samples, not scored: no face found`; an empty text without a round."""
         return "" if self.round is None else _shown(self.round)
 
     @property
     def version(self) -> int:
-        """Number of updates that made the weights."""
+        """Number of updates after which the weights were saved."""
         return self.state.version
 
     @property
     def made_by(self) -> str:
-        """The version of omni_async that trained it, where the checkpoint states it, else this one."""
+        """The version of omni_async that trained it, if the checkpoint states it; otherwise the current version."""
         return __version__ if self.state.statement is None else self.state.statement.made_by
 
 
 def choose(given: Path, which: str | None = None, base: Path | None = None) -> Chosen:
-    """Find the checkpoint that is meant. Reads all of it, to compare it with its manifest.
+    """Find the named checkpoint. Reads all of it, to compare it with its manifest.
 
     Args:
-        given: the folder of a run, or that of a checkpoint in it.
-        which: of a run: `best` by validation reward, `last`, or a number of updates; None: the last.
-        base: the model folder that training began with, if it is elsewhere now.
+        given: the folder of a run, or of a checkpoint in it.
+        which: for a run: `best` by validation reward, `last`, or a number of updates; None: the last.
+        base: the model folder that training began with, if it has moved.
 
     Raises:
-        ConfigError: there is none, it is damaged or foreign, or the base model is missing; one line."""
+        ConfigError: the checkpoint is missing, damaged or foreign, or the base model is missing; one line."""
     run = _run_of(given, which)
     newest = _config_of(run)
     found = by_version(run.checkpoints)
@@ -99,13 +99,13 @@ def choose(given: Path, which: str | None = None, base: Path | None = None) -> C
 
 
 def base_recipe(run: Path) -> Config:
-    """Return the recipe of a run's newest checkpoint, whose `model.path` is the folder that training began with.
+    """Return the recipe of a run's newest checkpoint, with the folder that training began with as `model.path`.
 
-    Raises ConfigError, one line, if that is missing or holds another model now."""
+    Raises ConfigError, one line, if that folder is missing or now holds another model."""
     directory = RunDirectory(run)
     newest = config = _config_of(directory)
     folder, state = next(newest_first(directory.checkpoints), run), None
-    with contextlib.suppress(CheckpointError):  # there is none yet, or it is damaged
+    with contextlib.suppress(CheckpointError):  # there is no checkpoint yet, or it is damaged
         state = read_state(folder)
         config, _ = _stated(folder, state, newest)
     base = _base_of(folder, state, (config, newest), None)
@@ -113,7 +113,7 @@ def base_recipe(run: Path) -> Config:
 
 
 def _stated(folder: Path, state: State, newest: Config) -> tuple[Config, list[str]]:
-    """Return the recipe that a checkpoint states, and notes; the run's `newest` if an earlier version wrote it."""
+    """Return the recipe that a checkpoint states, and notes; the run's `newest` recipe for a checkpoint without one."""
     if state.statement is None:
         run = folder.absolute().parent.parent.name
         return newest, [f"{run}: its checkpoints of an earlier version state no recipe; config.yaml is read instead"]
@@ -125,12 +125,12 @@ def _base_of(folder: Path, state: State | None, recipes: Iterable[Config], given
 
     Args:
         folder: the checkpoint's.
-        state: its state; None: nothing is known of the model.
-        recipes: name the model; the checkpoint's is first. It may have moved since.
-        given: where it is by the command line, None if that does not say.
+        state: its state; None: the model is not known.
+        recipes: they name the model; the checkpoint's is first. The model may have moved since.
+        given: the folder named on the command line, if any.
 
     Raises:
-        ConfigError: it is at none of these paths; one line."""
+        ConfigError: the model is at none of these paths; one line."""
     paths = [given.absolute()] if given else [*dict.fromkeys(Path(config.model.path) for config in recipes)]
     contents = {} if state is None or state.statement is None else state.statement.contents
     there = [path for path in paths if (path / INDEX).is_file()] or paths[:1]
@@ -144,7 +144,7 @@ def _base_of(folder: Path, state: State | None, recipes: Iterable[Config], given
 
 
 def _run_of(given: Path, which: str | None) -> RunDirectory:
-    """Return the run that is given, or that the given checkpoint lies in."""
+    """Return the given run, or the run of the given checkpoint."""
     if not given.is_dir():
         raise ConfigError(f"{given}: {'is not a folder' if given.exists() else 'there is no such folder'}")
     if RunDirectory(given).config_yaml.is_file():
@@ -175,7 +175,7 @@ def _config_of(run: RunDirectory) -> Config:
 def _select(
     run: RunDirectory, versions: list[int], measured: Mapping[int, Round], rounds: Sequence[Round], which: str
 ) -> tuple[int, list[str]]:
-    """Return the version that `which` means, of those that are there, the newest first; and notes."""
+    """Return the version that `which` selects from the existing ones, which are sorted newest first; and notes."""
     if not versions:
         why = "it has no checkpoint yet"
         if run.checkpoints.is_symlink() or any(map(Path.is_symlink, run.checkpoints.glob("update-*"))):
@@ -201,7 +201,7 @@ def _select(
 
 
 def _better(best: int, its: Round, last: Round | None) -> str:
-    """Compare the best checkpoint with the last one, over the samples that both rounds have scored."""
+    """Compare the best checkpoint with the last one, over the samples scored in both rounds."""
     reward, own, over = _shown(its), "not measured" if last is None else _shown(last), ""
     if last is not None and last.may_be_best:
         with contextlib.suppress(NotComparable):
@@ -211,7 +211,7 @@ def _better(best: int, its: Round, last: Round | None) -> str:
 
 
 def _without_checkpoint(best: int, measured: Mapping[int, Round], rounds: Sequence[Round]) -> Iterator[str]:
-    """Yield a note about the best round, if it is above that of the best checkpoint and has none."""
+    """Yield a note if the best round of the run has no checkpoint and is above the best checkpoint's."""
     first, its = ranked(rounds)[0], measured[best]
     if first.version == its.version:
         return
@@ -225,14 +225,14 @@ def _without_checkpoint(best: int, measured: Mapping[int, Round], rounds: Sequen
 
 
 def _barred(best: int, measured: Mapping[int, Round]) -> Iterator[str]:
-    """Yield a note about each checkpoint that has a higher mean over too few samples."""
+    """Yield a note about each checkpoint with a higher mean over too few samples."""
     for version, one in sorted(measured.items()):
         if not one.may_be_best and (one.reward or 0.0) > (measured[best].reward or 0.0):
             yield f"update {version} scored too few samples to be the best: its validation reward is {_shown(one)}"
 
 
 def _shown(one: Round) -> str:
-    """Format a round's reward, and over how many samples it is if these are not all."""
+    """Format a round's reward, and its number of samples if some are missing."""
     reward = "no reward" if one.reward is None else f"{one.reward:.4g}"
     if not one.is_incomplete:
         return reward

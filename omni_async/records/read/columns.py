@@ -1,4 +1,4 @@
-"""Keeps the numbers of metrics lines by name: a column each, with NaN where a line does not have it."""
+"""Keeps the numbers of metrics lines by name: a column each, with NaN for lines without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from omni_async.types import finite
 
-# Names that a run's metrics may have; a file that has more is none that a run wrote.
+# Maximum number of metric names; no run writes a file with more.
 _MOST_COLUMNS = 5000
 _MOST_NUMBERS = 10_000_000
 
@@ -39,7 +39,7 @@ class Columns:
     def add(self, line: Mapping[str, Any]) -> bool:
         """Add a line; return False if there is no room for it.
 
-        Its null is NaN; mappings in it give columns `name/key`; what else is no number is left out."""
+        A null becomes NaN; a mapping gives columns `name/key`; other values that are not numbers are left out."""
         if (self._length + 1) * max(100, len(self._columns)) > _MOST_NUMBERS:
             return False
         for name, value in line.items():
@@ -63,17 +63,17 @@ class Columns:
             if len(self._columns) >= _MOST_COLUMNS:
                 return
             column = self._columns[name] = array("d", [math.nan]) * self._length
-        if len(column) == self._length:  # a line may have a name twice: as a mapping's key, and written out
+        if len(column) == self._length:  # a line may contain a name twice: as a mapping's key, and in full
             column.append(number)
 
     def column(self, name: str, newest: int | None = None) -> npt.NDArray[np.float64]:
-        """Return a copy of a column, or of its newest values; all NaN if there is no such column."""
+        """Return a copy of a column, or of its newest values; all NaN if the column is missing."""
         first = 0 if newest is None else max(0, self._length - newest)
         if name not in self._columns:
             return np.full(self._length - first, math.nan)
         return np.array(self._columns[name][first:], np.float64)
 
     def line(self, position: int) -> dict[str, float]:
-        """Return the numbers of a line that are finite."""
+        """Return the finite numbers of a line."""
         found = {name: column[position] for name, column in self._columns.items()}
         return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -1,8 +1,8 @@
-"""Follows a run folder: reads what its files gained since the last look, and keeps it in little memory.
+"""Follows a run folder: reads what was added to its files since the last poll, and keeps it in little memory.
 
-Waits for nothing and starts nothing: `poll` is called by whoever wants to know, and is an iterator that does a few
-milliseconds' work at a time, so that an event loop can answer others in between. A run that was resumed rewrites its
-files; what they had is then read again. When a run ends, its timeline takes the place of `spans.jsonl`.
+It waits for nothing and starts nothing. `poll` is an iterator that does a few milliseconds' work at a time, so that an
+event loop can handle other work in between. A resumed run rewrites its files; they are then read again from the start.
+When a run ends, its timeline replaces `spans.jsonl`.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ _GROUP = np.dtype(
         ("event", "u1"),  # position in EVENTS
         ("reason", "i4"),  # position in `Ended.reasons`, -1: none
         ("admitted", "i4"),
-        ("trained", "i4"),  # -1: not
+        ("trained", "i4"),  # -1: not trained
         ("staleness", "i4"),  # -1: not trained
-        ("reward", "f8"),  # NaN: none was scored
+        ("reward", "f8"),  # NaN: no score
         ("offset", "i8"),  # of its line in the ledger
         ("size", "u4"),
     ]
 )
-# Bytes of spans, and about as many blocks of them, that are read before anything else: what is looked at first.
+# Bytes of spans, and about as many blocks of them, read before anything else, because they are viewed first.
 _NEWEST_SPANS = 2**21
 _FIRST_BLOCKS = 9
-# Texts of reasons that are told apart; beyond, a reason is read from the ledger alone.
+# Number of distinct reason texts; further reasons are only in the ledger.
 _MOST_REASONS = 10_000
 _OTHER = "another reason"
 _LONGEST_REASON = 200
-# Bytes of lines of validation rounds that are held.
+# Maximum bytes of lines of validation rounds kept.
 _MOST_OF_ROUNDS = 2**25
 _SAMPLE_FILE = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
 
 
 class Ended:
-    """The groups that ended, as the ledger has them."""
+    """The finished groups, as read from the ledger."""
 
     def __init__(self) -> None:
         self.clear()
@@ -112,7 +112,7 @@ class Ended:
         return self._rows.all()
 
     def newest(self, number: int) -> Records:
-        """Return the rows of the groups that ended last, the oldest of them first."""
+        """Return the rows of the groups that ended last, oldest first."""
         found: list[Records] = []
         for chunk in reversed([*self._rows.chunks()]):
             found.insert(0, chunk[-number:] if number > 0 else chunk[:0])
@@ -131,7 +131,7 @@ class Ended:
         return None
 
     def next_of(self, prompt: int, group: int) -> int | None:
-        """Return the first group of a prompt after another one; None if none has ended."""
+        """Return the first finished group of a prompt after the given group; None if none has finished."""
         found = [
             int(chunk["group"][(chunk["prompt"] == prompt) & (chunk["group"] > group)].min(initial=_NO_GROUP))
             for chunk in self._rows.chunks()
@@ -141,10 +141,9 @@ class Ended:
 
 
 class Follower:
-    """What a run folder holds, as of the last `poll`.
+    """The content of a run folder, as of the last `poll`.
 
-    `updates` and `rounds`: what the lines of metrics of the two kinds hold. `changes` counts how often something of it
-    changed."""
+    `updates` and `rounds`: the content of the two kinds of metrics lines. `changes` counts changes of any content."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
@@ -158,7 +157,7 @@ class Follower:
         self.summary: Summary | None = None
         self.samples: list[tuple[str, int]] = []
         self.changes = 0
-        self._cut: Counter[str] = Counter()  # file -> lines that are no records
+        self._cut: Counter[str] = Counter()  # file -> number of invalid lines
         self.left_out: dict[str, str] = {}  # file -> why it is missing
         self._metrics_file = GrowingFile(self.run.metrics)
         self._ledger_file = GrowingFile(self.run.ledger)
@@ -171,23 +170,23 @@ class Follower:
 
     @property
     def lines_cut(self) -> int:
-        """Return how many lines of the files are no records."""
+        """Return the number of invalid lines in the files."""
         return self._cut.total()
 
     @property
     def problem(self) -> str | None:
-        """Report what of the folder cannot be read; None if all can be."""
+        """Report which files of the folder cannot be read; None if all can."""
         found = [f"{name}: {why}" for name, why in self.left_out.items()]
         found += [f"{name}: {lines} line{'s' * (lines > 1)} cannot be read" for name, lines in self._cut.items()]
         return "; ".join(found) or None
 
     @property
     def is_behind(self) -> bool:
-        """Return whether an earlier part of the spans was not read yet."""
+        """Return whether an earlier part of the spans is still unread."""
         return self._spans_file.is_behind
 
     def poll(self) -> Iterator[None]:
-        """Read what there is to read; yields after a few milliseconds' work each time."""
+        """Read everything that is new; yields after every few milliseconds' work."""
         self._small_files()
         yield
         spans = self._follow_spans()
@@ -261,7 +260,7 @@ class Follower:
 
     def _follow_spans(self) -> Iterator[None]:
         if is_there(self.run.spans, self.run.path, self.left_out):
-            if self._spans_source != self.run.spans:  # the run goes on: the timeline is that of the attempt before
+            if self._spans_source != self.run.spans:  # the run was resumed: the timeline is the previous attempt's
                 self._spans_source = self.run.spans
                 self._forget_spans()
             yield from self._follow(self._spans_file, self._take_spans, self.spans.clear)
@@ -323,7 +322,7 @@ class Follower:
         return records
 
     def _has_changed(self, path: Path) -> bool:
-        """Tell whether a file or folder differs from the last time this was asked."""
+        """Return whether a file or folder has changed since the previous call for it."""
         try:
             found = path.stat()
             now: Any = (found.st_ino, found.st_size, found.st_mtime_ns)
@@ -337,7 +336,7 @@ class Follower:
             self.changes += 1
         return changed
 
-    # ---- what is asked of one group ---------------------------------------------------------------------------------
+    # ---- details of one group ---------------------------------------------------------------------------------------
 
     def ledger_line(self, group: int) -> LedgerEntry | None:
         """Read a group's line; None if the group has not ended."""

@@ -1,4 +1,4 @@
-"""Reads a growing file of lines: what it gained since the last time, and whether it was written anew meanwhile."""
+"""Reads a growing file of lines: returns what was added since the last read, and detects that it was rewritten."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from omni_async.config.reading import open_file, require_file
 from omni_async.records.write.files import LONGEST_LINE
 
 _BLOCK = 2**18
-# How much of what was read is compared with the file before more is read.
+# Number of already read bytes that are compared with the file before more is read.
 _TAIL = 256
 
 
 class Block(NamedTuple):
     """Whole lines that were read together.
 
-    offset: where the first begins in the file. begins_region: it does not follow on the block before."""
+    offset: where the first line begins in the file. begins_region: the block does not follow the previous one."""
 
     offset: int
     lines: list[bytes]
@@ -26,12 +26,12 @@ class Block(NamedTuple):
 
 
 class GrowingFile:
-    """A file to whose end another process adds lines.
+    """A file that another process appends lines to.
 
-    A cut-off last line waits for its rest. A resumed run cuts its ledger off, replaces its metrics and begins its spans
-    anew: the bytes just before the position tell, whatever the file's size and inode are by then.
+    An incomplete last line waits for its rest. A resumed run truncates its ledger, replaces its metrics and starts a
+    new spans file: the bytes just before the position reveal this, whatever the file's size and inode are by then.
 
-    `newest_first`: how many bytes of the end are read before the rest of a file that is larger when it is first read.
+    `newest_first`: on the first read of a larger file, this many bytes at its end are read before the rest.
     """
 
     def __init__(self, path: Path, newest_first: int | None = None) -> None:
@@ -43,28 +43,28 @@ class GrowingFile:
         self.restart()
 
     def restart(self) -> bool:
-        """Forget what was read, so that it is read again. Returns whether there was anything."""
+        """Forget what was read, so that it is read again. Return whether anything had been read."""
         had_something = self._position > 0
         self._position = 0
         self._tail = b""
         self.is_stuck = False  # at a line that no run writes
-        self._earlier = (0, 0)  # what lies before the part that was read first
+        self._earlier = (0, 0)  # the range before the part that was read first
         self._seen = None
         return had_something
 
     @property
     def is_behind(self) -> bool:
-        """Return whether an earlier part of the file was not read yet."""
+        """Return whether an earlier part of the file is still unread."""
         return self._earlier[0] < self._earlier[1]
 
     def changed(self) -> bool:
-        """Look whether there may be something to read. FileNotFoundError if there is no file."""
+        """Return whether there may be something to read. Raises FileNotFoundError if there is no file."""
         require_file(self.path, self._within)
         found = self.path.stat()
         return (found.st_ino, found.st_size, found.st_mtime_ns) != self._seen or self.is_behind
 
     def was_rewritten(self) -> bool:
-        """Return whether the file does not go on from where it was read to; then `restart` is due."""
+        """Return whether the file no longer continues what was read; then call `restart`."""
         with open_file(self.path, self._within) as file:
             return self._rewritten(file)
 
@@ -75,7 +75,7 @@ class GrowingFile:
         return file.read(len(self._tail)) != self._tail
 
     def blocks(self) -> Iterator[Block]:
-        """Yield what was added, some hundred lines at a time.
+        """Yield the added lines, some hundred at a time.
 
         Raises FileNotFoundError if there is no file, OSError if it cannot be read."""
         with open_file(self.path, self._within) as file:
@@ -99,16 +99,16 @@ class GrowingFile:
             self._seen = (found.st_ino, found.st_size, found.st_mtime_ns)
 
     def _next(self, file: BinaryIO, start: int, end: int | None) -> Block | None:
-        """Return whole lines from `start` on, at most up to `end`; None if there is none."""
+        """Return whole lines from `start` on, at most up to `end`; None if no line is complete."""
         size = _BLOCK
         while True:
             file.seek(start)
             content = file.read(size if end is None else min(size, end - start))
-            # Data after a long line wait: a block has a bounded number of lines.
+            # Lines after a long line wait for the next block: a block has a bounded number of lines.
             whole = (content.rfind(b"\n") if size == _BLOCK else content.find(b"\n")) + 1
             if whole:
                 return Block(start, [line + b"\n" for line in content[: whole - 1].split(b"\n")])
             if len(content) < size or size >= LONGEST_LINE:
-                self.is_stuck = len(content) == size  # no run wrote it: nothing is read from there on
+                self.is_stuck = len(content) == size  # no run wrote it: do not read past it
                 return None
             size *= 8

@@ -1,4 +1,4 @@
-"""Says what to do with a run that is over: commands with its own paths, to be typed as they are printed."""
+"""Suggests commands for a finished run, with the run's paths, to be typed as they are printed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PROGRAM = "omni-async"
 
 
 def next_steps(run: RunDirectory) -> list[str]:
-    """Return the lines: what looks at the run if it made an update, and what uses the weights if it kept some.
+    """Return the lines: commands that show the run if it made an update, and that use the weights if it kept some.
 
-    Checkpoints of emulated devices and of a run that ended before its first one hold none."""
+    Checkpoints of emulated devices contain no weights, and a run that ended before its first checkpoint has none."""
     if not run.metrics.exists() or run.metrics.stat().st_size == 0:
         return []
     here = Path.cwd()
@@ -35,7 +35,7 @@ def next_steps(run: RunDirectory) -> list[str]:
 
 
 def program_as_typed() -> str:
-    """Return how this process's own `omni-async` is started from here: by its path where the shell finds another."""
+    """Return how to start this process's `omni-async` from here: by its path if the shell finds another."""
     started, found = Path(sys.argv[0]), shutil.which(_PROGRAM)
     if started.name != _PROGRAM or (found is not None and Path(found).samefile(started)):
         return _PROGRAM

@@ -1,8 +1,8 @@
-"""Reads a run's folder, whatever became of the run: it may be under way, killed, interrupted, resumed or failed.
+"""Reads a run's folder in any state: in progress, killed, interrupted, resumed or failed.
 
-`read_run` refuses a folder only if it is no run folder. It leaves out and counts (`Run.left_out`) damaged lines, and
-files that cannot be read, that lead out of the folder or that another version wrote. The memory for a file is
-bounded. Imports neither torch nor Ray.
+`read_run` only refuses a folder that is no run folder. It leaves out and records (`Run.left_out`) damaged lines, and
+files that cannot be read, lead out of the folder, or were written by another version. The memory for a file is bounded.
+Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 GridKind = Literal["train", "validation"]
 _MEDIA = (".png", ".mp4", ".wav")
 _GRID = re.compile(r"(train|validation)-(\d{6,9})\.jsonl")
-# Most that a run may have and a page shows. No run writes files beyond these bounds.
+# Maxima that a run may have and a page shows. No run writes files beyond these bounds.
 _MOST_UPDATES = 100_000  # lines of metrics
 _MOST_METRICS = 5000  # names
 _MOST_TILES = 2000  # of a grid
 _MOST_SLOTS = 1000  # of workers
 _MOST_LEFT_OUT = 20
 _LONGEST_TEXT = 10_000  # characters of a prompt
-_LARGEST_CONFIG = 2**18  # bytes, as of any recipe
+_LARGEST_CONFIG = 2**18  # bytes, the same bound as for any recipe
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One sample of a grid; the media are paths, None for those that it does not have."""
+    """One sample of a grid; its media are paths, None for missing media."""
 
     number: int
     prompt: str
@@ -57,14 +57,14 @@ class Tile:
     image: Path | None = None
     video: Path | None = None
     audio: Path | None = None
-    row: dict[str, Any] = field(default_factory=dict)  # the whole line of the table
+    row: dict[str, Any] = field(default_factory=dict)  # the complete line of the table
 
 
 @dataclass
 class Grid:
     """The samples of an update (`kind` "train") or of a validation round, and the image with all of them.
 
-    `left_out`: the run's."""
+    `left_out`: the run's dict of omissions."""
 
     kind: GridKind
     version: int
@@ -73,7 +73,7 @@ class Grid:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """Read the samples from their table. A run has tables for hours; a page shows some."""
+        """Read the samples from their table, on demand: a run has many tables, and a page shows some."""
         table, run = self.image.with_suffix(".jsonl"), self.image.parent.parent
         rows, why = read_foreign(table, dict[str, Any], run, most=_MOST_TILES)
         if why:
@@ -83,11 +83,11 @@ class Grid:
 
 @dataclass
 class Run:
-    """A run as its folder has it. Times are seconds since the epoch; lists are in the order of the files.
+    """A run as read from its folder. Times are seconds since the epoch; lists are in the order of the files.
 
     `config`: config.yaml as plain data. `updates` and `rounds`: the lines of metrics.jsonl, of updates and of
-    validation rounds. `summary`: None while the run is under way, after a kill, and where it cannot be read.
-    `checkpoints`: version -> folder. `left_out`: file name -> why something of it is missing here."""
+    validation rounds. `summary`: None while the run is in progress, after a kill, and if it cannot be read.
+    `checkpoints`: version -> folder. `left_out`: file name -> why part of it is missing here."""
 
     folder: RunDirectory
     status: RunStatus
@@ -122,7 +122,7 @@ class Run:
         return self.folder.profile if self.is_there(self.folder.profile) else None
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """Return a value of the configuration, `rollout.sde.kind` say; `default` where there is none."""
+        """Return a value of the configuration, such as `rollout.sde.kind`, or `default` if it is missing."""
         value: Any = self.config
         for key in path.split("."):
             if not isinstance(value, dict) or key not in value:
@@ -132,7 +132,7 @@ class Run:
 
     @cached_property
     def validation(self) -> list[Round]:
-        """The validation rounds by version, as they are compared."""
+        """The validation rounds by version, prepared for comparison."""
         return read_rounds(self.rounds)
 
     @cached_property
@@ -147,9 +147,9 @@ class Run:
         return sorted(found, key=lambda grid: (grid.kind != "validation", grid.version))
 
     def spans(self) -> list[Span]:
-        """Read the timeline of the newest attempt: `spans.jsonl` while there is one, else `trace.json`.
+        """Read the timeline of the newest attempt: `spans.jsonl` if it exists, otherwise `trace.json`.
 
-        Nothing is kept here: a run of a day has a million spans."""
+        Spans are not cached: a run of a day has a million spans."""
         if self.is_there(self.folder.spans):
             path = self.folder.spans
             spans, why = read_foreign(path, Span, self.path, is_in_time)
@@ -170,12 +170,12 @@ class Run:
         return kept
 
     def is_there(self, path: Path) -> bool:
-        """Return whether a file of the run can be read; if another thing is there, `left_out` gets the reason."""
+        """Return whether a file of the run can be read; if its path holds anything else, `left_out` gets the reason."""
         return is_there(path, self.path, self.left_out)
 
 
 def read_run(folder: Path) -> Run:
-    """Read the folder of a run. Raises ConfigError, one line, if it is none."""
+    """Read the folder of a run. Raises ConfigError, one line, if it is not a run folder."""
     run = RunDirectory(folder)
     if not run.config_yaml.is_file():
         raise ConfigError(
@@ -210,7 +210,7 @@ def read_run(folder: Path) -> Run:
 
 
 class _MetricsCheck:
-    """Tells lines of metrics from damaged ones: their update, their time, and how many names of numbers there are."""
+    """A filter for valid lines of metrics, by their update, their time, and the total number of metric names."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -229,7 +229,7 @@ class _MetricsCheck:
 
 
 def ended_groups(ledger: Iterable[LedgerEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return how groups ended, with all as `admitted`; the reasons of rejected, and of dropped ones -> their number."""
+    """Return counts of groups by ending, all as `admitted`; then the reasons of rejected, and of dropped groups."""
     events, rejected, dropped = Counter[str](), Counter[str](), Counter[str]()
     for entry in ledger:
         events[entry.event] += 1
@@ -250,16 +250,16 @@ def _summary(run: RunDirectory, left_out: dict[str, str]) -> Summary | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a file cannot be read, without the path that an OSError has."""
+    """Return why a file cannot be read, without the path in an OSError."""
     return str((isinstance(error, OSError) and error.strerror) or error)
 
 
 def run_config(run: RunDirectory, left_out: dict[str, str]) -> dict[str, Any]:
-    """Read config.yaml as plain data; nothing, and a reason in `left_out`, if it cannot be read."""
+    """Read config.yaml as plain data; if it cannot be read, return {} and put the reason in `left_out`."""
     try:
         content = read_file(run.config_yaml, _LARGEST_CONFIG, within=run.path)
         found = parse_yaml(content.decode(), run.config_yaml.name)
-        require_plain_tree(found)  # no page can hold other numbers and texts
+        require_plain_tree(found)  # pages cannot hold other values
     except (OSError, ValueError, RecursionError) as error:
         left_out[run.config_yaml.name] = f"cannot be read: {reason_of(error)}"
         return {}
@@ -267,12 +267,12 @@ def run_config(run: RunDirectory, left_out: dict[str, str]) -> dict[str, Any]:
 
 
 def run_status(run: RunDirectory, summary: Summary | None, attempts: list[Attempt], last: Any) -> RunStatus:
-    """Return what became of a run; `last`: when its newest update ended, in seconds since the epoch."""
+    """Return the state of a run; `last`: when its newest update ended, in seconds since the epoch."""
     if run.is_running():
         return "running"
     if summary is not None:
         return summary.status
-    # A full disk leaves no summary; the attempt's line says how it ended, unless a later one was killed.
+    # A full disk prevents a summary. The attempt's line then has its status, unless a later attempt was killed.
     if attempts and isinstance(last, int | float) and attempts[-1].ended >= last:
         return attempts[-1].status
     return "killed"
@@ -290,7 +290,7 @@ def _checkpoints(run: RunDirectory, left_out: dict[str, str]) -> dict[int, Path]
 
 
 def names_in(folder: Path, within: Path, left_out: dict[str, str]) -> list[str]:
-    """List a folder of the run; nothing, and a reason in `left_out`, if it leads out of the run or cannot be read."""
+    """List a folder of the run; if it is outside the run or unreadable, return [] and put the reason in `left_out`."""
     if not is_within(folder, within):
         left_out[folder.name] = "it leads out of the run's folder"
         return []
@@ -304,7 +304,7 @@ def names_in(folder: Path, within: Path, left_out: dict[str, str]) -> list[str]:
 
 
 def is_there(path: Path, within: Path, left_out: dict[str, str]) -> bool:
-    """Return whether a file of the run can be read; if another thing is there, `left_out` gets the reason."""
+    """Return whether a file of the run can be read; if its path holds anything else, `left_out` gets the reason."""
     try:
         require_file(path, within)
     except (FileNotFoundError, NotADirectoryError):
@@ -321,7 +321,7 @@ def _leave_out(left_out: dict[str, str], name: str, why: str) -> None:
 
 
 def _of_first_slots(spans: list[Span]) -> list[Span]:
-    """Return the spans of the first workers, as many as a run has."""
+    """Return the spans of the first workers, up to the maximum of a run."""
     slots: set[str] = set()
     known: dict[str, bool] = {}
     for span in spans:
@@ -338,7 +338,7 @@ def _of_first_slots(spans: list[Span]) -> list[Span]:
 def _tile(number: int, row: dict[str, Any], folder: Path, left_out: dict[str, str]) -> Tile:
     def media(name: str) -> Path | None:
         value = row.get(name)
-        # A table that somebody edited leads nowhere else, nor does a link in the folder.
+        # Only the file name counts, and links are refused: a table that was edited cannot lead elsewhere.
         path = folder / Path(value).name if isinstance(value, str) else None
         if path is None or path.suffix not in _MEDIA or not is_there(path, folder, left_out):
             return None

@@ -1,4 +1,4 @@
-"""Writes validation rounds to lines of `metrics.jsonl`, and reads them back, whoever wrote or edited the file."""
+"""Writes validation rounds to lines of `metrics.jsonl`, and reads them back from any such file, even an edited one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOST_REASONS, _LONGEST = 10, 200
 
 
 def line_of(finished: Round, means: Mapping[str, float | None], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a round's line.
+    """Return a round as the content of a line.
 
     Args:
         finished: the round.
-        means: its means by the names of metrics.
+        means: its means by metric name.
         more: further numbers."""
     counted = [{"reason": reason, "samples": number} for reason, number in finished.reasons.items()]
     return {
@@ -35,15 +35,15 @@ def line_of(finished: Round, means: Mapping[str, float | None], more: Mapping[st
 
 
 def read_rounds(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
-    """Return the rounds by version, of the lines that are a round's, as `in_order` does."""
+    """Return the rounds among the lines, by version, as `in_order` does."""
     return in_order([read_round(line) for line in lines if is_round(line)])
 
 
 def in_order(rounds: Sequence[Round]) -> list[Round]:
     """Return the rounds by version.
 
-    Rounds that were recorded before unscored samples were counted have no `asked`: the largest number of scored samples
-    takes its place."""
+    Rounds of earlier versions, which did not count unscored samples, have no `asked`: it becomes the largest number of
+    scored samples."""
     most = max((one.scored for one in rounds if one.scored is not None and one.asked is None), default=None)
     known = [replace(one, asked=most) if one.scored is not None and one.asked is None else one for one in rounds]
     return sorted(known, key=lambda one: one.version)
@@ -55,7 +55,7 @@ def is_round(line: Mapping[str, Any]) -> bool:
 
 
 def read_round(line: Mapping[str, Any]) -> Round:
-    """Return the round of a line that is a round's. Values that no run writes are unknown."""
+    """Return the round in a line for which `is_round` holds. Invalid values become unknown."""
     means = {name.removeprefix(_PREFIX): finite(value) for name, value in line.items() if name.startswith(_PREFIX)}
     scored, asked = count(line.get("samples")), count(line.get("asked"))
     scores = _scores(line.get("scores"), asked)
@@ -73,7 +73,7 @@ def read_round(line: Mapping[str, Any]) -> Round:
 
 
 def _scores(found: Any, asked: int | None) -> dict[str, tuple[float | None, ...]]:
-    """Return the columns; none if they are not whole, as a run writes them."""
+    """Return the columns; an empty dict if they are incomplete."""
     if not isinstance(found, dict) or REWARD not in found:
         return {}
     if any(not isinstance(column, list) or len(column) != asked for column in found.values()):

@@ -14,7 +14,7 @@ _CHUNK = 2**15
 
 
 class Rows:
-    """Rows of one numpy record type, to whose end others are added."""
+    """An appendable table of rows of one numpy record type."""
 
     def __init__(self, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
@@ -22,7 +22,7 @@ class Rows:
 
     def clear(self) -> None:
         self._chunks: list[Records] = []
-        self._bounds: list[tuple[float, float]] = []  # of the chunks that are full
+        self._bounds: list[tuple[float, float]] = []  # of full chunks
         self._in_last = 0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Rows:
             yield chunk if number < len(self._chunks) else chunk[: self._in_last]
 
     def between(self, start: float, end: float) -> Iterator[Records]:
-        """Yield the chunks of which a row may reach into a stretch of time, where rows have a `start` and an `end`."""
+        """Yield the chunks with rows that may overlap a time interval. Rows must have a `start` and an `end`."""
         for number, chunk in enumerate(self.chunks()):
             if len(chunk) == _CHUNK:
                 if number == len(self._bounds):

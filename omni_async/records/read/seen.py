@@ -1,4 +1,4 @@
-"""Gathers what alerts are computed of, of a run that was read whole or of one that is followed."""
+"""Gathers the input of alerts, from a run that was read whole or from one being followed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from omni_async.records.read.rounds import in_order
 from omni_async.records.write.attempts import Fault
 
 _RECENT = 5  # updates whose median is a level
-_ENDINGS = 200  # groups of which shares are computed
+_ENDINGS = 200  # groups over which shares are computed
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What alerts are computed of.
+    """The input of alerts.
 
-    endings: (event, reason) of the groups that ended last, the newest at the end. told: what a role told the run last,
-    that a scorer is down, say. now: seconds since the epoch."""
+    endings: (event, reason) of the groups that ended last, the newest at the end. told: the last message of a role to
+    the run, for example that a scorer is down. now: seconds since the epoch."""
 
     updates: Columns
     endings: Sequence[tuple[str, str | None]] = ()
@@ -36,28 +36,28 @@ class Seen:
     validation: Sequence[Round] = ()
 
     def rewards(self, newest: int) -> npt.NDArray[np.float64]:
-        """Return the rewards of the newest updates; none of a run on preferences, which has no reward."""
+        """Return the rewards of the newest updates; empty for a run on preferences, which has no reward."""
         if "accuracy" in self.updates and "margin" in self.updates:
             return np.empty(0)
         rewards = self.updates.column("reward", newest)
         return rewards[np.isfinite(rewards)]
 
     def rounds_since(self, updates: int) -> npt.NDArray[np.float64]:
-        """Return the validation rewards of versions among so many newest updates.
+        """Return the validation rewards of versions among the newest `updates` updates.
 
-        Rounds that have scored other samples than the newest one are left out: their means are not comparable."""
+        Leaves out rounds that scored other samples than the newest one: their means are not comparable."""
         first = self.updates.column("update", updates)[:1]
         known = [one for one in self.validation if one.version >= (first[0] if len(first) else 0.0)]
         alike = [one for one in known if one.may_be_best and one.same_samples(known[-1])]
         return np.array([one.reward for one in alike], np.float64)
 
     def last(self, name: str) -> float:
-        """Return a metric of the newest update; 0 if there is none."""
+        """Return a metric of the newest update; 0 if it is missing."""
         values = self.updates.column(name, 1)
         return float(values[-1]) if len(values) else 0.0
 
     def measured(self, name: str) -> float | None:
-        """Return the median of a metric over the newest updates that have it; None if none has."""
+        """Return the median of a metric over the newest updates that have it; None if no update has it."""
         values = self.updates.column(name)
         values = values[np.isfinite(values)][-_RECENT:]
         return float(np.median(values)) if len(values) else None
@@ -70,7 +70,7 @@ class Seen:
 
 
 def seen_of_run(run: Run) -> Seen:
-    """Return what alerts need of a run that was read whole."""
+    """Return the input of alerts for a run that was read whole."""
     updates = Columns()
     for line in run.updates:
         updates.add(line)
@@ -79,7 +79,7 @@ def seen_of_run(run: Run) -> Seen:
 
 
 def seen_of(follower: Follower, status: RunStatus, told: str | None, now: float) -> Seen:
-    """Return what alerts need of a run that is followed."""
+    """Return the input of alerts for a run that is being followed."""
     ended = follower.ended
     endings = [
         (EVENTS[row["event"]], None if row["reason"] < 0 else ended.reasons[row["reason"]])

@@ -1,7 +1,7 @@
-"""Keeps the spans of a run in some 50 bytes each, and answers what a timeline asks of them.
+"""Keeps the spans of a run in some 50 bytes each, and serves a timeline from them.
 
-A row has what is drawn of a span: when, by which worker, which kind, of which group. Everything else stays in the file,
-whose place the row names. Times are seconds since the epoch.
+A row has the drawn properties of a span: times, worker, kind and group. Everything else stays in the file, at a place
+recorded in the row. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _ROW = np.dtype(
         ("offset", "i8"),  # of the span in its file
         ("size", "u4"),
         ("actor", "u4"),
-        ("group", "i4"),  # -1: of none
-        ("track", "u2"),  # spans of a worker that overlap are on different tracks
+        ("group", "i4"),  # -1: no group
+        ("track", "u2"),  # overlapping spans of a worker are on different tracks
         ("kind", "u1"),
     ]
 )
-# Where a worker was at work, each moment once; or where it waited, if it did nothing else.
+# Times when a worker was at work, each moment once; or when it waited and did nothing else.
 _PIECE = np.dtype([("start", "f8"), ("end", "f8"), ("actor", "u4"), ("waits", "?")])
 _CALL = np.dtype([("start", "f8"), ("end", "f8"), ("offset", "i8"), ("size", "u4"), ("actor", "u4"), ("prompt", "i4")])
 
 _MOST_KINDS = 255
-_LARGEST = 2**31  # numbers of groups and prompts are below
-# A run has no more; further ones are merged.
+_LARGEST = 2**31  # exclusive bound on numbers of groups and prompts
+# Exceeds any real run; further actors and tracks are merged.
 _MOST_ACTORS = 10_000
 _MOST_TRACKS = 200
 _MOST_PROMPTS = 10_000  # of one call
 _LONGEST_NAME = 200
 _OTHERS = "others"
-# Stretches of work of one worker that a span which comes late may still fill the gaps between.
+# Number of a worker's recent stretches of work; a span that arrives late can only fill gaps between these.
 _MOST_STRETCHES = 64
 
 
 class Facts(msgspec.Struct, gc=False):
-    """The arguments of a span that a row is made of."""
+    """The arguments of a span that a row needs."""
 
     sample: Any = None
     group: Any = None
@@ -56,7 +56,7 @@ class Facts(msgspec.Struct, gc=False):
 
 
 class SpanLine(msgspec.Struct, gc=False):
-    """A span as its file has it, as far as a row needs it."""
+    """The parts of a span in its file that a row needs."""
 
     actor: str
     kind: str
@@ -66,7 +66,7 @@ class SpanLine(msgspec.Struct, gc=False):
 
 
 class Placed(NamedTuple):
-    """A span, and where its file has it."""
+    """A span, and its place in its file."""
 
     span: SpanLine
     offset: int
@@ -74,7 +74,7 @@ class Placed(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Where the file has a span, and which worker's it is."""
+    """A span's place in the file, its lane and its worker."""
 
     start: float
     offset: int
@@ -84,16 +84,16 @@ class Where(NamedTuple):
 
 
 class Actor:
-    """A worker's lane, and what of its time is taken so far."""
+    """A worker's lane, and the times already assigned in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.worker = Worker.parse(name)
-        self.tracks: list[float] = []  # when the last span of each ended
+        self.tracks: list[float] = []  # end of each track's last span
         self.stretches: list[list[float]] = []  # of work, disjoint, in order
 
     def track_of(self, start: float, end: float) -> int:
-        """Return the lowest track that is free from `start` on, and take it until `end`."""
+        """Return the lowest track that is free from `start` on, and occupy it until `end`."""
         for number, until in enumerate(self.tracks):
             if until <= start:
                 self.tracks[number] = max(end, until)
@@ -103,7 +103,7 @@ class Actor:
         return len(self.tracks) - 1
 
     def uncovered(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Return the parts of the span in which the worker was not known to work yet, and count them as work."""
+        """Return the parts of the span not yet covered by work of this worker, and record them as work."""
         parts: list[tuple[float, float]] = []
         stretches, upper = self.stretches, end
         merged_start, merged_end = start, end
@@ -126,10 +126,10 @@ class Actor:
 
 
 class Window(NamedTuple):
-    """What happened from `start` to `end` on some lanes.
+    """The events from `start` to `end` on some lanes.
 
-    `boxes`: the spans themselves, where they are few enough. Otherwise `busy` and `waits`, (lanes, columns) of uint8:
-    the share of each column's time in which the lane's worker worked, or waited, 255 being all of it."""
+    `boxes`: the spans, if they are few enough. Otherwise `busy` and `waits`, (lanes, columns) of uint8: the share of
+    each column's time that the lane's worker worked or waited; 255 is all of it."""
 
     start: float
     end: float
@@ -140,7 +140,7 @@ class Window(NamedTuple):
 
 
 class SpanStore:
-    """The spans of a run. `lanes`: the slots of workers, in the order of the roles; a replacement has its slot's."""
+    """The spans of a run. `lanes`: the slots of workers, in the order of roles; a replacement uses its slot's lane."""
 
     def __init__(self) -> None:
         self.clear()
@@ -161,13 +161,13 @@ class SpanStore:
         return len(self._rows)
 
     def begin_region(self) -> None:
-        """Expect spans of another time than before, as where a file's end is read before its beginning."""
+        """Prepare for spans of another time than before, as when a file's end is read before its beginning."""
         for actor in self._known:
             actor.tracks.clear()
             actor.stretches.clear()
 
     def add(self, placed: Iterable[Placed]) -> None:
-        """Add spans, those of a worker in the order they ended, or in the order they began."""
+        """Add spans; those of one worker must be in the order of their ends, or in the order of their starts."""
         rows = list[tuple[Any, ...]]()
         pieces = list[tuple[Any, ...]]()
         calls = list[tuple[Any, ...]]()
@@ -223,8 +223,8 @@ class SpanStore:
     # ---- lanes ------------------------------------------------------------------------------------------------------
 
     def lanes(self) -> list[str]:
-        """Return the slot ids, those of a role together."""
-        if len(self._lane_of) != len(self._known):  # a worker came
+        """Return the slot ids, grouped by role."""
+        if len(self._lane_of) != len(self._known):  # a new worker appeared
             self._lanes = lane_order(actor.name for actor in self._known)
             place = {slot: number for number, slot in enumerate(self._lanes)}
             self._lane_of = np.array([place[actor.worker.slot] for actor in self._known], np.int64)
@@ -235,13 +235,13 @@ class SpanStore:
         return self._lane_of
 
     def window(self, start: float, end: float, first: int, last: int, columns: int, most: int) -> Window:
-        """Return what happened between two moments on the lanes from `first` up to `last`, which is left out.
+        """Return the events between two moments on the lanes from `first` up to, but not including, `last`.
 
         Args:
             start, end: seconds since the epoch, `start` before `end`.
             first, last: positions in `lanes`.
-            columns: the number of equal parts of the time that shares are given for.
-            most: the largest number of spans that are given one by one."""
+            columns: the number of equal parts of the time for which shares are computed.
+            most: the maximum number of spans that are returned individually."""
         lane_of = self._lane_of_actor()
         found: list[Records] = []
         number = 0
@@ -280,10 +280,10 @@ class SpanStore:
     # ---- one group --------------------------------------------------------------------------------------------------
 
     def of_group(self, group: int, prompt: int | None, later: int | None = None) -> list[Where]:
-        """Return where a group's spans are, in the order they began.
+        """Return the places of a group's spans, in the order they began.
 
-        Those of its scores are the calls that had its prompt between its first media and its training, or, if it was
-        not trained, the first media of `later`, the next group of its prompt."""
+        The spans of its scores are the calls that had its prompt between its first media and its training. If it was
+        not trained, the interval ends at the first media of `later`, the next group of its prompt."""
         own = self._rows_of(group)
         if not len(own):
             return []
@@ -318,12 +318,12 @@ class SpanStore:
         return np.concatenate(mine) if mine else np.empty(0, _ROW)
 
     def _first_media(self, own: Records) -> float:
-        """Return when the first sample of a group was drawn; infinity if that is not known."""
+        """Return when the first sample of a group was generated; infinity if that is unknown."""
         return float(own[own["kind"] == self._kind_of.get("generate", -1)]["end"].min(initial=np.inf))
 
 
 def lane_order(actors: Iterable[str]) -> list[str]:
-    """Return the slot ids of workers: those that draw, score and train first, those of a role by number."""
+    """Return the slot ids of workers: generating, scoring and training roles first; within a role by number."""
     order = {role: place for place, role in enumerate((*WORKING, "publisher"))}
 
     def place(worker: Worker) -> tuple[int, str, int]:
@@ -334,7 +334,7 @@ def lane_order(actors: Iterable[str]) -> list[str]:
 
 
 def group_of(group: Any, sample: Any) -> int:
-    """Return the group that the arguments of a span name, by itself or by a sample's id (`g12.s3`); -1 if none."""
+    """Return the group that a span's arguments name, directly or by a sample's id (`g12.s3`); -1 if there is none."""
     if isinstance(group, int) and 0 <= group < _LARGEST:
         return group
     if isinstance(sample, str) and sample.startswith("g"):
@@ -345,12 +345,12 @@ def group_of(group: Any, sample: Any) -> int:
 
 
 def is_in_time(span: SpanLine | Span) -> bool:
-    """Return whether a span begins and ends at times that a clock has."""
+    """Return whether a span begins and ends at times that a clock can have."""
     return max(abs(span.start), abs(span.end)) < FARTHEST_S
 
 
 def prompts_of(prompts: Any) -> list[int]:
-    """Return the prompts that the arguments of a span name by number, as calls of scorers do."""
+    """Return the prompt numbers in the arguments of a span, as calls of scorers have them."""
     named = prompts if isinstance(prompts, list | tuple) else ()
     return [one for one in named[:_MOST_PROMPTS] if isinstance(one, int) and 0 <= one < _LARGEST]
 
@@ -372,10 +372,10 @@ def _coverage(
     num_lanes: int,
     columns: int,
 ) -> npt.NDArray[np.float64]:
-    """Return how much of every column of every lane is covered by intervals, in columns, as (lanes * columns,)."""
+    """Return the covered part of every column of every lane, in units of columns, as (lanes * columns,)."""
     a = np.minimum(begin.astype(np.int64), columns - 1)
     b = np.minimum(until.astype(np.int64), columns - 1)
-    # Whole columns from a on, less what is missing at the beginning, plus what reaches into the last column.
+    # Whole columns from a on, minus the uncovered beginning, plus the covered part of the last column.
     width = columns + 1
     edges = np.bincount(lanes * width + a, minlength=num_lanes * width)[: num_lanes * width].astype(np.float64)
     edges -= np.bincount(lanes * width + b, minlength=num_lanes * width)[: num_lanes * width]

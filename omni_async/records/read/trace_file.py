@@ -1,7 +1,7 @@
-"""Reads the spans of `trace.json` a block at a time: as one JSON value they would fill gigabytes.
+"""Reads the spans of `trace.json` a block at a time: decoded as one JSON value they would fill gigabytes.
 
-The file is one line that `tracking.timeline.write_trace` wrote. No text in it holds an unescaped quotation mark, so
-the beginning of an event is found without decoding what is before it.
+The file is one line, written by `records.write.timeline.write_trace`. No text in it contains an unescaped quotation
+mark, so the beginning of an event can be found without decoding the bytes before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST = b'{"traceEvents":['
 
 
 class NotATrace(ValueError):
-    """The file is not as a run writes its timeline."""
+    """The file is not a timeline as runs write it."""
 
 
 class _Name(msgspec.Struct):
@@ -43,7 +43,7 @@ class _Event(msgspec.Struct, gc=False):
 
 
 class TraceEvent(msgspec.Struct):
-    """A span with all that the timeline has of it."""
+    """A span with all its data in the timeline."""
 
     name: str
     dur: Value
@@ -55,9 +55,9 @@ class _Process(msgspec.Struct):
 
 
 def trace_spans(path: Path) -> Iterator[list[Placed]]:
-    """Yield the spans, some thousand at a time, those of a worker in the order they began.
+    """Yield the spans, some thousand at a time; those of a worker are in the order of their starts.
 
-    Raises NotATrace, one line, if the file is another's; OSError if it cannot be read, or leads out of its folder."""
+    Raises NotATrace, one line, if no run wrote the file; OSError if it is unreadable, or leads out of its folder."""
     with open_file(path, within=path.parent) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 4096))
@@ -94,7 +94,7 @@ def _take(
     decoder: msgspec.json.Decoder[_Event],
     names: msgspec.json.Decoder[_Process],
 ) -> int:
-    """Decode events, of which all but the file's first lack what they were split at; return where the next begins."""
+    """Decode events and return where the next begins. All but the file's first event lack the separator's bytes."""
     for text in events:
         whole = text if text.startswith(b'{"ph":"') else _BETWEEN[1:] + text
         try:

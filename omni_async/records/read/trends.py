@@ -1,4 +1,4 @@
-"""Tells trends and shares that are there from those that chance makes, by their 95 % intervals."""
+"""Distinguishes real trends and shares from chance, by their 95 % intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Z = 1.96  # two-sided, 95 %
 
 
 class Trend(msgspec.Struct, frozen=True):
-    """A straight line through values: `slope` per value with its 95 % interval; `noise`: their deviation from it."""
+    """A straight line through values: `slope` per value with its 95 % interval; `noise`: the deviation from it."""
 
     slope: float
     low: float
@@ -21,7 +21,7 @@ class Trend(msgspec.Struct, frozen=True):
     noise: float
 
 
-@np.errstate(over="ignore", invalid="ignore")  # of rewards that no run has, a trend is no number
+@np.errstate(over="ignore", invalid="ignore")  # impossible rewards may overflow; their trend is no number
 def trend(values: npt.NDArray[np.float64]) -> Trend | None:
     """Fit a line by least squares; None for fewer than 3 values.
 

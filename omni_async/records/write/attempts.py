@@ -1,4 +1,4 @@
-"""Records what became of a run's attempts and parts, a line each: `attempts.jsonl` and `faults.jsonl`."""
+"""Records the attempts of a run and its lost parts, a line each: `attempts.jsonl` and `faults.jsonl`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from omni_async.types import Count, Seconds, Text, Time
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One attempt of a run: a process that ended by itself.
+    """One attempt of a run: a process that ended on its own, without being killed.
 
     `began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt continued from;
-    `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary."""
+    `to_update`: the last update it made. `wall_s`: of the whole run up to there, as in the summary."""
 
     began: Time
     ended: Time
@@ -27,9 +27,9 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A part that was lost and came back.
+    """A part that was lost and then replaced.
 
-    When (the clock's seconds), why, its replacement, and how many seconds later the replacement was at work."""
+    `time` is in the clock's seconds. `seconds`: time until the replacement was at work."""
 
     time: Time
     part: Text
@@ -39,5 +39,5 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def read_faults(path: Path) -> list[Fault]:
-    """Read the faults in the order they were repaired; none if there is no file."""
+    """Read the faults in the order of their repair; an empty list if there is no file."""
     return read_records(path, Fault)

@@ -1,10 +1,10 @@
-"""Names, groups, units and meanings of every metric: what `metrics.jsonl` has and sinks show.
+"""Defines names, groups, units and meanings of every metric: the keys of `metrics.jsonl` and the charts of sinks.
 
-Names stay as they are in `metrics.jsonl`; `chart` gives the name that a sink shows, which begins with the metric's
-group. MLflow, Weights & Biases and TensorBoard all make a section of what is before the slash and sort sections by
-name, so that the groups below, in alphabetical order, come in the order in which a person wants to see them.
+Names are those of `metrics.jsonl`; `chart` returns the name that a sink shows, which begins with the metric's group.
+MLflow, Weights & Biases and TensorBoard all turn the part before the slash into a section and sort sections by name.
+The names of the groups below are therefore chosen so that alphabetical order is the reading order.
 
-The tables of docs/run-directory.md are those of `table`; a test compares them.
+`table` generates the tables of docs/run-directory.md; a test compares them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STEP = "<step>"
 
 
 class Group(StrEnum):
-    """Sections of charts, in their order, which is the alphabet's."""
+    """Sections of charts, in their alphabetical order."""
 
     GOAL = "goal"
     PARTS = "goal_parts"
@@ -35,8 +35,8 @@ class Group(StrEnum):
 class Metric(NamedTuple):
     """A metric, or several of one pattern.
 
-    `name` may have placeholders: `reward/<part>`, where `<step>` and `<n>` stand for digits. `better`: in which
-    direction, unless that depends. `source`: the run itself, an objective, or a validation round."""
+    `name` may have placeholders: `reward/<part>`; `<step>` and `<n>` match digits. `better`: the better direction,
+    empty if it depends. `source`: the run itself, an objective, or a validation round."""
 
     name: str
     group: Group
@@ -61,7 +61,7 @@ def _placeholder(part: str) -> str:
     return f"(?P<{part[1:-1]}>{'[0-9]+' if part in (_STEP, '<n>') else '.+'})"
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
+# ---- the metrics -----------------------------------------------------------------------------------------------------
 
 _GOAL = (
     Metric(
@@ -352,7 +352,7 @@ METRICS: tuple[Metric, ...] = (
     *_WAITING,
 )
 _FIXED = {metric.name: metric for metric in METRICS if not metric.labels}
-# Where a number stands is asked for before where any text may stand: `masked/step_03` is no rule of that name.
+# Patterns with a number are matched before patterns with any text: `masked/step_03` is not a rule's.
 _PATTERNS = sorted(
     ((re.compile(metric.pattern), metric) for metric in METRICS if metric.labels),
     key=lambda one: ".+" in one[0].pattern,
@@ -361,7 +361,7 @@ _PATTERNS = sorted(
 
 @cache
 def find(name: str) -> tuple[Metric | None, dict[str, str]]:
-    """Return what `name` is and the values of its placeholders; None for a metric of somebody's own objective."""
+    """Return the metric called `name` and the values of its placeholders; None for a custom objective's metric."""
     if (fixed := _FIXED.get(name)) is not None:
         return fixed, {}
     for pattern, metric in _PATTERNS:
@@ -377,7 +377,7 @@ def chart(name: str) -> str:
 
 
 def table(source: str) -> str:
-    """Return the Markdown table of the metrics of one `source`, as it is in docs/run-directory.md."""
+    """Return the Markdown table of the metrics of one `source`, as in docs/run-directory.md."""
     return "\n".join(["| key | unit | meaning | group |", "|---|---|---|---|", *map(_row, _of(source))])
 
 

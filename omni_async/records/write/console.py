@@ -1,7 +1,7 @@
 """Shows a run to a person or a pipe.
 
 A pipe gets exactly one flushed line per update; a terminal gets a live display (live_console.py). Both, the final lines
-and `omni-async status` format numbers by the functions here, so that one has the same label wherever it is shown.
+and `omni-async status` format numbers by the functions here, so that a number has the same label everywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omni_async.records.write.summary import ValidationPoint
 
 
 class UpdateView(TypedDict, total=False):
-    """The numbers shown of one update; unknown ones are left out.
+    """The displayed numbers of one update; unknown numbers are left out.
 
     `staleness` is a mean, `staleness_counts` maps staleness -> groups, `buffers` name -> (held, capacity), `busy` role
     -> fraction, `extra` further numbers by name."""
@@ -43,18 +43,18 @@ class Console(Protocol):
         """Show a finished validation round."""
 
     def note(self, text: str) -> None:
-        """Show a notice on a line of its own."""
+        """Show a notice on a separate line."""
 
     def close(self, last_words: Sequence[str] = ()) -> None:
         """End the display and leave these lines below it, unwrapped.
 
-        Nothing more is shown; a second call changes nothing."""
+        Later calls show nothing; a second `close` has no effect."""
 
 
 class LineConsole:
     """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 validation reward 0.520`.
 
-    When the reader goes away (`| head`), output stops; the run goes on."""
+    When the reader closes the pipe (`| head`), output stops; the run continues."""
 
     def __init__(self, stream: TextIO, total_updates: int) -> None:
         self._stream = stream
@@ -106,7 +106,7 @@ class LineConsole:
 
 
 def validated(point: ValidationPoint) -> str:
-    """Format `validation of version 20: reward 0.412, ocr_exact 0.278`, and how many samples have no score, and why."""
+    """Format `validation of version 20: reward 0.412, ocr_exact 0.278`, and how many samples have no score and why."""
     numbers = {"reward": point.value, **point.parts}
     shown = ", ".join(f"{name} {number:.3f}" for name, number in numbers.items() if number is not None)
     left_out = not_scored(point.samples, point.asked, point.reasons)
@@ -114,7 +114,7 @@ def validated(point: ValidationPoint) -> str:
 
 
 def validation_reward(point: ValidationPoint) -> str:
-    """Format `0.412`, or `1.039 (1 of 2 samples)`; nothing if there is no reward."""
+    """Format `0.412`, or `1.039 (1 of 2 samples)`; an empty text if there is no reward."""
     if point.value is None:
         return ""
     is_whole = point.asked is None or point.samples == point.asked
@@ -125,14 +125,14 @@ _MOST_ROUNDS = 3  # listed rounds with unscored samples
 
 
 def validation_lines(points: Sequence[ValidationPoint], change: Change | None) -> list[str]:
-    """Format how the first and the last round compare, then the rounds with samples that have no score.
+    """Format the change from the first to the last round, then the rounds with samples that have no score.
 
-    As `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`.
+    Example: `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`.
 
     Args:
         points: the rounds by version, at least one.
-        change: the first and the last over the samples that both have scored; None: they are not comparable, or it was
-            not recorded."""
+        change: compares the first and the last round over the samples scored in both; None: they are not comparable, or
+            it was not recorded."""
     with_reward = [one for one in points if one.value is not None]
     if len(with_reward) < 2:
         return [validated(one) for one in points[-_MOST_ROUNDS:]]
@@ -155,7 +155,7 @@ def _are_known(*points: ValidationPoint) -> bool:
 
 
 def _as_recorded(first: ValidationPoint, last: ValidationPoint) -> dict[str, tuple[float, float]]:
-    """Return the means of two rounds, because it was not recorded which samples were scored."""
+    """Return the means of two rounds that did not record which samples were scored."""
     before, after = ({"reward": one.value, **one.parts} for one in (first, last))
     return {
         name: (value, other)
@@ -167,15 +167,15 @@ def _as_recorded(first: ValidationPoint, last: ValidationPoint) -> dict[str, tup
 def groups_left_out(
     counts: Mapping[str, int], rejected: Mapping[str, int], dropped: Mapping[str, int] | None
 ) -> list[str]:
-    """Format `2 of 5 groups were dropped: generation failed: ...`, a line per ending; nothing if all were trained.
+    """Format `2 of 5 groups were dropped: generation failed: ...`, a line per ending; empty if all were trained.
 
     Args:
-        counts: groups by how they ended, and all that were `admitted`.
+        counts: groups by ending, and all `admitted` groups.
         rejected: reasons of rejected groups -> their number.
-        dropped: those of dropped ones; None: they are counted among the others, in a run that was recorded before."""
+        dropped: reasons of dropped groups; None: an earlier version recorded them in `rejected`."""
     why = {"rejected": rejected, "dropped": dropped or {}}
     ended = [event for event in why if counts[event]]
-    if dropped is None or sum(rejected.values()) > counts["rejected"]:  # it is unknown which ending a reason belongs to
+    if dropped is None or sum(rejected.values()) > counts["rejected"]:  # a reason's ending is unknown
         together = Counter(rejected) + Counter(dropped or {})
         if len(ended) > 1:
             lines = [_ended(counts[event], counts["admitted"], event, {}) for event in ended]
@@ -190,7 +190,7 @@ def _ended(number: int, admitted: int, how: str, why: Mapping[str, int]) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format rows of as many cells each with their columns aligned."""
+    """Format rows with equal numbers of cells as aligned columns."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

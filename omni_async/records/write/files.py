@@ -21,17 +21,17 @@ T = TypeVar("T")
 # No run writes a longer line, or more values in one.
 LONGEST_LINE = 2**24  # bytes
 _MOST_VALUES = 500_000
-# Most that is kept of a foreign file: lines, and about so many bytes of memory.
+# Bounds on a foreign file: lines, and approximate bytes of memory.
 MOST_LINES = 300_000
 _MOST_MEMORY = 250_000_000
-# Values of a record that its bytes below account for: a field takes less than a value of an unknown mapping.
+# Values of a record that the constant in `_memory` covers: a struct's field takes less than a value of a mapping.
 _FIELDS = 16
 
 
 def lines_of(path: Path, within: Path | None = None) -> Iterator[bytes]:
-    """Yield a file's lines with their ends, which are line feeds and nothing else; none if there is no file.
+    """Yield a file's lines with their line feeds, the only line ends; nothing if there is no file.
 
-    Raises OSError if the path is not a plain file below `within`; TooLargeError at a line that no run writes."""
+    Raises OSError if the path is not a plain file below `within`; TooLargeError at a line longer than runs write."""
     try:
         file = open_file(path, within)
     except FileNotFoundError:
@@ -44,12 +44,12 @@ def lines_of(path: Path, within: Path | None = None) -> Iterator[bytes]:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Read all lines of a file, as `lines_of` yields them."""
+    """Read all lines of a file, as from `lines_of`."""
     return [*lines_of(path)]
 
 
 def read_records(path: Path, kind: type[T], within: Path | None = None) -> list[T]:
-    """Decode a file's JSON lines, leaving out those that were cut off; none if there is no file."""
+    """Decode a file's JSON lines, leaving out incomplete ones; an empty list if there is no file."""
     records: list[T] = []
     decoder = msgspec.json.Decoder(kind)
     for line in lines_of(path, within):
@@ -59,7 +59,7 @@ def read_records(path: Path, kind: type[T], within: Path | None = None) -> list[
 
 
 def decode_line(line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Decode a line. Raises ValueError or RecursionError if it is no record, or has more values than a run writes."""
+    """Decode a line. Raises ValueError or RecursionError if it is invalid, or has more values than a run writes."""
     if len(line) > _MOST_VALUES and _values(line) > _MOST_VALUES:
         raise ValueError(f"more than {_MOST_VALUES} values")
     return decoder.decode(line)
@@ -68,14 +68,14 @@ def decode_line(line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 def read_foreign(
     path: Path, kind: type[T], within: Path, keep: Callable[[T], bool] | None = None, most: int = MOST_LINES
 ) -> tuple[list[T], str | None]:
-    """Decode the JSON lines of a foreign file as far as they fit into memory; return why some are missing, too.
+    """Decode the JSON lines of a foreign file as far as they fit into memory; also return why some are missing.
 
     Args:
-        path: the file. A last line that is still being written is no damage.
-        kind: what a line is.
+        path: the file. A last line that is still being written does not count as damage.
+        kind: the type of a line.
         within: the folder that the file must not lead out of.
-        keep: returns False for damaged records that decode.
-        most: how many lines are read."""
+        keep: returns False for records that decode but are damaged.
+        most: maximum number of lines."""
     records: list[T] = []
     number = held = damaged = first = 0
     is_open = "args" in getattr(kind, "__struct_fields__", ("args",))
@@ -109,10 +109,10 @@ def _values(line: bytes) -> int:
 
 
 def _memory(line: bytes, is_open: bool) -> int:
-    """Estimate the bytes that a line takes in memory.
+    """Estimate the bytes that a decoded line takes in memory.
 
-    `is_open`: the record has any values, at up to 100 bytes each; a struct has its fields alone. A text
-    has four bytes a character if any of them needs these."""
+    `is_open`: the record may contain any values, at up to 100 bytes each; otherwise it only has a struct's fields. A
+    text takes four bytes a character if any of its characters needs four."""
     wide = 1 if line.isascii() and b"\\u" not in line else 4
     return 300 + wide * len(line) + (80 * _values(line) if is_open else 60 * max(0, line.count(b",") - _FIELDS))
 
@@ -124,9 +124,8 @@ _own: weakref.WeakSet[Any] = weakref.WeakSet()
 def keep_from_children(handle: T) -> T:
     """Close `handle`, a file or a socket, in every child that is forked while it is open here; return it.
 
-    A child that a scorer or a library forks without an exec has every open file of its parent, and with them the
-    parent's locks and listening sockets until the child ends, also after the parent was killed. (After an exec they are
-    closed already.)"""
+    A child that a scorer or a library forks without an exec has every open file of its parent. It keeps the parent's
+    locks and listening sockets until it ends, even if the parent was killed. (An exec closes them already.)"""
     _register()
     _own.add(handle)
     return handle

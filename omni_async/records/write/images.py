@@ -1,9 +1,9 @@
 """Makes samples visible: grids of tiles with captions, and files of videos and sound.
 
-A grid has the images side by side, each with its prompt, the text a scorer read in it, and its reward. Captions are
-drawn in any script: each character by the first font that has it, or spelled out. The first font is DejaVu Sans, which
-is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many symbols), then any fonts of East Asian
-scripts that the machine has.
+A grid has the images side by side, each with its prompt, the text that a scorer read in it, and its reward. Captions
+support any script: each character uses the first font that has it, or is spelled out. The first font is DejaVu Sans,
+which is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many symbols). Fonts of East Asian
+scripts follow, if the machine has any.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ def _fitting(line: str, font: Typeface, width: float) -> int:
 _FOLDERS = (Path("/usr/share/fonts"), Path("/usr/local/share/fonts"), Path("~/.local/share/fonts"), Path("~/.fonts"))
 _WIDE = ("*CJK*.[ot]t[cf]", "SourceHan*.[ot]t[cf]", "wqy*.tt[cf]", "DroidSansFallback*.ttf", "unifont*.[ot]tf")
 _MOST_WIDE = 2
-_NOTHING = "\U0010ffff"  # no font has it: drawn as a missing character
+_NOTHING = "\U0010ffff"  # in no font: drawn as a missing character
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 class Typeface:
-    """One size of all fonts. `text` turns a text into one that can be drawn; `length` and `draw` take the result."""
+    """One size of all fonts. `text` returns a drawable text; `length` and `draw` take that text."""
 
     def __init__(self, size: int) -> None:
         self._fonts = _fonts(size)
@@ -163,7 +163,7 @@ class Typeface:
 
 @lru_cache
 def _fonts(size: int) -> tuple[Font, ...]:
-    matplotlib = find_spec("matplotlib")  # its file alone: importing it takes a while
+    matplotlib = find_spec("matplotlib")  # only locates the file: importing it takes a while
     data = Path(matplotlib.origin or "").parent / "mpl-data" if matplotlib else Path()
     dejavu = data / "fonts" / "ttf" / "DejaVuSans.ttf"
     paths = [dejavu] * dejavu.is_file() + _wide()
@@ -200,7 +200,7 @@ _SILENCE, _WAVE = 32, 200  # grey levels
 def tile(media: Media) -> NDArray[np.uint8]:
     """Return an image of the media, uint8 (height, width, 3).
 
-    Of a video it is the first, the middle and the last frame, side by side; of sound alone the waveform."""
+    A video becomes its first, middle and last frame side by side; audio alone becomes its waveform."""
     if media.image is not None:
         return media.pixels
     if media.video is not None:
@@ -209,7 +209,7 @@ def tile(media: Media) -> NDArray[np.uint8]:
 
 
 def _waveform(samples: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Draw all channels over each other: in every column the range of values in its share of the time."""
+    """Draw all channels over each other: each column shows the range of values in its share of the time."""
     drawn = np.full((_WAVE_HEIGHT, _WAVE_WIDTH, 3), _SILENCE, np.uint8)
     rows = ((1 - np.nan_to_num(samples).clip(-1, 1)) / 2 * (_WAVE_HEIGHT - 1)).round().astype(int)
     for column, part in enumerate(np.array_split(rows, _WAVE_WIDTH)):
@@ -220,14 +220,14 @@ def _waveform(samples: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 # ---- videos and sound ------------------------------------------------------------------------------------------------
 
-_QUALITY = "18"  # constant rate factor of H.264: hard to tell from the frames
-_SOUND_RATE = 48_000  # of AAC where it does not know the sound's own
+_QUALITY = "18"  # constant rate factor of H.264: hard to distinguish from the original
+_SOUND_RATE = 48_000  # of AAC if it does not support the audio's rate
 
 
 def write_media(media: Media, path: Path) -> list[Path]:
     """Write media to `path` with the suffixes .png, .mp4 (H.264, AAC of any sound) and .wav (32-bit float).
 
-    Returns the files. Raises OSError, and then leaves no half of a file."""
+    Returns the files. Raises OSError, and then leaves no partial file."""
     written = []
     if media.image is not None:
         written.append(path.with_name(f"{path.name}.png"))
@@ -248,7 +248,7 @@ def write_media(media: Media, path: Path) -> list[Path]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Give a new file to fill, which then takes the place of `path`. Raises OSError, whatever a library raises."""
+    """Yield a new file to fill, which then replaces `path`. Turns a library's errors into OSError."""
     try:
         with replacing(path) as unfinished:
             yield unfinished
@@ -263,7 +263,7 @@ def _write_mp4(path: Path, media: Media) -> None:
 
     frames, sound = media.frames, media.audio
     _, height, width, _ = frames.shape
-    # H.264 stores colour at half the resolution, and so has no odd sides.
+    # H.264 stores colour at half the resolution, so both sides must be even.
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with av.open(str(path), "w") as container:
         rate = Fraction(media.fps or 0).limit_denominator(1001)
@@ -278,7 +278,7 @@ def _write_mp4(path: Path, media: Media) -> None:
 
 
 def _encoded(container: OutputContainer, sound: NDArray[np.float32], rate: int) -> list[Packet[Any]]:
-    """Add a stream of AAC to a file and return its packets, of sound (channels, n) with `rate` samples a second."""
+    """Add an AAC stream to a file and return its packets of sound (channels, n) with `rate` samples a second."""
     import av
 
     known = av.codec.Codec("aac", "w").audio_rates or []

@@ -1,6 +1,6 @@
 """Draws the live display of a terminal: progress with the time left, reward, staleness, buffers, and a bar per role.
 
-`for_stream` chooses between it and lines.
+`for_stream` chooses between this display and lines.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _REFRESH_PER_S = 4
 
 
 def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
-    """Return the console that suits the stream: a live display for a terminal, else lines.
+    """Return the console for the stream: a live display for a terminal, otherwise lines.
 
     Args:
-        stream: where it writes.
+        stream: the output.
         total_updates: `trainer.updates`.
         done: updates that earlier attempts of the run have made."""
     if stream.isatty():
@@ -45,9 +45,9 @@ def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
 
 
 class LiveConsole:
-    """A display whose numbers are replaced in place, with phases, notes and validations scrolling by above it.
+    """A display that updates its numbers in place, with phases, notes and validations scrolling above it.
 
-    `done`: updates of earlier attempts, where the bar begins; the time left follows from the pace of this attempt."""
+    `done`: updates of earlier attempts, where the bar starts; the remaining time follows from this attempt's pace."""
 
     def __init__(self, stream: TextIO, total_updates: int, done: int = 0) -> None:
         self._rich = RichConsole(file=stream, highlight=False)
@@ -83,7 +83,7 @@ class LiveConsole:
     def close(self, last_words: Sequence[str] = ()) -> None:
         self._live.stop()
         for line in last_words:
-            self._rich.print(Text(indented(line)), soft_wrap=True)  # a path that is wrapped cannot be copied
+            self._rich.print(Text(indented(line)), soft_wrap=True)  # a wrapped path cannot be copied
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

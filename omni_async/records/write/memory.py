@@ -1,4 +1,4 @@
-"""Measures the memory a run really takes: the proportional set size of a tree of processes.
+"""Measures the memory that a run takes: the proportional set size of a process tree.
 
 Shared pages are divided among their users.
 """
@@ -12,11 +12,11 @@ import psutil
 
 
 def process_tree_pss(pid: int) -> int:
-    """Return the bytes of a process and all its descendants; 0 for those that end meanwhile.
+    """Return the bytes of a process and all its descendants; processes that end meanwhile count 0.
 
-    Where PSS is not available (not Linux, or another user's process) the resident size is used instead, which counts
-    shared pages repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster
-    joined by address is not."""
+    If PSS is not available (not Linux, or another user's process), the resident size is used, which counts shared pages
+    repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster joined by
+    address is not."""
     try:
         root = psutil.Process(pid)
         return sum(_process_bytes(process) for process in (root, *root.children(recursive=True)))
@@ -38,7 +38,7 @@ def _process_bytes(process: psutil.Process) -> int:
 
 
 class MemorySampler:
-    """A thread that measures this process's tree every `interval_s`, from `start` to `stop`; `peak_bytes`: the most."""
+    """A thread that measures this process's tree every `interval_s`, from `start` to `stop`; `peak_bytes`: maximum."""
 
     def __init__(self, interval_s: float = 2.0) -> None:
         self._interval_s = interval_s

@@ -1,7 +1,7 @@
 """Manages the folder of a run, `<run.dir>/<name>-<date>-<time>[-n]/`: its paths and its line files.
 
-Spans are on disk all of them, in memory only those of the recent past. `spans.jsonl` grows as they come, so a run that
-is killed leaves them too; a run that ends turns them into its timeline and removes the file.
+All spans are on disk; memory only holds those of the recent past. `spans.jsonl` grows as spans arrive, so a killed run
+leaves them too. A run that ends converts them into its timeline and removes the file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _NAME = re.compile(r"(?P<name>.*)-(?P<second>\d{8}-\d{6})(-(?P<number>\d+))?", r
 
 
 class RunDirectoryError(OSError):
-    """A run folder that can't be made or written: says where and why."""
+    """A run folder that can't be made or written, with the place and the reason."""
 
 
 @contextlib.contextmanager
 def refusing(what: str, folder: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a RunDirectoryError that says `what` cannot be done, and where if a `folder` is given."""
+    """Turn an OSError into a RunDirectoryError with the text `what` and the path, if a `folder` is given."""
     try:
         yield
     except RunDirectoryError:
@@ -56,22 +56,22 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_id = os.fsencode(path.name).decode("utf-8", "replace")  # other bytes are no text of a page or tracker
+        self.run_id = os.fsencode(path.name).decode("utf-8", "replace")  # pages and trackers need valid text
         self.config_yaml = path / "config.yaml"
         self.ledger = path / "ledger.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.attempts = path / "attempts.jsonl"
         self.faults = path / "faults.jsonl"
-        self.changes = path / "changes.jsonl"  # of the recipe, where attempts resumed with another
-        self.spans = path / "spans.jsonl"  # what becomes the timeline
+        self.changes = path / "changes.jsonl"  # of the recipe, from attempts that resumed with another
+        self.spans = path / "spans.jsonl"  # converted into the timeline at the end
         self.trace = path / "trace.json"
         self.summary = path / "summary.json"
-        self.former_summary = path / "summary.json.void"  # of the attempts before the one that is under way
+        self.former_summary = path / "summary.json.void"  # of the attempts before the current one
         self.profile = path / "profile.json"
         self.samples = path / "samples"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"  # published versions, with `weights.transport: disk`
-        self.control = path / "control.sock"  # where a running run answers
+        self.control = path / "control.sock"  # a running run listens there
 
     @property
     def parts(self) -> list[Path]:
@@ -82,7 +82,7 @@ class RunDirectory:
     def create(cls, config: Config, clock: Clock) -> RunDirectory:
         """Make a new folder, even if other runs start in the same second, and write the resolved `config.yaml`.
 
-        Credentials in the configuration are masked there: give them again, in the environment, to run from that file.
+        Credentials in the configuration are masked there: to run from that file, set them again in the environment.
         """
         parent = Path(config.run.dir).absolute()
         stem = f"{config.run.name}-{datetime.fromtimestamp(clock.now()).astimezone():%Y%m%d-%H%M%S}"
@@ -97,10 +97,10 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """Reopen the folder of a run that stopped, to go on in it.
+        """Reopen the folder of a run that stopped, in order to resume it.
 
-        Nothing in it changes before `take_over`. Raises RunDirectoryError if another process has it, or a file that is
-        needed of it cannot be read."""
+        Nothing in it changes before `take_over`. Raises RunDirectoryError if another process holds it, or a required
+        file cannot be read."""
         run = cls(path)
         with refusing(f"checkpoint.resume: cannot go on in {path}", path):
             if (problem := run.problem()) is not None:
@@ -112,7 +112,7 @@ class RunDirectory:
         return run
 
     def problem(self) -> str | None:
-        """Report a folder inside that a run cannot write into; None if all are fine. A link may lead anywhere."""
+        """Report a subfolder that a run cannot write into; None if all are fine. A link may lead anywhere."""
         for folder in (self.samples, self.checkpoints, self.weights):
             if folder.is_symlink():
                 return f"{folder} is a link; the whole run folder may be one instead"
@@ -123,13 +123,12 @@ class RunDirectory:
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
         """Prepare the reopened folder for this attempt's records.
 
-        Puts the summary of the attempts before aside until there is another.
+        Moves the summary of earlier attempts aside until this attempt writes one.
 
         Args:
             config: this attempt's, for `config.yaml`.
-            version: the update that the run goes on from; later metrics are void (`void_metrics`).
-            validated: the last version that a validation round began with (None: there was none); later ones are
-                void."""
+            version: the update that the run resumes from; later metrics are void (`void_metrics`).
+            validated: the last version whose validation round has begun (None: no round); later rounds are void."""
         with refusing(f"cannot go on in {self.path}"):
             write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)
@@ -139,27 +138,27 @@ class RunDirectory:
     def append_changes(self, version: int, changes: Iterable[Change]) -> None:
         """Append a line per change of the recipe, with the update after which it holds.
 
-        Raises RunDirectoryError if they cannot be written."""
+        Raises RunDirectoryError if the changes cannot be written."""
         for one in changes:
             append_jsonl(self.changes, {"update": version, "key": one.key, "before": one.before, "now": one.now})
 
     def _claim(self) -> None:
         """Lock the folder until `release`, or until this process ends; its children do not hold the lock.
 
-        Raises RunDirectoryError if another process does."""
+        Raises RunDirectoryError if another process holds it."""
         try:
             self._lock = keep_from_children(open_lock(self.path / _LOCK))
         except BlockingIOError:
             raise RunDirectoryError(f"{self.path} is running: another process has it") from None
 
     def release(self) -> None:
-        """Unlock the folder when the run is over, so that another process may go on in it."""
+        """Unlock the folder when the run is over, so that another process may resume it."""
         if not self._lock.closed:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # something else may have the handle
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # another holder of the handle may keep it open
             self._lock.close()
 
     def is_running(self) -> bool:
-        """Tell whether a process has locked the folder."""
+        """Return whether a process has locked the folder."""
         try:
             with open_file(self.path / _LOCK, within=self.path) as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -170,14 +169,14 @@ class RunDirectory:
         return False
 
     def is_of(self, name: str) -> bool:
-        """Tell whether a run of that name made the folder."""
+        """Return whether a run of that name made the folder."""
         return (made := _NAME.fullmatch(self.path.name)) is not None and made["name"] == name
 
     @property
     def began(self) -> tuple[str, int]:
-        """When the run began, by the folder's name: the second, and the number among the runs that began in it.
+        """When the run began, by the folder's name: the second, and the run's number within that second.
 
-        For a folder that a run made."""
+        Only defined for a folder that a run made."""
         made = _NAME.fullmatch(self.path.name)
         return (made["second"], int(made["number"] or 1)) if made else ("", 0)
 
@@ -192,7 +191,7 @@ class RunDirectory:
             write_atomic(self.metrics, b"".join(valid))
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> Iterator[dict[str, Any]]:
-        """Yield all lines, or the lines that `void_metrics` would leave for a run that continues from `version`.
+        """Yield all lines, or the lines that `void_metrics` would keep for a run that continues from `version`.
 
         Raises RunDirectoryError if the file cannot be read."""
         with refusing(f"{self.metrics} cannot be read"):
@@ -222,11 +221,11 @@ class RunDirectory:
     def wall_s(self, version: int) -> float:
         """Return the seconds that the run's attempts have taken up to `version`; 0 if they are not recorded.
 
-        The metrics of that update record them, or an attempt that ended there. Raises RunDirectoryError if a file
-        cannot be read."""
+        They are recorded by the metrics of that update, or by an attempt that ended there. Raises RunDirectoryError if
+        a file cannot be read."""
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
-        # An attempt that had ended by then came to another update of that number, which is void.
+        # An attempt that ended earlier reached another update of that number, which is void.
         with refusing(f"{self.attempts} cannot be read"):
             attempts = [
                 one
@@ -241,7 +240,7 @@ class RunDirectory:
 
 
 def _record(line: bytes, version: float, validated: float | None) -> dict[str, Any] | None:
-    """Decode a line; None if it was cut off, or is of an update or a validation round that is void."""
+    """Decode a line; None if it is incomplete, or of a void update or validation round."""
     try:
         record = decode_line(line, _METRICS)
         counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
@@ -251,7 +250,7 @@ def _record(line: bytes, version: float, validated: float | None) -> dict[str, A
 
 
 def append_jsonl(path: Path, record: Any) -> None:
-    """Append one line, handed to the operating system before this returns.
+    """Append one line, passed to the operating system before this returns.
 
     Raises RunDirectoryError if it can't be written; then no part of it is in the file."""
     with refusing(f"cannot append to {path}"):
@@ -283,8 +282,8 @@ def _make_new(parent: Path, stem: str) -> Path:
 class SpanLog:
     """The spans of a run.
 
-    `keep_s`: how long before the newest span's end a span is kept in memory, without its arguments. `held`: the file is
-    left alone until `begin_file`, because it is an earlier attempt's until a resumed run has an update."""
+    `keep_s`: how long before the newest span's end a span stays in memory, without its arguments. `held`: the file is
+    not touched until `begin_file`, because it is an earlier attempt's until a resumed run has an update."""
 
     def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path
@@ -296,7 +295,7 @@ class SpanLog:
             self.begin_file()
 
     def begin_file(self) -> None:
-        """Begin the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
+        """Start a new file with the spans that were held. Raises RunDirectoryError if that fails."""
         held, self._held = self._held, None
         with refusing(f"cannot begin {self._path} anew"):
             self._path.unlink(missing_ok=True)
@@ -321,14 +320,14 @@ class SpanLog:
             self._recent.popleft()
 
     def recent(self, since: float) -> list[Span]:
-        """Return the spans that end after `since`, as far back as they are kept, and without their arguments."""
+        """Return spans that end after `since`, without their arguments; older ones are no longer in memory."""
         return [span for span in self._recent if span.end >= since]
 
     def all(self) -> list[Span]:
-        """Return every span, in the order they came, except those whose line was cut off."""
+        """Return every span, in the order of arrival, except spans whose line is incomplete."""
         return read_records(self._path, Span) if self._held is None else [*self._held]
 
     def remove_file(self) -> None:
-        """Remove the file, when its spans are in the timeline."""
+        """Remove the file, once its spans are in the timeline."""
         if self._held is None:
             self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Adds up how long the stages of a run took from update to update, of spans as they are reported."""
+"""Sums the time of each stage of a run between updates, from spans as they are reported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 from omni_async.types import Span
 
-# For how long after its last span a worker is remembered: its spans of a stage do not overlap over such a time.
+# How long after its last span a worker is remembered: its spans of a stage never overlap across that time.
 _REMEMBERED_S = 86_400.0
-# What a stage is called where that is not the kind of its spans: waits are told apart by who waits.
+# Stages are named by the kind of their spans, except `step` (an optimizer step) and `wait` (a starved trainer).
 _STAGES = ("generate", "score", "proximal", "train", "step", "export", "publish", "wait")
 
 
 class StageSeconds:
-    """The seconds of each stage since they were last taken, of all its workers together.
+    """The seconds of each stage since the last `take`, summed over all its workers.
 
-    Spans of one worker that overlap, samples of a batch say, count once. A span counts when it is reported, within a
-    second of its end: a long one counts for the update in which it ended."""
+    Overlapping spans of one worker, such as samples of a batch, count once. A span counts when it is reported, within a
+    second of its end: a long span counts for the update during which it ended."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -25,7 +25,7 @@ class StageSeconds:
         self._until: dict[tuple[str, str], float] = defaultdict(lambda: float("-inf"))
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Count spans, those of one worker in the order in which they ended."""
+        """Count spans; spans of one worker must be in the order of their ends."""
         for span in spans:
             stage = _stage(span)
             if stage in _STAGES:
@@ -34,10 +34,10 @@ class StageSeconds:
                 self._until[span.actor, stage] = max(until, span.end)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of every stage that has any, as metrics, and begin anew."""
+        """Return the seconds of every stage that has any, as metrics, and reset them."""
         found = {f"stage_s/{stage}": self._seconds[stage] for stage in _STAGES if stage in self._seconds}
         self._seconds.clear()
-        # Workers that were replaced had names of their own.
+        # Replacements have new names: without this, entries of replaced workers would accumulate.
         oldest = max(self._until.values(), default=0.0) - _REMEMBERED_S
         for key in [key for key, until in self._until.items() if until < oldest]:
             del self._until[key]

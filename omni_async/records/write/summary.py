@@ -1,4 +1,4 @@
-"""Summarises a run in `summary.json`, computed from its counters and records."""
+"""Summarises a run in `summary.json`, from its counters and records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST_FILE = 2**24  # bytes
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """Counts of groups by how they ended; `live` ones have not. `admitted` is always the sum of the rest."""
+    """Counts of groups by how they ended; `live` groups have not. `admitted` is always the sum of the others."""
 
     admitted: Count
     trained: Count
@@ -37,10 +37,10 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 class ValidationPoint(msgspec.Struct, frozen=True):
-    """The means of a validation round over the samples that were scored, `samples` of `asked`.
+    """The means of a validation round over its scored samples, `samples` of `asked`.
 
-    `value` and a part are null where no sample has one. `reasons`: why samples have no score -> how many. `samples` and
-    `asked` are null if they were not recorded."""
+    `value` and a part are null if no sample has one. `reasons`: reason for a missing score -> number of samples.
+    `samples` and `asked` are null if they were not recorded."""
 
     version: Count
     value: Value | None
@@ -51,7 +51,7 @@ class ValidationPoint(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, finished: Round) -> ValidationPoint:
-        """Return the numbers of a round without those of its samples."""
+        """Return the numbers of a round, without individual samples."""
         counts = finished.scored, finished.asked, finished.reasons
         return cls(finished.version, finished.reward, finished.parts, *counts)
 
@@ -59,15 +59,15 @@ class ValidationPoint(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """The summary of a run.
 
-    `wall_s`: seconds after loading, of every attempt that led here. `images_per_s`: generated training images over that
-    time, by the whole job; divided by *all* its devices (trainer's and reward workers' included) it is
-    `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates. `staleness`: how
-    many trained groups had each staleness. `reject_reasons` and `drop_reasons`: reason -> groups; a summary that was
-    recorded before has no `drop_reasons`, and those of dropped groups among the others. `validation_change`: the first
-    and the last round over the samples that both have scored; null if there are fewer than two, or not comparable.
+    `wall_s`: seconds after loading, over all attempts up to this one. `images_per_s`: generated training images over
+    that time, of the whole job; `images_per_s_per_device` divides it by *all* devices (trainer's and reward workers'
+    included). `first_reward` and `last_reward`: means of the first and last 5 updates. `staleness`: staleness -> number
+    of trained groups. `reject_reasons` and `drop_reasons`: reason -> groups; summaries of earlier versions have no
+    `drop_reasons` and count dropped groups in `reject_reasons`. `validation_change`: the first and the last round over
+    the samples scored in both; null if there are fewer than two rounds, or they are not comparable.
 
-    Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
-    `peak_memory_bytes` and `faults` (parts that were lost and came back). `unwritten`: file of the run folder -> why it
+    Only the newest attempt counts for `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
+    `peak_memory_bytes` and `faults` (parts that were lost and replaced). `unwritten`: file of the run folder -> why it
     could not be written at the end."""
 
     run: str
@@ -122,22 +122,22 @@ def summarise(
     Args:
         run: the run's id.
         status: how it ended.
-        started: when the first sample was asked for, in the clock's seconds, as in the spans.
-        finished: when the run ended, likewise.
-        images: training samples that were generated, those of earlier attempts included.
+        started: time of the first request for a sample, by the clock of the spans.
+        finished: time of the run's end, by the same clock.
+        images: number of generated training samples, earlier attempts included.
         rewards: the mean reward of each update.
         staleness: one number of updates per trained group.
         counters: the groups by how they ended.
-        spans: those of this attempt.
-        devices: every accelerator of the job, or every CPU where there is none.
-        reason: why it ended, if it is not done; credentials are masked.
-        reject_reasons: groups by the reason for which they were rejected.
-        drop_reasons: groups by the reason for which they were dropped.
+        spans: the spans of this attempt.
+        devices: number of accelerators of the job, or of CPUs if it has none.
+        reason: why it ended, unless it is done; credentials are masked.
+        reject_reasons: reason -> number of rejected groups.
+        drop_reasons: reason -> number of dropped groups.
         rounds: the finished validation rounds, in any order.
-        peak_memory_bytes: the most that all processes held at once.
+        peak_memory_bytes: the maximum held by all processes together.
         wall_before: seconds of earlier attempts.
-        untimed_images: of `images`, those of earlier attempts whose time was not recorded.
-        faults: parts that were lost and came back."""
+        untimed_images: the part of `images` from earlier attempts whose time was not recorded.
+        faults: parts that were lost and replaced."""
     wall = wall_before + max(0.0, finished - started)
     rate = (images - untimed_images) / wall if wall > 0 else 0.0
     counts = dict(sorted(Counter(staleness).items()))
@@ -174,7 +174,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    """Read the summary in a run folder. Raises OSError; ValueError if it is invalid, or its numbers are impossible."""
+    """Read the summary in a run folder. Raises OSError, or ValueError if it is invalid or has impossible numbers."""
     summary: Summary = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), Summary)
     return summary
 
@@ -185,7 +185,7 @@ class _Ending(msgspec.Struct):
 
 
 def read_ending(path: Path) -> tuple[Status | None, int]:
-    """Read how a run ended and how many updates it had made; (None, 0) if there is no readable summary."""
+    """Read a run's final status and number of updates; (None, 0) if there is no readable summary."""
     try:
         ending: _Ending = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), _Ending)
     except (OSError, ValueError, RecursionError):
@@ -194,7 +194,7 @@ def read_ending(path: Path) -> tuple[Status | None, int]:
 
 
 def with_rounds(summary: Summary, rounds: Iterable[Round]) -> Summary:
-    """Return a summary recorded before samples were counted with what `metrics.jsonl` has of its rounds."""
+    """Return the summary with rounds from `metrics.jsonl`, if it was recorded before samples were counted."""
     known = {one.version: one for one in rounds}
     points = summary.validation
     if not points or any(one.asked is not None or one.version not in known for one in points):

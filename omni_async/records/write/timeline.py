@@ -1,4 +1,4 @@
-"""Turns spans into a Chrome/Perfetto trace, and into the fractions of time each role was busy.
+"""Converts spans to a Chrome/Perfetto trace, and to the fractions of time that each role was busy.
 
 Pure functions over finished spans, and over sets of time: sorted, disjoint half-open intervals.
 """
@@ -23,7 +23,7 @@ from omni_async.worker import Worker
 Interval = tuple[float, float]
 
 WAITS = ("backpressured", "starved")
-# A timeline is read whole: some 250,000 spans.
+# A timeline is read as a whole: some 250,000 spans.
 _LARGEST_FILE = 2**26  # bytes
 _MOST_VALUES = 3_000_000
 _NOT_BUSY = (*WAITS, "outage")
@@ -52,7 +52,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[str, Any]], int]:
-    """Put each span on the lowest lane that is free when it starts; there are as many lanes as spans ever overlap."""
+    """Put each span on the lowest lane that is free when it starts; the number of lanes is the maximum overlap."""
     complete: list[dict[str, Any]] = []
     running: list[tuple[int, int]] = []  # (end, lane)
     free: list[int] = []
@@ -73,7 +73,7 @@ def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[st
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write `trace_events` as JSON, whole or not at all. Arguments JSON has no form for are written as their `str`."""
+    """Write `trace_events` as JSON, atomically. Arguments without a JSON form are written as their `str`."""
     write_atomic(path, msgspec.json.encode(trace_events(spans), enc_hook=str))
 
 
@@ -96,13 +96,13 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Read every span of a run from the file that `write_trace` wrote, to the microsecond.
+    """Read every span of a run from a file written by `write_trace`, to the microsecond.
 
-    Raises OSError, or ValueError if it is no such file, or larger than what fits into memory."""
+    Raises OSError, or ValueError if it is not such a file or too large for memory."""
     trace: _Trace = decode_json(read_file(path, _LARGEST_FILE, within=path.parent), _Trace, _MOST_VALUES)
     origin = trace.otherData.origin_s
     actors = {event.pid: str(event.args.get("name")) for event in trace.traceEvents if event.name == "process_name"}
-    kinds: dict[str, str] = {}  # a million spans share their kinds' few texts
+    kinds: dict[str, str] = {}  # a million spans share the few texts of their kinds
     spans = []
     for event in trace.traceEvents:
         if event.ph == "X" and event.pid in actors:
@@ -113,7 +113,7 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:
-    """Return where spans of these kinds (None: every kind that is work) lie inside [start, end)."""
+    """Return the times inside [start, end) of spans of these kinds (None: every kind of work)."""
     chosen = ((s.start, s.end) for s in spans if (s.kind not in _NOT_BUSY if kinds is None else s.kind in kinds))
     return clip(union(chosen), start, end)
 
@@ -122,15 +122,15 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
     """Return, per role, the mean fractions of [start, end) its actors were `busy`, `backpressured` and `starved`.
 
     An actor's overlapping spans count once. The three exclude each other in this order: an engine that generates eight
-    samples while a ninth slot waits for a prompt is busy. The rest up to 1 is time nothing was recorded for, or a
-    scorer's outage.
+    samples while a ninth slot waits for a prompt is busy. The rest up to 1 is time without records, or a scorer's
+    outage.
 
     Args:
-        spans: of all actors, in any order; those of a worker and of its replacement are one actor's.
+        spans: of all actors, in any order; a worker and its replacement count as one actor.
         start, end: seconds of the spans' clock."""
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        per_actor[Worker.parse(span.actor).slot].append(span)  # a replacement has the same
+        per_actor[Worker.parse(span.actor).slot].append(span)  # a replacement has the same slot
     per_role: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     wall = end - start
     for actor, own in per_actor.items():
@@ -146,10 +146,10 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
 
 
 def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
-    """Return the fraction of [start, end) in which at least two of rollout, reward and trainer were busy.
+    """Return the fraction of [start, end) during which at least two of rollout, reward and trainer were busy.
 
     Args:
-        spans, start, end: as `busy_fractions` takes them."""
+        spans, start, end: as for `busy_fractions`."""
     if end <= start:
         return 0.0
     per_role = ([span for span in spans if Worker.parse(span.actor).role == role] for role in WORKING)
@@ -160,7 +160,7 @@ def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points as sorted disjoint intervals; empty and reversed ones vanish."""
+    """Return the same points as sorted disjoint intervals; empty and reversed intervals vanish."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
@@ -171,10 +171,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """Return the parts of intervals inside [start, end); those that have none there vanish.
+    """Return the parts of intervals inside [start, end); intervals outside it vanish.
 
     Args:
-        intervals: (start, end) each, in any order, which stays; they may overlap.
+        intervals: (start, end) pairs in any order, which is kept; they may overlap.
         start, end: in the same unit."""
     return [(max(a, start), min(b, end)) for a, b in intervals if max(a, start) < min(b, end)]
 
@@ -184,7 +184,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 
 def at_least(count: int, sets: Iterable[Iterable[Interval]]) -> list[Interval]:
-    """Return where at least `count` of the sets hold; each set is united first, so its own overlaps count once."""
+    """Return the times covered by at least `count` sets; each set is united first, so its own overlaps count once."""
     edges = sorted(edge for members in sets for start, end in union(members) for edge in ((start, 1), (end, -1)))
     result: list[Interval] = []
     depth, opened = 0, 0.0

@@ -1,4 +1,4 @@
-"""Detects a vanished gradient: the run goes on, its numbers look well, and nothing is learned any more."""
+"""Detects a vanished gradient: the run continues, its numbers look fine, but it learns nothing any more."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-# Updates whose median is compared: one batch of pairs that are all satisfied is chance.
+# Number of updates whose median is compared: a single batch with all pairs satisfied may be chance.
 _RECENT = 5
-# Of the gradient norm that the run began with.
+# Relative to the gradient norm at the beginning of the run.
 _VANISHED = 1e-3
 
 
 class GradientWatch:
-    """Compares the gradient norms of the newest updates with those of the first.
+    """A comparison of the gradient norms of the newest updates with those of the first.
 
-    Warns once, and again only after the norms had recovered."""
+    Warns once, and again only after the norms have recovered."""
 
     def __init__(self) -> None:
         self._first: list[float] = []

@@ -1,4 +1,4 @@
-"""Defines what a tracker is told of a run, and what it has to implement."""
+"""Defines the data that a tracker gets about a run, and the methods it has to implement."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Ended = Literal["done", "interrupted", "failed"]
 
 
 class SinkUnusableError(RuntimeError):
-    """A section of `tracking` that cannot be used; names it (credentials masked), the reason, and what to change.
+    """A section of `tracking` that cannot be used; names it (credentials masked), the reason, and the remedy.
 
-    `down`: the tracker does not answer, so it may be usable later."""
+    `down`: the tracker does not answer, so it may become usable later."""
 
     def __init__(self, message: str, *, down: bool = False) -> None:
         super().__init__(message)
@@ -29,10 +29,10 @@ class SinkUnusableError(RuntimeError):
 
 @dataclass(frozen=True)
 class About:
-    """What a run is.
+    """The description of a run for trackers.
 
-    `params` is the configuration with credentials masked and `changed` what of it is not the default, `family` the
-    model's, `goes_on` whether this run was begun earlier and stays as it is until `Sink.begin`."""
+    `params` is the configuration with credentials masked, `changed` its part that differs from the defaults. `family`
+    is the model's. `goes_on`: this run was started earlier; the tracker must not change it until `Sink.begin`."""
 
     run: RunDirectory
     params: dict[str, Any]
@@ -42,13 +42,13 @@ class About:
 
     @property
     def tags(self) -> dict[str, str]:
-        """What runs are filtered and compared by."""
+        """The tags that trackers filter and compare runs by."""
         algorithm, staleness = self.params["algorithm"]["name"], self.params["staleness"]["max_updates"]
         return {"family": self.family, "algorithm": algorithm, "S": str(staleness)}
 
     @property
     def description(self) -> str:
-        """A few lines of Markdown: what it is, where it is, and the commands for it."""
+        """A few lines of Markdown: the run's settings, its folder, and commands for it."""
         tags, path = self.tags, self.run.path
         schedule = "the synchronous loop" if tags["S"] == "0" else f"samples are at most {tags['S']} updates old"
         return (
@@ -63,61 +63,61 @@ class About:
 class Sink:
     """One run in one tracker.
 
-    It is opened before the run begins: the constructor raises SinkUnusableError. After that one thread calls it,
-    `finish` last. A call that raises is made again, unless the sink `refuses` the error. A sink leaves out what its
-    tracker has no place for."""
+    It is opened before the run begins: the constructor raises SinkUnusableError. After that one thread makes all calls,
+    `finish` last. A call that raises is repeated, unless the sink `refuses` the error. A sink omits data that its
+    tracker cannot represent."""
 
     label = ""
 
     def begin(self, version: int) -> None:
-        """Set the run going from `version`: what was told of later updates is void."""
+        """Mark the run as running from `version`: data of later updates is void."""
 
     def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        """Record numbers by their names in metrics.jsonl.
+        """Record numbers under their names in metrics.jsonl.
 
         Args:
             numbers: of an update or a validation round.
-            step: the version it belongs to.
-            seconds: when, since the epoch."""
+            step: the version they belong to.
+            seconds: their time, since the epoch."""
 
     def image(self, image: Image, kind: str, step: int) -> None:
         """Record a grid of samples.
 
         Args:
-            image: not to be changed.
+            image: must not be changed.
             kind: `train` or `validation`.
             step: the version."""
 
     def media(self, path: Path, kind: str, step: int) -> None:
-        """Record the video or sound of a sample, a file; the rest as of `image`."""
+        """Record a file with the video or sound of a sample; other arguments as in `image`."""
 
     def remark(self, name: str, text: str, step: int) -> None:
-        """Record a text about an update or a round, which takes the place of an earlier one of that name."""
+        """Record a text about an update or a round; it replaces an earlier text of that name."""
 
     def artifact(self, path: Path) -> None:
         """Record a file of the run folder."""
 
     def finish(self, status: Ended | None) -> None:
-        """End the run. None: it never began here and stays as it is."""
+        """End the run. None: the run never began here and must not be changed."""
 
     def refuses(self, error: Exception) -> bool:
-        """Return whether the same call would raise this error again; all others are of a tracker that is down."""
+        """Return whether the same call would raise this error again; other errors mean that the tracker is down."""
         local = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
-        return isinstance(error, local) or not isinstance(error, OSError)  # of which time-outs and lost connections are
+        return isinstance(error, local) or not isinstance(error, OSError)  # time-outs and lost connections are OSErrors
 
     @property
     def live(self) -> str:
-        """What the console says when the run begins; an empty text if that is nothing."""
+        """The console's line when the run begins, or an empty text."""
         return ""
 
     @property
     def where(self) -> str:
-        """How to look at the run, for the console's last lines; an empty text if there is nothing to see."""
+        """How to look at the run, for the console's last lines; empty if there is nothing to see."""
         return ""
 
 
 def command_of(program: str) -> str:
-    """Return a command of this environment, which need not be activated, as short as it can be typed from here."""
+    """Return a command of this environment, activated or not, as short as it can be typed from the current folder."""
     command = Path(sys.executable).with_name(program)
     if not command.exists():
         return program

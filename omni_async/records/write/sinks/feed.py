@@ -1,8 +1,8 @@
 """Feeds sinks, each from its own thread, so that training never waits for a database or a server.
 
-A tracker that does not answer gets its writes later: up to 1,000 wait, in order, and are tried again until it answers
-or the run ends. A write that the tracker refuses is left out. Each of these is one warning, and a last warning has the
-number of writes that the tracker lacks. Tracking never ends a run, and the run folder has everything.
+If a tracker does not answer, its writes wait: up to 1,000, in order, retried until it answers or the run ends. A write
+that the tracker refuses is left out. Each of these events logs one warning, and a last warning has the number of writes
+that the tracker lacks. Tracking never ends a run, and the run folder has everything.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 1000
-# Seconds before a write is tried again: doubled each time, up to the longest. Once the run is over, the first.
+# Seconds before a write is retried: doubled each time, up to the longest. Once the run is over, always the first.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-# A tracker that is down when the run ends has so long to come back.
+# If a tracker is down when the run ends, it has this long to recover.
 _LAST_CHANCE_S = 10.0
-# A tracker that refuses so many writes in a row gets no more.
+# After this many refused writes in a row, a tracker gets no more.
 _MAX_REFUSED = 20
 
 Write = Callable[[Sink], None]
@@ -51,7 +51,7 @@ class Sinks:
         return [feed.sink.live for feed in self._feeds if feed.sink.live]
 
     def begin(self, version: int) -> None:
-        """Set the run going before anything is logged, and again where it goes back to `version`."""
+        """Mark the run as running before anything is logged, and again when it returns to `version`."""
         for feed in self._feeds:
             feed.begun = True
         self._put(lambda sink: sink.begin(version))
@@ -70,13 +70,13 @@ class Sinks:
         self._put(lambda sink: sink.remark(name, text, step))
 
     def artifact(self, path: Path) -> None:
-        """Record a file, as it is when the thread comes to it."""
+        """Record a file, with its content when the thread reads it."""
         self._put(lambda sink: sink.artifact(path))
 
     def finish(self, status: Ended, timeout_s: float = 60.0) -> None:
-        """Send the waiting writes, then end the run in each sink where it began.
+        """Send the waiting writes, then end the run in each sink that began it.
 
-        Gives a sink up, with a warning, after `timeout_s`, and sooner if its tracker does not answer."""
+        Abandons a sink, with a warning, after `timeout_s`, and sooner if its tracker does not answer."""
         for feed in self._feeds:
             feed.close(status, timeout_s)
         for feed in self._feeds:
@@ -155,7 +155,7 @@ class _Feed:
             return self._waiting[0] if self._waiting else None
 
     def _send(self, write: Write) -> bool:
-        """Send a write, again and again while the tracker does not answer. Return False once the time is up."""
+        """Send a write, retrying while the tracker does not answer. Return False once the time is up."""
         pause = _FIRST_PAUSE_S
         while True:
             try:
@@ -193,7 +193,7 @@ class _Feed:
             self._warn(f"it refused {_MAX_REFUSED} writes in a row and gets no more", self._why)
 
     def _wait(self, pause: float) -> bool:
-        """Wait before a write is tried again, no longer than until the run is over. Return False once time is up."""
+        """Wait before a write is retried, at most until the run is over. Return False once the time is up."""
         if self._closing.wait(pause):
             time.sleep(max(0.0, min(_FIRST_PAUSE_S, self._deadline - time.monotonic())))
         return time.monotonic() < self._deadline

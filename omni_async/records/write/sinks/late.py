@@ -1,4 +1,4 @@
-"""Stands in for a sink whose tracker is down when a run resumes."""
+"""Replaces a sink whose tracker is down when a run resumes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class LateSink(Sink):
-    """A sink that is opened by its first write, which fails until the tracker answers.
+    """A sink that its first write opens; writes fail until the tracker answers.
 
     Args:
-        label: the sink's.
-        open_sink: constructs it; raises SinkUnusableError."""
+        label: the sink's label.
+        open_sink: constructs the sink; raises SinkUnusableError."""
 
     def __init__(self, label: str, open_sink: Callable[[], Sink]) -> None:
         self.label = label

@@ -1,8 +1,8 @@
-"""Sends a run to MLflow: settings, metrics in groups, image grids, files, a description, tags and how it ended.
+"""Sends a run to MLflow: settings, metrics in groups, image grids, files, a description, tags and its final status.
 
-The constructor connects: an unusable store raises there. A run that goes on is found then, and stays as it is until
-`begin`. MLflow is imported lazily (it takes seconds), and its global state (`mlflow.start_run` and friends) is left
-alone.
+The constructor connects: an unusable store raises there. For a resumed run, it finds the MLflow run, which stays
+unchanged until `begin`. MLflow is imported lazily (it takes seconds), and its global state (`mlflow.start_run` and
+friends) is not touched.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _STATUS = {"done": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MAX_TAG_CHARS, _MAX_TAGS, _METRICS_PER_BATCH = 5000, 100, 1000
-# MLflow writes every parameter above each image: with more than a few lines of them there is no image to see. What else
-# is not a default is a tag, which it can filter, show and compare as well.
+# MLflow shows every parameter above each image: more than a few lines of them hide the image. Other settings that are
+# not defaults become tags, which MLflow can also filter, show and compare.
 _PARAMS = ("algorithm.name", "staleness.max_updates", "rollout.group_size", "trainer.optimizer.lr")
 _NOT_IN_KEY = re.compile(r"[^\w/.\- :]")  # MLflow refuses other characters in a metric's name
 _CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent")
@@ -43,16 +43,16 @@ _ALONE_S = 120.0
 _LATER = (409, 429, 499)  # a conflict, too many requests, a cancelled one
 _SERVER = ("http://", "https://")
 _LOCAL_UI = "http://127.0.0.1:5000"
-_NOTE = "mlflow.note.content"  # what the user interface shows as the run's description
+_NOTE = "mlflow.note.content"  # the user interface shows it as the run's description
 
 
 class MlflowSink(Sink):
-    """One MLflow run. `run_id` is empty as long as there is none."""
+    """One MLflow run. `run_id` is empty until a run exists."""
 
     label = "MLflow"
 
     def __init__(self, config: schema.Mlflow, about: About) -> None:
-        """Start a run in `config.experiment`, which is made if it is not there, or find the one that `begin` goes on.
+        """Start a run in `config.experiment`, created if missing, or find the run that `begin` will continue.
 
         Without `config.tracking_uri` the store is `mlflow.db` in the folder of all runs, its artifacts in
         `mlartifacts`. Raises SinkUnusableError."""
@@ -71,9 +71,9 @@ class MlflowSink(Sink):
         self._has_params = bool(self.run_id) and about.goes_on
 
     def begin(self, version: int) -> None:
-        """Set the run going; if there is no run of that name (another database, say), one is made.
+        """Mark the run as running; create it if it is missing (in another database, for example).
 
-        Numbers of void updates cannot be taken back: MLflow shows both."""
+        Numbers of void updates cannot be retracted: MLflow shows both."""
         self.run_id = self.run_id or self._create()
         self._client.update_run(self.run_id, status="RUNNING")
         self._send_settings()
@@ -83,20 +83,20 @@ class MlflowSink(Sink):
         return str(self._client.create_run(self._experiment, run_name=name).info.run_id)
 
     def _former(self) -> str:
-        """Return the newest run of that name, or an empty text."""
+        """Return the id of the newest run of that name, or an empty text."""
         named, newest = f"attributes.run_name = '{self._about.run.run_id}'", ["attributes.start_time DESC"]
         found = self._client.search_runs([self._experiment], named, order_by=newest, max_results=1)
         return str(found[0].info.run_id) if found else ""
 
     @property
     def run_url(self) -> str:
-        """The address of the run's charts, once the user interface is up."""
+        """The address of the run's charts, once the user interface runs."""
         ui = self._shown.rstrip("/") if self._uri.startswith(_SERVER) else _LOCAL_UI
         return f"{ui}/#/experiments/{self._experiment}/runs/{self.run_id}/model-metrics"
 
     @property
     def where(self) -> str:
-        """The shell command that shows the run, or the address to open if it is on a server."""
+        """The shell command that shows the run, or the address to open if the run is on a server."""
         if not self.run_id or self._uri.startswith(_SERVER):
             return self.run_url if self.run_id else ""
         return f"{command_of('mlflow')} ui --backend-store-uri {shlex.quote(self._shown)}"
@@ -112,7 +112,7 @@ class MlflowSink(Sink):
     def image(self, image: Image, kind: str, step: int) -> None:
         """Log a grid, which the user interface shows among the charts, with a slider over steps.
 
-        The slider stands at 0 first; there it shows samples of the first update, which version 0 drew."""
+        The slider starts at 0; there it shows samples of the first update, which version 0 generated."""
         for at in (0, 1) if (kind, step) == ("train", 1) else (step,):
             self._client.log_image(self.run_id, image, key=f"{Group.GOAL}/{kind}", step=at, synchronous=True)
 
@@ -184,7 +184,7 @@ def _refusals(shown: str) -> Iterator[None]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether MLflow answered that the call is wrong, and not that its store cannot be reached or is locked."""
+    """Return whether MLflow rejected the call itself, rather than being unreachable or locked."""
     from mlflow.exceptions import MlflowException
 
     if not isinstance(error, MlflowException):
@@ -195,9 +195,9 @@ def _is_refusal(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """Keep other runs of this machine from the same local database.
+    """Exclude other runs of this machine from the same local database while the body runs.
 
-    The first run to open it makes its schema, and MLflow fails where two of them do that."""
+    The first run to open it creates its schema, and MLflow fails if two runs do so concurrently."""
     path = uri.partition("sqlite:///")[2]
     if not path:
         yield
@@ -216,7 +216,7 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def _probe(uri: str) -> None:
-    """Fail in seconds where MLflow's own client would retry a dead server for minutes. Accepts any HTTP answer."""
+    """Fail in seconds; MLflow's own client would retry a dead server for minutes. Accepts any HTTP answer."""
     if not uri.startswith(_SERVER):
         return
     parts = urlsplit(uri)
@@ -234,7 +234,7 @@ def _probe(uri: str) -> None:
 
 
 def _bypass(host: str) -> None:
-    """Except a host of this machine from the environment's proxies, which MLflow's client and its children obey."""
+    """Exempt a host of this machine from the environment's proxies, which MLflow's client and its children obey."""
     if not is_loopback(host):
         return
     for name in ("no_proxy", "NO_PROXY"):
@@ -254,7 +254,7 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _experiment(client: MlflowClient, config: schema.Mlflow, run_dir: Path) -> str:
-    """Return the experiment's id, and make it if needed; two runs that start together may both try to."""
+    """Return the experiment's id; create it if needed, even if another run creates it concurrently."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(config.experiment)

@@ -1,7 +1,6 @@
 """Serves a run's newest numbers to Prometheus at `/metrics`, for as long as the run lasts.
 
-What the placeholders of a metric's name stand for are labels: `busy/<role>` is
-`omni_async_busy_by_role{role="trainer"}`.
+Placeholders of a metric's name become labels: `busy/<role>` is `omni_async_busy_by_role{role="trainer"}`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PREFIX = "omni_async_"
 _NEWEST = {"update": "the newest update", "validation_update": "the version of the newest validation round"}
 _OWN = "a metric of the objective's own"
 _MOST_CLIENTS = 16
-_PATIENCE_S = 10.0  # for a client's request and for its taking the answer
+_PATIENCE_S = 10.0  # for a client to send its request and read the answer
 _NOT_IN_NAME = re.compile(r"[^a-zA-Z0-9_]+")
 
 
@@ -34,7 +33,7 @@ class PrometheusSink(Sink):
     label = "Prometheus"
 
     def __init__(self, config: schema.Prometheus, about: About) -> None:
-        """Listen. SinkUnusableError if that cannot be done there."""
+        """Listen. Raises SinkUnusableError if the address cannot be used."""
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         try:
@@ -43,7 +42,7 @@ class PrometheusSink(Sink):
             raise SinkUnusableError(
                 f"tracking.prometheus: cannot listen at {config.host}:{config.port}: {error.strerror or error}; set"
                 " tracking.prometheus.port, 0 for any free one",
-                down=error.errno == errno.EADDRINUSE,  # the attempt before may be about to close it
+                down=error.errno == errno.EADDRINUSE,  # the previous attempt may be about to close it
             ) from None
         keep_from_children(self._server.socket)
         self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="Prometheus", daemon=True)
@@ -83,7 +82,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
-    """Answers some clients at once, each for some seconds at most; closes the connections of others at once."""
+    """A server for a few clients at once, for a few seconds each; it closes further connections immediately."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

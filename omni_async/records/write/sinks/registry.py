@@ -1,4 +1,4 @@
-"""Opens the sinks that a configuration enables, and says which packages they need. Imports none of them before."""
+"""Opens the sinks that a configuration enables, and checks which packages they need. Imports no sink before that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omni_async.records.write.sinks.late import LateSink
 
 logger = logging.getLogger(__name__)
 
-# Section of `tracking` -> the sink's class, and the package without which it is not there.
+# Section of `tracking` -> the sink's class, and the package it requires.
 _SINKS = {
     "mlflow": ("mlflow_sink:MlflowSink", "mlflow"),
     "wandb": ("wandb_sink:WandbSink", "wandb"),
@@ -29,14 +29,14 @@ _SINKS = {
 
 
 def enabled(tracking: Tracking) -> list[str]:
-    """Return the names of the sections that are switched on."""
+    """Return the names of the enabled sections."""
     return [name for name in _SINKS if getattr(tracking, name).enabled]
 
 
 def require_usable(config: Config, installed: Callable[[str], object] = find_spec) -> None:
-    """Check that what the enabled sinks need is there.
+    """Check the requirements of the enabled sinks.
 
-    Raises ConfigError, one line, for a package that is not installed, a secret that is not set, and a folder whose name
+    Raises ConfigError, one line, for a package that is not installed, a secret that is not set, or a folder whose name
     a tracker cannot take."""
     _check_folder(config)
     for name in enabled(config.tracking):
@@ -55,7 +55,7 @@ def _check_folder(config: Config) -> None:
     folder, mlflow = str(Path(config.run.dir).absolute()), config.tracking.mlflow
     if enabled(config.tracking) and not folder.isprintable():
         raise ConfigError(f"run.dir: trackers cannot take the name of {folder!a}; use printable characters")
-    # The database is an address: SQLAlchemy would take what follows for options, and for the code of a character.
+    # The database is a URL: SQLAlchemy would parse the rest as options or as a percent escape.
     if mlflow.enabled and mlflow.tracking_uri is None and (wrong := {"?", "%"} & {*folder}):
         raise ConfigError(
             f"run.dir: MLflow's local database cannot be in {folder}, because of {' and '.join(sorted(wrong))}; use"
@@ -66,7 +66,7 @@ def _check_folder(config: Config) -> None:
 def open_sinks(tracking: Tracking, about: About, version: int) -> Sinks:
     """Open the sinks of a run, and begin it there unless it resumes.
 
-    A run that resumes does not wait for a tracker that is down: its sink is opened later. Raises SinkUnusableError.
+    A resumed run does not wait for a tracker that is down: its sink is opened later. Raises SinkUnusableError.
 
     `version`: the update that the run resumes from."""
     opened: list[Sink] = []
@@ -97,7 +97,7 @@ def _open(construct: Callable[[], Sink], label: str, resumes: bool) -> Sink:
 
 
 def _end(sink: Sink, status: Ended | None) -> None:
-    """End what was opened beside a sink that cannot be used, whose error is the one to be told."""
+    """End a sink that was opened before another failed. Only log its errors: the caller raises the other's failure."""
     try:
         sink.finish(status)
     except Exception as error:  # noqa: BLE001 (trackers raise anything)

@@ -1,6 +1,6 @@
 """Writes a run's numbers and image grids as TensorBoard's event files, into `tensorboard` in the run folder.
 
-TensorBoard has no state of a run and no files; videos and sound stay in `samples`.
+TensorBoard stores neither a run's status nor files; videos and sound stay in `samples`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch.utils.tensorboard import SummaryWriter
 
-_FLUSH_S = 10  # what a killed run may lose
+_FLUSH_S = 10  # data that a killed run may lose
 
 
 class TensorboardSink(Sink):
@@ -33,7 +33,7 @@ class TensorboardSink(Sink):
         self._writer: SummaryWriter | None = None
 
     def begin(self, version: int) -> None:
-        """Open a new file; TensorBoard leaves out what earlier ones have of later updates."""
+        """Open a new file; TensorBoard hides data of later updates in earlier files."""
         if self._writer is not None:
             self._writer.close()
         self._writer = self._new(str(self._folder), purge_step=version + 1, flush_secs=_FLUSH_S)
@@ -63,7 +63,7 @@ class TensorboardSink(Sink):
 
 
 def _layout() -> dict[str, dict[str, list[object]]]:
-    """Return the custom charts: those of one pattern, all roles or all denoising steps, say, are lines of one chart."""
+    """Return the custom charts: metrics of one pattern, such as all roles or all denoising steps, share one chart."""
     layout: dict[str, dict[str, list[object]]] = {}
     for metric in METRICS:
         if metric.labels:

@@ -1,8 +1,8 @@
 """Sends a run to Weights & Biases, or keeps it in the run folder for `wandb sync`.
 
-The run has the run id as its id, so that one that goes on is the same run. Steps are a metric of their own, because
-the library drops what comes for an earlier step than the last, as a validation round does. Nothing is captured or
-reported that the run did not record: no console, no machine, no code, no errors of the library.
+The W&B id is the run id, so a resumed run continues the same W&B run. Steps are a separate metric: the library drops
+data of an earlier step than the last, such as that of a validation round. Nothing is captured or reported that the run
+did not record: no console, machine data, code, or errors of the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # read on import
 _STEP = "update"
-# What the library itself reports of a process that ended so: an interrupted one is shown as killed.
+# The library's own exit codes for these endings: W&B shows an interrupted run as killed.
 _EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
 
 
@@ -31,7 +31,7 @@ class WandbSink(Sink):
     label = "W&B"
 
     def __init__(self, config: schema.Wandb, about: About) -> None:
-        """Start a run unless it goes on. SinkUnusableError if that cannot be done, or there is no account."""
+        """Start a run unless it continues one. Raises SinkUnusableError if that fails, or there is no account."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._config, self._about = config, about
@@ -82,7 +82,7 @@ class WandbSink(Sink):
         return run
 
     def begin(self, version: int) -> None:
-        """Start or continue the run. Numbers of void updates cannot be taken back: both are shown."""
+        """Start or continue the run. Numbers of void updates cannot be retracted: both are shown."""
         self._run = self._run or self._open()
 
     def metrics(self, numbers: dict[str, float], step: int, seconds: float) -> None:
