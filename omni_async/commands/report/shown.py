@@ -11,7 +11,7 @@ from omni_async.commands.report.blocks import Axis, Block, Series, Tab, series, 
 from omni_async.records.read.record import Run
 from omni_async.types import finite
 
-# Keys in which runs of one recipe may differ: storage and length.
+# Keys that may differ between runs of one recipe: storage and length.
 _SAME_RECIPE = ("run.", "tracking.", "checkpoint.", "trainer.updates")
 
 UPDATES = Axis("update")

@@ -2,7 +2,7 @@
 
 With repetitions a row's numbers are means over them, and `own` is the judge's own noise: the standard deviation of
 repeated scores of one sample, pooled over the samples. Compare it with the standard deviation between samples, the
-signal by which a reward distinguishes them.
+signal that lets a reward distinguish them.
 """
 
 from __future__ import annotations
