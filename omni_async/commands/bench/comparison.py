@@ -45,7 +45,7 @@ class Speedup(msgspec.Struct, frozen=True):
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     """An arm's numbers over its repeats; seconds are measured ones.
 
-    `attribution`, `stages` and `busy` are those of the repeat with the median step time, so that they belong together;
+    `attribution`, `stages` and `busy` come from the repeat with the median step time, so that they belong together;
     `staleness` is the sum of all."""
 
     name: str

@@ -264,7 +264,7 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
 def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
     """Add the law of real devices, from service times measured in a run.
 
-    The source is the synchronous arm's median run, or that run of the first arm that has service times."""
+    The source is the synchronous arm's median run, or otherwise the first arm's median run with service times."""
     for arm in sorted((arm for arm in overlap.arms if arm.measured), key=lambda arm: arm.name != "sync"):
         chosen = next(run for run in arm.runs if run.measured is median_run(arm))
         profile = run_profile(plan.out / str(chosen.folder))

@@ -36,11 +36,14 @@ class Estimate(Struct, frozen=True):
 def clustered_mean(values: ArrayLike, prompts: Sequence[int], level: float = LEVEL) -> Estimate:
     """Return the mean over samples, with an interval that counts the samples of a prompt as one observation.
 
-    The standard error is the cluster-robust one (Liang and Zeger 1986, doi:10.1093/biomet/73.1.13), se^2 = G / (G - 1)
-    * sum over prompts of (sum of (x - mean) over the prompt's samples)^2 / n^2 for n samples of G prompts, as Miller
-    2024 (arXiv 2411.00640, section 2.2) uses it for evaluations. The factor for few clusters and the t distribution of
-    G - 1 degrees of freedom follow Cameron and Miller 2015 (doi:10.3368/jhr.50.2.317, sections II.C and VI). With one
-    sample per prompt it is the usual standard error of a mean.
+    The standard error is the cluster-robust one (Liang and Zeger 1986, doi:10.1093/biomet/73.1.13) for n samples of G
+    prompts, as Miller 2024 (arXiv 2411.00640, section 2.2) uses it for evaluations:
+
+        se^2 = G / (G - 1) * sum over prompts of (sum of (x - mean) over the prompt's samples)^2 / n^2
+
+    The factor for few clusters and the t distribution of G - 1 degrees of freedom follow Cameron and Miller 2015
+    (doi:10.3368/jhr.50.2.317, sections II.C and VI). With one sample per prompt it is the usual standard error of a
+    mean.
 
     Args:
         values: (n,) finite numbers, n >= 1.

@@ -21,7 +21,7 @@ from omni_async.types import Prompt
 
 _LONGEST_PROMPT = 2**20  # `data.max_prompt_chars` is checked with the recipe
 _LINE_HEIGHT = 256  # pixels; an image of at most this height holds a line of text, which `ocr` reads
-# Proposes the first scorer that fits the prompts and the model's media; the last entries accept any prompt.
+# The first of these scorers that fits the prompts and the model's media is proposed; the last ones accept any prompt.
 _BY_PROMPT = ("scene_text", "object_checks")
 _BY_MEDIA = ("motion_smoothness", "pick_score")
 _HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")

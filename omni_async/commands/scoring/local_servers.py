@@ -39,7 +39,7 @@ async def local_servers(reward: Reward, timeout_s: float, tell: Tell) -> AsyncIt
     Args:
         reward: its servers and its scorers.
         timeout_s: the longest time for loading.
-        tell: takes messages for the user.
+        tell: the function for user messages.
 
     Raises:
         ConfigError: a server does not start, or needs an accelerator that does not exist."""
@@ -133,7 +133,7 @@ class LocalServers:
             self._changed.notify_all()
 
     async def addresses(self, role: str) -> dict[str, str]:
-        """Return the addresses of a server's ready replicas, by name; wait for one. ScoreError if none is left."""
+        """Return a server's ready replicas, name -> address; wait for the first one. ScoreError if none is left."""
         ready = self._ready.get(role)
         if ready is None:
             raise ScoreError(f"{role!r} is started by a run; without one, give its urls")

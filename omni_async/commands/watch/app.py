@@ -173,7 +173,7 @@ class WatchApp:
         headers["Content-Range"] = f"bytes {begin}-{begin + len(content) - 1}/{size}"
         return web.Response(status=206, body=content, content_type=_MEDIA_TYPES[found[3]], headers=headers)
 
-    # ---- what it shows ----------------------------------------------------------------------------------------------
+    # ---- content ----------------------------------------------------------------------------------------------------
 
     async def _report(self, request: web.Request) -> web.Response:
         return web.Response(body=self._live.report, content_type="application/json")

@@ -168,7 +168,7 @@ class LiveRun:
             self._news.notify_all()
 
     def message(self) -> bytes:
-        """Return the message for viewers, as JSON: the always live sections, and the number of the report's build."""
+        """Return the message for viewers, as JSON: the sections that are always live, and the report's build number."""
         told = ((self.answer or {}).get("progress") or {}).get("told")
         seen = seen_of(self.follower, self.status, told and told["text"], time.time())
         actions = self.actions
