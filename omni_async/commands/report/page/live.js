@@ -1,5 +1,5 @@
-// Keeps a page live: news arrive as server-sent events, the timeline is requested in windows, and buttons change the run
-// after a confirmation. The key for buttons is in the link, behind the `#`, and stays in this tab.
+// Keeps a page live: news arrive as server-sent events, the timeline is requested in windows, and buttons change the
+// run after a confirmation. The key for buttons is in the link, behind the `#`, and stays in this tab.
 
 omniAsync.live = (() => {
   const { element } = omniAsync.elements;
@@ -155,7 +155,7 @@ omniAsync.live = (() => {
     }
   }
 
-  /** Reconnect: a browser gives up if the server refuses, with too many open pages, or after a restart that requires the token. */
+  /** Reconnect: a browser gives up if too many pages are open, or if a restarted server requires the token. */
   async function again() {
     const { status } = await fetch("api/group/0").catch(() => ({}));
     if (status === 401) location.reload();
