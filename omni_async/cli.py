@@ -1,9 +1,10 @@
 """Implements `omni-async`, the command line.
 
-Parsing, validation and messages only; everything heavy is imported once a command needs it.
+Contains only parsing, validation and messages; a command imports heavy modules when it needs them.
 
 Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no
-traceback), 130 interrupted. A reader of the output that leaves (`| head`) changes neither the code nor what is done.
+traceback), 130 interrupted. A reader that closes the output early (`| head`) changes neither the exit code nor the
+work.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from omni_async.plugins.entry_points import load_named, not_one_of
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose message about an unknown choice is the message that a recipe's unknown name gets."""
+    """A parser that reports an unknown choice with the message for an unknown name in a recipe."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -63,7 +64,7 @@ With a model, prompts and a reward of yours: `omni-async init`. `omni-async COMM
 
 
 class _Program(_Parser):
-    """The parser of the program itself, whose help has the commands in groups; argparse knows one list."""
+    """The program's top-level parser. Its help lists the commands in groups, which argparse does not support."""
 
     commands: Any  # what argparse's `add_subparsers` returned
 
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments; `key.path=value` may come after options, too, which argparse alone does not take."""
+    """Parse arguments; accept `key.path=value` after options too, which argparse alone does not."""
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
@@ -113,14 +114,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    Without `arguments` it is this process's own, and all that is left for the process to do then is to end."""
+    Without `arguments` it uses the arguments of this process, which must end right after this returns."""
     if arguments is None:
         sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     code = _run(_parse(arguments))
     if arguments is None:
-        # Python waits for threads first, that of a model which is still loading say. Nobody can catch a
-        # KeyboardInterrupt by then, and it would be shown as a mistake of Python's; everything is written, so Ctrl-C
-        # just ends the process.
+        # Python first waits for threads, such as a model that is still loading. A KeyboardInterrupt can no longer be
+        # caught by then, and would look like a bug in Python. Everything is written, so Ctrl-C just ends the process.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if busy():
             _leave_now(code)
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave_now(code: int) -> None:
-    """End the process with a call under way in a daemon thread: a scorer that hangs, or a batch that is given up.
+    """End the process while a daemon thread is in a call: a scorer that hangs, or an abandoned batch.
 
     Python would stop such a thread inside C++ code, which aborts the process."""
     atexit._run_exitfuncs()
@@ -139,7 +139,7 @@ def _leave_now(code: int) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path.cwd()))  # so that a scorer of your own, `my_module:MyScorer`, is found where you work
+    sys.path.insert(0, str(Path.cwd()))  # finds a scorer in the working directory, `my_module:MyScorer`
     try:
         run: Callable[[argparse.Namespace], int] = load_named(options.handler)
         return run(options)
@@ -152,13 +152,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _Output(io.FileIO):
-    """A file descriptor for output that is discarded once its reader has left or its terminal is closed.
+    """A file descriptor that discards output once its reader has left or its terminal is closed.
 
-    An error would reach whatever happens to write: rich would end the process, and with it what is still to be done."""
+    Otherwise an error would reach whichever code writes next: rich would end the process before its work is done."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        # A closed terminal's error is EIO, which is a failing disk's as well.
+        # A closed terminal raises EIO, and so does a failing disk.
         self._gone = (errno.EPIPE, errno.EIO) if self.isatty() else (errno.EPIPE,)
 
     def write(self, data: Any) -> int:
@@ -174,7 +174,7 @@ class _Output(io.FileIO):
 
 
 def _outliving_its_reader(stream: Any) -> Any:
-    """Return a stream to where `stream`, standard output or error, writes. None stays None."""
+    """Return a stream that writes to the target of `stream`, standard output or error. None stays None."""
     if stream is None:
         return stream
     output = io.BufferedWriter(_Output(stream.fileno()))

@@ -1,7 +1,7 @@
-"""Computes how long to wait before a retry, holds the calls that wait, and decides whether to ask at all.
+"""Computes pauses before retries, holds delayed calls, and decides whether to call a failing service.
 
-Deterministic: no jitter. `Later` takes time from the event loop's timers, `Breaker`, which owns no task and waits for
-nothing, from its clock.
+Deterministic: no jitter. `Later` takes time from the event loop's timers. `Breaker` takes it from its clock; it owns no
+task and never waits.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Backoff(Struct, frozen=True):
 class Later:
     """Delayed calls, by name.
 
-    They wait for timers of the running loop; `cancel` and `cancel_all` end the wait without the call."""
+    They run on timers of the running loop; `cancel` and `cancel_all` drop them."""
 
     def __init__(self) -> None:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
 
     def call(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back after a while, or never once all were cancelled.
+        """Call `callback` after a delay, unless it is cancelled; do nothing after `cancel_all`.
 
         Args:
-            name: by which `cancel` finds it; takes the place of a call of that name that waits.
-            seconds: how long; 0 or less: it is called before this returns.
-            callback: what to call."""
+            name: identifies the call for `cancel`; replaces a waiting call of the same name.
+            seconds: the delay; at 0 or less, `callback` is called before this returns.
+            callback: the function to call."""
         if self._closed:
             return
         self.cancel([name])
@@ -61,7 +61,7 @@ class Later:
                 timer.cancel()
 
     def cancel_all(self) -> None:
-        """Cancel all calls that wait, and make none from now on."""
+        """Cancel all waiting calls, and ignore later ones."""
         self._closed = True
         self.cancel(list(self._timers))
 
@@ -73,16 +73,16 @@ class State(Enum):
 
 
 class Breaker:
-    """A circuit breaker, which decides whether a service that keeps failing is asked at all.
+    """A circuit breaker, which decides whether to call a service that keeps failing.
 
         closed ------ trip ------> open --- try_again, after a pause ---> half open
            ^                        ^                                        |
            |                        +--------------- missed -----------------+
            +------------------------ succeeded ------------------------------+
 
-    While it is open, the service is not asked. While it is half open, one attempt is made. The pauses grow from one
-    attempt to the next, and `give_up_s` after it opened the breaker has *given up*: attempts go on, but no caller
-    should wait for them any more."""
+    While the breaker is open, the service is not called. While it is half open, one attempt is made. The pauses grow
+    from one attempt to the next. `give_up_s` after it opened, the breaker has *given up*: attempts continue, but
+    callers should no longer wait for them."""
 
     def __init__(self, clock: Clock, *, pauses: Backoff, give_up_s: float) -> None:
         self._clock = clock

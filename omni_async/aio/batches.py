@@ -1,7 +1,7 @@
-"""Forms batches of items that come one by one, of as many as wait and never more, and runs several of them at once.
+"""Forms batches from the items waiting now, never waits to fill a batch, and runs several batches concurrently.
 
-Owns a task per batch; the end of a batch, or an item that comes, starts the next. How many items may be taken in is
-said by `Load`, which has no clock and no task, so that simulated workers count as real ones do.
+Owns a task per batch; the end of a batch, or a new item, starts the next. `Load` computes how many items to accept. It
+has no clock and no task, so simulated workers count as real workers do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAST = 0.25
 
 
 class Load:
-    """What a server of batches has to do: `waiting` items, and `running` batches of at most `concurrency`.
+    """The load of a batch server: `waiting` items, and `running` batches of at most `concurrency`.
 
     `batch`: most items of a batch. `concurrency` None: any number of batches."""
 
@@ -34,33 +34,33 @@ class Load:
         self.items_running = 0
 
     def room(self, coming: int) -> int:
-        """Return how many more items could begin now, beside those that wait and `coming` ones: those take a batch."""
+        """Return how many more items could begin now; each waiting or `coming` item already takes a free batch."""
         free = self.concurrency - self.running
         return (free - min(free, self.waiting + coming)) * self.batch
 
     def bound(self, coming: int) -> int:
-        """Return how many more items may be taken in, so that no more than one round of batches waits."""
+        """Return how many more items to accept, so that at most one round of batches waits."""
         return max(0, 2 * self.concurrency * self.batch - self.waiting - self.items_running - coming)
 
     def next_size(self, largest: int) -> int:
-        """Return how many items the next batch should have: those that wait, dealt over all that could begin."""
+        """Return the size of the next batch: the waiting items, divided among all batches that could begin."""
         free = self.concurrency - self.running
         return min(largest, self.batch, math.ceil(self.waiting / free)) if free > 0 and self.waiting else 0
 
 
 def room_of(loads: Sequence[Load], coming: int = 0) -> int:
-    """Return how many more items may be taken in by servers of which every item needs all.
+    """Return how many more items to accept for servers that all process every item.
 
-    One of them could begin so many now, and none of the others would collect more than a round of its batches.
+    At least one server could begin so many now, and no server would collect more than a round of its batches.
 
     Args:
-        loads: of the servers.
-        coming: items that are taken in, and on their way to all of them."""
+        loads: the servers' loads.
+        coming: accepted items that are on their way to all servers."""
     return min(max(load.room(coming) for load in loads), min(load.bound(coming) for load in loads))
 
 
 class BatchSize:
-    """The size of batches that take `latency_s` each, learnt from how long they took; `largest` without a target."""
+    """The size of batches that take `latency_s` each, learnt from batch durations; `largest` without a target."""
 
     def __init__(self, largest: int, latency_s: float | None) -> None:
         self._largest = largest
@@ -83,10 +83,10 @@ class BatchSize:
 
 
 class Batcher(Generic[T, R]):
-    """A front of `serve`, which takes a batch of items and returns a result for each.
+    """A queue in front of `serve`, which takes a batch of items and returns a result for each.
 
-    Items that are submitted in one turn of the event loop may share a batch. An error that `serve` raises goes to all
-    of its batch; what is still waiting goes on."""
+    Items that are submitted in one turn of the event loop may share a batch. An error from `serve` is the result of
+    every item of its batch; waiting items are unaffected."""
 
     def __init__(
         self, serve: Callable[[list[T]], Awaitable[Sequence[R]]], load: Load, latency_s: float | None = None
@@ -150,7 +150,7 @@ class Batcher(Generic[T, R]):
             self._start()
 
     async def close(self) -> None:
-        """Cancel what runs, and what waits."""
+        """Cancel all running and waiting items."""
         for _, future in self._waiting:
             future.cancel()
         for task in self._running:

@@ -1,8 +1,7 @@
 """Owns every task of a run.
 
-Tasks are started by name; the first one that fails, or `stop()`, ends all of them, and leaving the `async with` block
-waits until each has really finished. Nothing outlives the block, and the failure that ended it is raised with its
-task's name.
+Tasks are started by name. The first failed task, or `stop()`, ends all of them. Leaving the `async with` block waits
+until each has really finished, so nothing outlives the block. The failure that ended it is raised with its task's name.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from omni_async.aio.waiting import Event, cancel
 
 
 class TaskFailed(RuntimeError):
-    """A supervised task raised; `__cause__` is what it raised."""
+    """A supervised task raised; `__cause__` is its exception."""
 
     def __init__(self, task: str, cause: BaseException) -> None:
         super().__init__(f"{task}: {type(cause).__name__}: {cause}")

@@ -1,4 +1,4 @@
-"""Calls blocking functions in daemon threads, for which the end of the process does not wait.
+"""Calls blocking functions in daemon threads; the process can end before they return.
 
 The standard library's executors join their threads when the loop or the interpreter ends, so a call that never returns
 keeps the process alive.
@@ -27,12 +27,12 @@ _busy: set[Future[Any]] = set()
 
 
 def busy() -> bool:
-    """Return whether calls in daemon threads have not returned."""
+    """Return whether a call in a daemon thread is still running."""
     return bool(_busy)
 
 
 class DaemonThread(Executor):
-    """A thread that runs one call after the other, and ends when nobody has this object any more."""
+    """A thread that runs one call after another, and ends when this object is no longer referenced."""
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
@@ -48,7 +48,7 @@ class DaemonThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after its current call, if that returns; never waits for it."""
+        """End the thread after its current call, if that returns; never wait for it."""
         self._closed = True
         with contextlib.suppress(Empty):
             while cancel_futures:
@@ -58,7 +58,7 @@ class DaemonThread(Executor):
 
 
 def _work(calls: _Calls) -> None:
-    """Run calls until there is a None among them."""
+    """Run calls until the queue yields None."""
     while (item := calls.get()) is not None:
         future, call = item
         if future.set_running_or_notify_cancel():
@@ -78,7 +78,7 @@ def _work(calls: _Calls) -> None:
 
 
 class _Pool(Executor):
-    """Gives every call a thread that is idle, or a new one: calls that do not overlap share one."""
+    """Runs each call in an idle thread or a new one; calls that do not overlap share a thread."""
 
     def __init__(self) -> None:
         self._idle: list[DaemonThread] = []

@@ -1,8 +1,9 @@
 """Provides waits without polling and without lost wake-ups.
 
-`Event` for a few waiters that each wait for another condition, `FairQueue` for many that would all take the same items;
-`first_of` and `unless` for a caller that waits for one of several ends; `Coalescer` for calls that cost as much for one
-item as for many.
+- `Event` is for a few waiters that each wait for another condition.
+- `FairQueue` is for many waiters that would all take the same items.
+- `first_of` and `unless` are for a caller that waits for one of several events.
+- `Coalescer` is for calls that cost as much for one item as for many.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Event:
     """A signal without a state: `await wait()` returns at the next `notify()`.
 
     Callers loop: check a condition, wait, check again. Between a check and its wait no other task runs, so no
-    notification is missed; a cancelled waiter takes nothing with it, because every notification wakes all waiters."""
+    notification is missed. Every notification wakes all waiters, so a cancelled waiter loses none for the others."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -54,14 +55,14 @@ class _Waiter:
 
 
 class FairQueue:
-    """A queue, first come, first served.
+    """A first-come, first-served queue.
 
     `await take(action, caller)` returns `action()`, called when the caller is first in the queue and `is_open()`, or
     when `caller` was evicted.
 
     `notify()` only ever wakes the first waiter, and costs nothing while the queue is empty or closed: code that may
-    have opened it calls `notify()`. A waiter that leaves, served or cancelled, wakes the next, so an open queue moves
-    on by itself. No waiter is handed anything while it waits, so a cancelled one loses nothing."""
+    have opened it calls `notify()`. A waiter that leaves, served or cancelled, wakes the next, so an open queue
+    advances on its own. Waiters receive nothing while they wait, so a cancelled waiter loses nothing."""
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self._is_open = is_open
@@ -103,7 +104,7 @@ class FairQueue:
 
 
 def is_cancelled() -> bool:
-    """Return whether a CancelledError is meant for the task that caught it, as opposed to what it waited for."""
+    """Return whether a CancelledError targets the current task, as opposed to the work that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -116,7 +117,7 @@ async def cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 async def first_of(*works: Awaitable[Any]) -> None:
-    """Wait until the first of them is done: its exception is raised, and the others are cancelled and waited for."""
+    """Wait until the first of `works` is done; raise its exception, and cancel and await the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -127,19 +128,19 @@ async def first_of(*works: Awaitable[Any]) -> None:
 
 
 class Stopped(Exception):
-    """The awaited work was broken off."""
+    """The awaited work was interrupted."""
 
 
 async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
     """Return the result of `work`; raise Stopped if `stop` is done first.
 
-    The other one is cancelled and waited for."""
+    The other awaitable is cancelled and awaited."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Stopped
-        if working.cancelled():  # else the waiter takes it for a cancellation of its own
+        if working.cancelled():  # otherwise the waiter would take it for its own cancellation
             raise RuntimeError("it was cancelled from within")
         return working.result()
     finally:
@@ -147,18 +148,18 @@ async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
 
 
 class Coalescer(Generic[T, R]):
-    """A front of `deliver` that sends together the items that arrive together.
+    """A queue in front of `deliver` that sends items together if they arrive together.
 
-    `deliver` takes items and returns one result for each, in their order. `send` waits for its item's delivery; the
-    next one starts when that ends, with all items that came meanwhile. Nothing is held back to fill a batch.
+    `deliver` takes items and returns one result for each, in their order. `send` waits for its item's delivery. The
+    next delivery starts when that ends, with all items that arrived in the meantime. No item waits for a batch to fill.
 
-    An error that `deliver` raises goes to all their senders. A sender that is cancelled withdraws its item unless that
-    has left."""
+    An error from `deliver` is raised in all senders of its items. A cancelled sender withdraws its item unless delivery
+    has begun."""
 
     def __init__(self, deliver: Callable[[list[T]], Awaitable[Sequence[R]]]) -> None:
         self._deliver = deliver
         self._waiting: list[tuple[T, asyncio.Future[R]]] = []
-        self._delivering: asyncio.Task[None] | None = None  # ends by itself when nothing waits
+        self._delivering: asyncio.Task[None] | None = None  # ends when nothing waits
 
     async def send(self, item: T) -> R:
         result: asyncio.Future[R] = asyncio.get_running_loop().create_future()

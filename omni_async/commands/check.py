@@ -51,7 +51,7 @@ def check(options: argparse.Namespace) -> int:
 
     from omni_async.runtime.preflight.check import preflight
 
-    with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
+    with contextlib.redirect_stdout(sys.stderr):  # the output of a scorer's module is no part of the recipe
         inputs = preflight(config)
     for note in inputs.notes:
         if note.startswith("warning: "):

@@ -1,4 +1,4 @@
-"""Shares among commands how they take arguments, show progress and write results. Imports nothing heavy."""
+"""Provides the commands' common arguments, progress displays and output functions. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omni_async.config.reading import is_within
 from omni_async.config.redact import one_line, redact_text
 from omni_async.config.writing import replacing, require_replaceable
 
-# A text that begins so is a formula, or becomes one once the blanks at its start are dropped.
+# A text with such a start is a formula, or becomes one if leading blanks are dropped.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _MARKUP = str.maketrans({sign: f"\\{sign}" for sign in "\\`[<|"})
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -35,12 +35,12 @@ def add_command(
     """Add a command, and return the parser of its arguments.
 
     Args:
-        commands: what argparse's `add_subparsers` returned.
+        commands: the result of argparse's `add_subparsers`.
         name: the word on the command line.
         purpose: its line in the list of commands.
-        description: its own help, shown with the line breaks that it has.
-        handler: `module:function`; (argparse.Namespace) -> exit code, imported once the command is used.
-        group: the one of `GROUPS` under which the program's help shows it."""
+        description: its own help, shown with its line breaks.
+        handler: `module:function`; (argparse.Namespace) -> exit code, imported when the command is used.
+        group: its group in the program's help, one of `GROUPS`."""
     raw = argparse.RawDescriptionHelpFormatter
     added: argparse.ArgumentParser = commands.add_parser(
         name, help=purpose, description=description, formatter_class=raw
@@ -64,7 +64,7 @@ def positive(text: str) -> int:
 
 
 class PathsAndOverrides(argparse.Action):
-    """Tells paths from `key.path=value`, which may be mixed; a word that is both is a path if there is such a file."""
+    """Separates paths from `key.path=value`, which may be mixed; an ambiguous word is a path if such a file exists."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         overrides = [word for word in values if _OVERRIDE.match(word) and not Path(word).exists()]
@@ -78,7 +78,7 @@ class PathsAndOverrides(argparse.Action):
 
 
 def print_line(text: str) -> int:
-    """Write a result to standard output, at once, so that it is read before the wait that it announces.
+    """Write a result to standard output and flush it, so that it is visible before any wait that it announces.
 
     Return the exit code 0."""
     sys.stdout.write(f"{text}\n")
@@ -87,7 +87,7 @@ def print_line(text: str) -> int:
 
 
 def print_error(text: str) -> None:
-    """Write one line to standard error, with secrets masked; `text` may contain what foreign code put there."""
+    """Write one line to standard error, with secrets masked; `text` may contain foreign content."""
     sys.stderr.write(f"omni-async: {one_line(redact_text(text))}\n")
     sys.stderr.flush()
 
@@ -97,10 +97,10 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] | None]:
-    """Show a bar on stderr, so that stdout is the result alone; yields None where stderr is no terminal.
+    """Show a bar on stderr, so that stdout holds only the result; yield None if stderr is no terminal.
 
-    `columns`: `bar`, `done`, `left` and `elapsed` are progress; anything else is text. What is yielded takes a
-    description, and how many of `total` are made."""
+    `columns`: `bar`, `done`, `left` and `elapsed` are progress; anything else is text. The yielded function takes a
+    description, and how many of `total` are done."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -125,8 +125,7 @@ def live_bar(*columns: str, total: int) -> Iterator[Callable[[str, int], None] |
 def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
     """Raise ConfigError, one line, before minutes of work if the file that `option` names cannot be written.
 
-    Creates its folder. An existing file stays as it is; a missing file stays missing.
-
+    Creates its folder. An existing file remains unchanged; a missing file remains missing.
     `inputs`: as for `require_no_input`."""
     if path is None:
         return
@@ -139,7 +138,7 @@ def require_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()
 
 
 def require_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
-    """Raise ConfigError, one line, if the file that `option` names is one of the `inputs`, under whatever name.
+    """Raise ConfigError, one line, if the file that `option` names is one of the `inputs`, under any name.
 
     `inputs`: files that the command reads, and folders that no file may be written into."""
     for given in inputs:
@@ -183,7 +182,7 @@ def write_results(writers: Mapping[Path, Callable[[Path], object]]) -> tuple[lis
 
 
 def as_markdown(text: object) -> str:
-    """Return a text as a line that Markdown shows as it is: no image, HTML, code or further cell.
+    """Return a text as a line that Markdown shows literally: no image, HTML, code or further cell.
 
     Some renderers make links of plain addresses."""
     return one_line(" ".join(str(text).split())).translate(_MARKUP)
@@ -192,7 +191,7 @@ def as_markdown(text: object) -> str:
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Encode rows of the same columns as CSV; no rows give no bytes.
 
-    A text that a spreadsheet would run as a formula gets a `'` in front. Numbers stay as they are."""
+    A text that a spreadsheet would run as a formula gets a `'` in front. Numbers are unchanged."""
     text = io.StringIO(newline="")
     if rows:
         writer = csv.DictWriter(text, fieldnames=[*rows[0]])
@@ -206,5 +205,5 @@ def _cell(value: Any) -> Any:
 
 
 def write_json(path: Path | None, content: bytes) -> int:
-    """Write the file that `--json` names, if it was given. Return the exit code, as `write_results`."""
+    """Write the file that `--json` names, if given. Return the exit code, as `write_results`."""
     return 0 if path is None else write_results({path: lambda path: path.write_bytes(content)})[1]

@@ -28,7 +28,7 @@ def add_list(commands: Any) -> None:
 
 
 def list_names(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, where there is no folder of recipes."""
+    """Return the exit code. Raises ConfigError, one line, if there is no folder of recipes."""
     if options.what == "recipes":
         from omni_async.commands.scaffold.recipe_list import recipe_lines
 

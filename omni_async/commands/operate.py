@@ -1,4 +1,4 @@
-"""Implements `omni-async status`, `scale` and `stop`, from the answer of a run or from what it left behind."""
+"""Implements `omni-async status`, `scale` and `stop`, from the answer of a run or from the files in its folder."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _say(lines: Iterable[str]) -> int:
 
 def _tell(lines: Iterable[str]) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()  # so that a line is read before the wait that it announces
+    sys.stdout.flush()  # so that a line is visible before any wait that it announces
 
 
 _MOST_ROUNDS = 1000
@@ -122,7 +122,7 @@ def _workers(words: list[str]) -> dict[str, int]:
     workers: dict[str, int] = {}
     for word in words:
         role, equals, number = word.partition("=")
-        # Python refuses to read thousands of digits.
+        # Python refuses to convert thousands of digits.
         fits = len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS
         # A run refuses the name of a pool or a server that it does not have.
         is_own = _OWN_ROLE.fullmatch(role) is not None and role not in BUILT_IN_ROLES
@@ -141,7 +141,7 @@ _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 
 
 def running_lines(status: Mapping[str, Any]) -> list[str]:
-    """Render a running job for a person: how far it is and how it learns, then its parts and buffers."""
+    """Render a running job for a person: its progress and learning, then its parts and buffers."""
     if "doing" in status:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
@@ -159,7 +159,7 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def _scorer(label: str, found: Mapping[str, Any]) -> list[str]:
-    """Render what a scorer has to do now, and the median and the slow end of the seconds until its answers."""
+    """Render a scorer's current load, and the median and 95th percentile of its answer times in seconds."""
     seconds = [found.get(f"answer_s/p{percent}") for percent in (50, 95)]
     took = ["" if one is None else f"{one:.3g} s" for one in seconds]
     return [label, str(found["in_flight"]), str(found["queued"]), *took]
@@ -208,9 +208,11 @@ def _groups(counts: Mapping[str, int], rejected: Mapping[str, int], dropped: Map
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run that does not answer.
 
-    running: another process has it all the same, on another machine perhaps. update: the last one in its metrics, 0 if
-    there is none; numbers: that update's. checkpoint: the newest folder. ended: groups by how they ended, and why, by
-    the ledger. unread: why lines of the ledger are not counted; None: all are."""
+    running: whether another process still runs it, for example on another machine.
+    update: the last update in its metrics, 0 without one; numbers: that update's.
+    checkpoint: the newest folder.
+    ended: groups by ending, and reject_reasons, drop_reasons: the reasons, from the ledger.
+    unread: why some lines of the ledger are not counted; None: all are counted."""
 
     run: str
     running: bool
@@ -237,7 +239,7 @@ def left_behind(folder: Path) -> LeftBehind:
         where = f"{Path(error.filename).name}: " if isinstance(error, OSError) and error.filename else ""
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {where}{reason_of(error)}") from None
     summary = summary and with_rounds(summary, rounds)
-    learned = ("accuracy", "margin") if "accuracy" in last else ("reward",)  # of preferences that is not their reward
+    learned = ("accuracy", "margin") if "accuracy" in last else ("reward",)  # preferences have no reward
     return LeftBehind(
         run=run.run_id,
         running=run.is_running(),
@@ -264,14 +266,14 @@ def _measured(run: RunDirectory) -> tuple[list[Round], dict[str, float]]:
 
 
 def _endings(run: RunDirectory) -> dict[str, Any]:
-    """Return how groups ended by the ledger, the reasons, and why lines of it are not counted."""
+    """Return the endings of groups and their reasons from the ledger, and why some of its lines are not counted."""
     entries, unread = read_foreign(run.ledger, LedgerEntry, run.path)
     counts = dict(zip(("ended", "reject_reasons", "drop_reasons"), ended_groups(entries), strict=True))
     return {**counts, "unread": unread}
 
 
 def left_behind_lines(found: LeftBehind) -> list[str]:
-    """Render for a person how a run ended, or that it was cut off, and how to go on with it."""
+    """Render for a person how a run ended, or that it was interrupted, and how to continue it."""
     if found.summary is not None and not found.running:
         return [*_ended(found.summary), *_goes_on(found)]
     running = "it is running, but does not answer from here: it may be starting or ending, or run on another machine"

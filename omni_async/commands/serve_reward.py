@@ -1,4 +1,4 @@
-"""Implements `omni-async serve-reward`: its arguments, its help, and how it ends."""
+"""Implements `omni-async serve-reward`: its arguments, its help, and its end."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def add_serve_reward(commands: Any) -> None:
 
 
 def serve_reward(options: argparse.Namespace) -> int:
-    """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot begin."""
+    """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot start."""
     from omni_async.rewards.server.serve import serve
     from omni_async.rewards.server.settings import load_server
 
-    with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is not the address
+    with contextlib.redirect_stdout(sys.stderr):  # only the address may go to stdout, not a scorer module's output
         config = load_server(options.scorers, options.overrides)
-        if config.placement.reward.gpus == 0:  # a scorer that finds a device for itself would take another process's
+        if config.placement.reward.gpus == 0:  # a scorer that searches for a device would take another process's
             os.environ.update(showing({}))
         return asyncio.run(serve(config, _say, print_error))
 
 
 def _say(text: str) -> None:
-    """Write a line for the program that started the server: past the redirection, which is for scorers."""
+    """Write a line for the program that started the server: bypasses the redirection, which is for scorers."""
     assert sys.__stdout__ is not None
     sys.__stdout__.write(f"{text}\n")
     sys.__stdout__.flush()

@@ -1,4 +1,4 @@
-"""Implements `omni-async simulate`: its arguments, its help, its progress, and what it prints and writes."""
+"""Implements `omni-async simulate`: its arguments, help, progress, printed output and files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ alone).
 
 _QUIET_S = 5.0
 _SYNC_UPDATES = 40
-_NARROWEST = 120  # columns; narrower terminals wrap lines, which is better than cutting numbers off
+_NARROWEST = 120  # columns; on narrower terminals lines wrap, which is better than truncated numbers
 
 
 def add_simulate(commands: Any) -> None:
@@ -81,7 +81,7 @@ def add_simulate(commands: Any) -> None:
 
 
 def add_job(parser: argparse.ArgumentParser, overrides: str, recipe: str = "a YAML file") -> None:
-    """Add what names a job to predict: its recipe, changes of it, its profile. The texts are the help."""
+    """Add the arguments that name a job to predict: its recipe, overrides, its profile. The texts are the help."""
     add = parser.add_argument
     add("recipe", type=Path, metavar="RECIPE", help=recipe)
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=overrides)
@@ -93,7 +93,7 @@ def add_job(parser: argparse.ArgumentParser, overrides: str, recipe: str = "a YA
 
 
 def simulate_recipe(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for wrong arguments."""
     from omni_async.performance.profile import require_room
     from omni_async.roles.plan import require_trainable
 
@@ -140,7 +140,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
 
 
 def _what_if(options: argparse.Namespace) -> int:
-    """Say what one change would buy a run that is over, or a job that a recipe and a profile describe."""
+    """Predict the gains of single changes to a finished run, or to a job described by a recipe and a profile."""
     import msgspec
     from rich.console import Console
 
@@ -178,7 +178,7 @@ def _with_profile(options: argparse.Namespace) -> list[str]:
 
 
 def profile_of(config: Config, name: str | None) -> Profile:
-    """Load the profile that `--profile` names (None: the recipe's). ConfigError, one line, if there is none."""
+    """Load the profile that `--profile` names (None: the recipe's). ConfigError, one line, if none exists."""
     from omni_async.performance.profile import load_profile, shipped_profiles
 
     if name is None:
@@ -217,7 +217,7 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
 
 
 def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
-    """List the stages that the profile has no time for, and which of the jobs need them."""
+    """List the stages without a time in the profile, and the jobs that need them."""
     from omni_async.simulation.result import not_measured
 
     needed_by: dict[str, list[str]] = defaultdict(list)
@@ -228,7 +228,7 @@ def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
 
 
 def _lines(name: str, updates: int) -> Callable[[int], None]:
-    """Return what writes a line now and then."""
+    """Return a progress callback that prints every few seconds."""
     last_report = time.monotonic()
 
     def report(version: int) -> None:

@@ -1,4 +1,4 @@
-"""Implements `omni-async tune`: its arguments, its help, its progress, and what it prints and writes."""
+"""Implements `omni-async tune`: its arguments, help, progress, printed output and files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def add_tune(commands: Any) -> None:
 
 
 def tune_recipe(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for wrong arguments."""
     config = load(options.recipe, options.overrides)
     profile = profile_of(config, options.profile)
     _require_usable(options)

@@ -1,8 +1,8 @@
-"""Finds trainer backends by name: what each can do, known without importing torch, and the class that does it.
+"""Finds trainer backends by name: their abilities, readable without importing torch, and their classes.
 
 A backend holds the model of a trainer rank and changes its weights (`omni_async.training.backends.base.TrainBackend`).
-The built-in ones are listed here; other packages add theirs through the entry-point group `omni_async.backends` (each
-entry point is a `Backend`).
+This module lists the built-in backends. Other packages add theirs through the entry-point group `omni_async.backends`;
+each entry point is a `Backend`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ GROUP = "omni_async.backends"
 class Backend(msgspec.Struct, frozen=True):
     """A trainer backend.
 
-    train: `module:Class`, an `omni_async.training.backends.base.TrainBackend`, made with (config, objective, policy,
+    train: `module:Class`, an `omni_async.training.backends.base.TrainBackend`, built with (config, objective, policy,
         device, layout) on every rank.
     several_ranks: whether ranks can train one model together.
-    offload: whether weights can lie in host memory between their uses (`trainer.offload`)."""
+    offload: whether weights can be kept in host memory between uses (`trainer.offload`)."""
 
     name: str
     train: str
@@ -30,7 +30,7 @@ class Backend(msgspec.Struct, frozen=True):
     offload: bool = False
 
     def load(self) -> Any:
-        """Load the class itself (imports torch)."""
+        """Load the class (imports torch)."""
         return load_named(self.train)
 
 
@@ -44,12 +44,12 @@ BUILT_IN = {
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names of the built-in and all installed backends, sorted."""
+    """Return the names of all built-in and installed backends, sorted."""
     return registered_names(GROUP, BUILT_IN)
 
 
 def load_backend(name: str) -> Backend:
-    """Return the backend of that name; ValueError as from `find_registered`."""
+    """Return the backend called `name`; raises ValueError as `find_registered` does."""
     return find_registered(name, GROUP, Backend, "trainer.backend", BUILT_IN, " or 'auto'")
 
 
@@ -57,13 +57,13 @@ def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Bac
     """Return the backend called `name`.
 
     Args:
-        name: `trainer.backend`; `auto` is plain on one CPU rank, where wrapping only costs time, and else FSDP2.
+        name: `trainer.backend`; `auto` is plain on one CPU rank, where wrapping only costs time, and FSDP2 otherwise.
         workers: the ranks that train one model together.
         offload: `trainer.offload`.
         on_cpu: whether the ranks have no accelerator.
 
     Raises:
-        ValueError: one line, if there is none, or it cannot do what is asked for."""
+        ValueError: one line; the backend does not exist or lacks a requested ability."""
     chosen = ("plain" if on_cpu and workers == 1 else "fsdp2") if name == "auto" else name
     backend = load_backend(chosen)
     if workers > 1 and not backend.several_ranks:

@@ -1,4 +1,4 @@
-"""Finds by name what this project has and other packages register, and loads what a table names as `module:name`.
+"""Finds this project's objects and registered objects of other packages by name, and loads `module:name` references.
 
 Other packages are foreign code and may break in any way.
 """
@@ -24,13 +24,13 @@ def load_named(name: str) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the known one that is nearest, if any is near."""
+    """Return the end of a message about an unknown name: the closest known name, or "" if none is close."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def not_one_of(name: str, known: Collection[str], also: str = "") -> str:
-    """Return the message about an unknown name, which every choice of names has; `also` tells of what is no name."""
+    """Return the message about an unknown name; `also` describes accepted values other than names."""
     return f"expected one of {[*known]}{also}, got {name!r}{did_you_mean(name, known)}"
 
 
@@ -40,7 +40,7 @@ def _scanned(scan: Callable[..., EntryPoints], group: str, path: tuple[str, ...]
 
 
 def _installed(group: str) -> EntryPoints:
-    """Return a group's entry points. Looked up once: that opens a file of every package, and roles ask often."""
+    """Return a group's entry points, cached: a search opens a file of every package, and roles search often."""
     return _scanned(entry_points, group, tuple(sys.path))
 
 
@@ -52,17 +52,18 @@ def registered_names(group: str, own: Iterable[str] = ()) -> tuple[str, ...]:
 def find_point(
     name: str, group: str, key: str, own: Mapping[str, T] = MappingProxyType({}), also: str = ""
 ) -> T | EntryPoint:
-    """Return what is called `name`: this project's own, or the one entry point of the group `group`.
+    """Return the object called `name`: this project's own, or the only entry point of that name in `group`.
 
     Args:
-        name: what the recipe says.
+        name: the value in the recipe.
         group: the group of entry points.
         key: the recipe's key, with which an error begins.
-        own: what this project has, by name.
-        also: what else the recipe may say, for the error.
+        own: this project's objects, by name.
+        also: other values that the recipe may use, for the error.
 
     Raises:
-        ValueError: one line, if there is none, or several: the order of the path would decide whose is taken."""
+        ValueError: one line; the name is unknown, or registered several times, so that the order of the path would
+            decide."""
     found = {point.value: point for point in _installed(group).select(name=name)}
     if name in own:
         if found:
@@ -78,14 +79,14 @@ def find_point(
 def find_registered(
     name: str, group: str, cls: type[T], key: str, own: Mapping[str, T] = MappingProxyType({}), also: str = ""
 ) -> T:
-    """Return the `cls` that is called `name`, loaded where another package registers it.
+    """Return the `cls` called `name`; load it if another package registers it.
 
     Args:
-        name, group, key, own, also: as `find_point` takes them, with its errors.
-        cls: what the entry point must lead to.
+        name, group, key, own, also: as for `find_point`, with its errors.
+        cls: the type that the entry point must load.
 
     Raises:
-        ValueError: one line, if it cannot be imported, or is no `cls`."""
+        ValueError: one line; the entry point cannot be imported, or is no `cls`."""
     point = find_point(name, group, key, own, also)
     if not isinstance(point, EntryPoint):
         return point

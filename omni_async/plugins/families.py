@@ -1,9 +1,9 @@
-"""Finds model families and says what is known of one without importing torch.
+"""Finds model families and describes them without importing torch.
 
 A family is a small package (see `pipelines/`) that registers a `PipelineFamily` in the entry-point group
-`omni_async.pipelines`. What a recipe may say about one of its samples (size, guidance, whatever changes what is drawn)
-is a `SamplingSpec` of its own: the framework carries it whole, compares and hashes it, asks it what the sample's media
-look like, and never looks inside.
+`omni_async.pipelines`. Its own `SamplingSpec` holds the recipe's settings of a sample: size, guidance, and anything
+else that changes the result. The framework passes the spec whole, compares and hashes it, and calls it for the shapes
+of the sample's media. It never reads the fields.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 from omni_async.plugins.entry_points import find_registered, registered_names
 
 GROUP = "omni_async.pipelines"
-PARTS = ("image", "video", "audio")  # of media
+PARTS = ("image", "video", "audio")  # parts of media
 
 
 class MediaShape(msgspec.Struct, frozen=True):
     """One part of a sample's media.
 
-    An image (3, H, W), a video (F, 3, H, W) with its frames per second, or audio (channels, n) with its samples per
-    second."""
+    An image has shape (3, H, W); a video (F, 3, H, W), with its frames per second; audio (channels, n), with its
+    samples per second."""
 
     part: Literal["image", "video", "audio"]
     shape: tuple[int, ...]
@@ -33,15 +33,15 @@ class MediaShape(msgspec.Struct, frozen=True):
 
 
 class EncodedText(msgspec.Struct, frozen=True, kw_only=True):
-    """A text as one of a model's text encoders is given it.
+    """A text as the input of one of a model's text encoders.
 
     tokenizer: its folder in the checkpoint.
     cls: the tokenizer's class in transformers.
-    text: with its template, if that is plain text.
-    chat: or the messages, (role, content), from which the tokenizer's own template makes the text.
-    most: the tokens that the encoder takes; None: the tokenizer's `model_max_length`.
-    dropped: the first tokens, those of the template, which do not count.
-    cut: whether a longer text is cut; otherwise the codec refuses it."""
+    text: the text with its template, if that is plain text.
+    chat: otherwise the messages, (role, content), from which the tokenizer's own template builds the text.
+    most: the largest number of tokens for the encoder; None: the tokenizer's `model_max_length`.
+    dropped: the number of leading tokens, from the template, that do not count.
+    cut: whether a longer text is truncated; otherwise the codec refuses it."""
 
     tokenizer: str
     cls: str
@@ -52,16 +52,16 @@ class EncodedText(msgspec.Struct, frozen=True, kw_only=True):
     cut: bool = True
 
     def tokens_at_most(self) -> int:
-        """Return a number of tokens that no tokenizer exceeds, from the number of bytes."""
+        """Return an upper bound on the tokens of any tokenizer, from the number of bytes."""
         parts = [self.text, *(content for _, content in self.chat)]
         return sum(_bytes_at_most(part) + _SPECIAL_TOKENS for part in parts)
 
 
-_SPECIAL_TOKENS = 16  # at most so many come with a text or a message
+_SPECIAL_TOKENS = 16  # largest number of special tokens for a text or a message
 
 
 def _bytes_at_most(text: str) -> int:
-    """Return how many bytes a text has after any normalisation that tokenizers use; none has more tokens than bytes."""
+    """Return a text's largest size in bytes after any tokenizer's normalisation; it has at most as many tokens."""
     if text.isascii():
         return len(text)
     return max(len(text.encode()), len(unicodedata.normalize("NFKC", text).lower().encode()))
@@ -79,52 +79,56 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return False
 
     def problem(self, checkpoint: Path) -> str | None:
-        """Return why the model in the folder `checkpoint` makes no such sample, as `key: reason`; None if it does.
+        """Return why the model in `checkpoint` cannot generate such a sample, as `key: reason`; None if it can.
 
-        Reads configuration files, which were checked to be there and to be JSON."""
+        Reads configuration files; the caller has checked that they exist and are JSON."""
         return None
 
     def encoded_texts(self, text: str, images: int) -> tuple[EncodedText, ...]:
-        """Return how the text encoders are given a prompt.
+        """Return the inputs of the text encoders for a prompt.
 
         Args:
-            text: the prompt's, or a negative prompt.
+            text: the prompt's text, or a negative prompt.
             images: how many images the prompt carries."""
         return ()
 
     def refused(self, text: str, images: tuple[tuple[int, int], ...]) -> str | None:
-        """Return why the model can draw no sample of a prompt, as `key: reason`; None if it can.
+        """Return why the model cannot generate a sample of a prompt, as `key: reason`; None if it can.
 
         Args:
-            text: the prompt's.
+            text: the prompt's text.
             images: width and height in pixels of each of its images."""
         return None
 
     def shared_tokens(self, checkpoint: Path) -> int | None:
-        """Return the number of a sample's tokens, besides text, that ranks share in equal parts; None if parts differ.
+        """Return how many of a sample's tokens, besides text, ranks share in equal parts; None if the parts differ.
 
-        Where prompts decide on more of them, it is the largest number that divides what there can be.
-        Asked of the model in the folder `checkpoint` after `problem`, and reads the same."""
+        If the number depends on the prompt, return the largest divisor of all possible numbers.
+        Called after `problem`, for the model in the folder `checkpoint`; reads the same files."""
         return None
 
     def media(self) -> tuple[MediaShape, ...]:
-        """Return the shapes of what is decoded from a sample; of emulated ones nothing is."""
+        """Return the shapes of the media decoded from a sample; emulated samples have none."""
         return ()
 
 
 class PipelineFamily(msgspec.Struct, frozen=True):
     """A model family.
 
-    `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and `vllm_extension` are the dotted
-    classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a checkpoint's `model_index.json` must
-    have; `components` are the checkpoint's folders with what is trained; `prompt_images` is the number of images that a
-    prompt may carry (its codec reads them by `omni_async.data.image_files.read_prompt_image`), and `needs_images` says
-    that it must carry one; `attention_heads` is the
-    key of a component's config.json with the number of its attention heads, None where ranks cannot share a row's
-    tokens (`omni_async.diffusion.policy.SequencePlan`); `comfyui_layers` are (pattern, replacement) that make ComfyUI's
-    name of a denoiser's layer, of which the first that matches the whole name counts (none: it has no LoRA layout for
-    these layers that is a renaming); `parity` is the `module:NAME` of the tuple of its
-    `omni_async.commands.parity.case.Case`s."""
+    policy: `module:Class`.
+    sampling: the class of its specs.
+    vllm_pipeline, vllm_extension: the dotted classes passed to vLLM-Omni.
+    model_index_class: the `_class_name` that a checkpoint's `model_index.json` must have.
+    components: the checkpoint's folders with trained weights.
+    prompt_images: the largest number of images of a prompt; the codec reads them by
+        `omni_async.data.image_files.read_prompt_image`.
+    needs_images: whether a prompt must carry an image.
+    attention_heads: the key of a component's config.json with the number of its attention heads; None if ranks cannot
+        share a row's tokens (`omni_async.diffusion.policy.SequencePlan`).
+    comfyui_layers: (pattern, replacement) pairs that turn the name of a denoiser's layer into ComfyUI's name. The first
+        pattern that matches the whole name counts. Empty: ComfyUI has no LoRA layout for these layers that only renames
+        them.
+    parity: the `module:NAME` of the tuple of its `omni_async.commands.parity.case.Case`s."""
 
     name: str
     policy: str
@@ -150,5 +154,6 @@ def family_names() -> tuple[str, ...]:
 def find_family(name: str) -> PipelineFamily:
     """Return the family registered as `name`.
 
-    ValueError lists the known ones, or says why its package, which is foreign code, gives none."""
+    Raises ValueError that lists the known families, or explains why the family's package, which is foreign code,
+    failed."""
     return find_registered(name, GROUP, PipelineFamily, "model.pipeline")

@@ -1,9 +1,10 @@
-"""Finds rollout programs: what happens between the calls of a sample that takes several. Imports no torch.
+"""Finds rollout programs, which connect the calls of a sample that takes several. Imports no torch.
 
-A sample of `rollout.calls` = 1 is drawn once. With more, a program asks the engine for one call after the other: it
-draws, has what was drawn judged, and edits it, say. The calls are one sample: one reward, one line of the ledger, and
-trained steps of every call, each with the version that took it (`omni_async.rollout.calls`). A package registers a
-`RolloutProgram` in the entry-point group `omni_async.programs`; a recipe names it as `rollout.program`.
+A sample of `rollout.calls` = 1 is generated in one call. With more calls, a program requests them from the engine one
+after another; for example, it draws an image, has it judged, and edits it. The calls are one sample: one reward, one
+line of the ledger, and trained steps of every call, each with its weight version (`omni_async.rollout.calls`). A
+package registers a `RolloutProgram` in the entry-point group `omni_async.programs`; a recipe names it as
+`rollout.program`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def _no_check(config: Any) -> None:
 
 @dataclass(frozen=True)
 class RolloutProgram:
-    """A rollout program that a package brings.
+    """A rollout program of a package.
 
     build: `module:function`; (Config) -> `omni_async.rollout.calls.Program`, called in every producer's process.
-    settings: the section that `rollout.program.settings` is; a `Section`, whose every field has a `doc`.
-    problems: (Config, PipelineFamily) -> what of a recipe cannot work with it, one message each, before anything
+    settings: the section for `rollout.program.settings`; a `Section` whose fields all have a `doc`.
+    problems: (Config, PipelineFamily) -> the recipe's conflicts with the program, one message each, before anything
         starts.
-    prompt_check: (Config) -> a function that returns what a `Prompt` lacks for it, or None; None where it takes any."""
+    prompt_check: (Config) -> a function that returns what a `Prompt` lacks for the program, or None; the check itself
+        is None if the program accepts any prompt."""
 
     build: str
     settings: type[msgspec.Struct] | None = None
@@ -43,7 +45,7 @@ class RolloutProgram:
     prompt_check: Callable[[Any], Callable[[Any], str | None] | None] = _no_check
 
     def load(self) -> Callable[[Any], Any]:
-        """Load the function that builds it, with all that it imports."""
+        """Load the function that builds it, with all its imports."""
         function: Callable[[Any], Any] = load_named(self.build)
         return function
 
@@ -56,5 +58,5 @@ def program_names() -> tuple[str, ...]:
 def find_program(name: str) -> RolloutProgram:
     """Return the program registered as `name`.
 
-    ValueError lists the installed ones, or says why its package, which is foreign code, gives none."""
+    Raises ValueError that lists the installed programs, or explains why the package, which is foreign code, failed."""
     return find_registered(name, GROUP, RolloutProgram, "rollout.program.name")

@@ -1,7 +1,7 @@
-"""Finds services, the roles that other packages bring: a server, a judge, a cache. Imports no torch and no Ray.
+"""Finds services, roles from other packages: a server, a judge, a cache. Imports no torch and no Ray.
 
-A package registers a `ServiceRole` in the entry-point group `omni_async.roles`; a recipe that names it under `roles`
-gets workers of it, each in a process of its own. A worker that is lost is replaced while the run goes on.
+A package registers a `ServiceRole` in the entry-point group `omni_async.roles`. A recipe that names it under `roles`
+gets workers of it, each in a separate process. The run replaces a lost worker and continues.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from omni_async.plugins.entry_points import find_registered, load_named, registe
 from omni_async.worker import BUILT_IN_ROLES
 
 GROUP = "omni_async.roles"
-# Also of what the timeline shows beside the roles.
+# Includes the timeline's actors that are not roles.
 _TAKEN = frozenset({*BUILT_IN_ROLES, "driver", "publisher"})
 
 
 @dataclass(frozen=True)
 class ServiceSite:
-    """What a worker of a service is built with, in its process.
+    """The site of a service's worker, in its process.
 
-    `name`: the worker's, which no other worker of the attempt has; `index`: its slot, from 0. `config`: the whole
-    recipe; `settings`: the service's own section, or None. `host`: the address under which other workers of the run
-    reach this one. `tell(text)` shows a line on the console; `addresses(role)` waits until a worker of a service is
-    ready, and returns the addresses of those that are, by name."""
+    name: the worker's name, unique in the attempt.
+    index: its slot, from 0.
+    config: the whole recipe.
+    settings: the service's own section, or None.
+    host: the address under which other workers of the run reach this one.
+    tell: `tell(text)` shows a line on the console.
+    addresses: `addresses(role)` waits until a worker of a service is ready, and returns the addresses of all ready
+        workers, by name."""
 
     name: str
     index: int
@@ -41,34 +45,34 @@ class ServiceSite:
 
 
 class Service:
-    """One worker of a service. Packages subclass it; all methods run on one event loop, which none may hold up."""
+    """One worker of a service. Packages subclass it; all methods run on one event loop and must not block it."""
 
     async def start(self) -> str:
-        """Get ready, within `run.startup_timeout_s`, and return the address that others reach it by; "" if nobody does.
+        """Get ready within `run.startup_timeout_s`; return the address for other workers, or "" if none needs it.
 
-        What it starts must be ready when this returns."""
+        Everything that it starts must be ready when this returns."""
         return ""
 
     async def run(self) -> None:
-        """Serve until it is cancelled, because the run is over or the worker leaves.
+        """Serve until cancelled, at the end of the run or when the worker leaves.
 
-        It counts as lost if it ends earlier, or raises."""
+        The worker counts as lost if this returns earlier or raises."""
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
-        """Finish what it has. No new caller is told its address any more."""
+        """Finish the work in progress. New callers no longer get the worker's address."""
 
     async def close(self) -> None:
-        """Free what it holds; called once, also after a failure."""
+        """Free all resources; called once, also after a failure."""
 
 
 @dataclass(frozen=True)
 class ServiceRole:
-    """A service that a package brings.
+    """A service of a package.
 
     build: `module:function`; (ServiceSite) -> Service, called in the worker's process.
-    settings: the section that `roles.<name>.settings` is; a `Section`, whose every field has a `doc`.
-    loading: what a worker does while it starts, for the console."""
+    settings: the section for `roles.<name>.settings`; a `Section` whose fields all have a `doc`.
+    loading: the worker's activity while it starts, for the console."""
 
     build: str
     settings: type[msgspec.Struct] | None = None
@@ -82,7 +86,7 @@ class ServiceRole:
             )
 
     def load(self) -> Callable[[ServiceSite], Service]:
-        """Load the function that builds a worker, with all that it imports."""
+        """Load the function that builds a worker, with all its imports."""
         function: Callable[[ServiceSite], Service] = load_named(self.build)
         return function
 
@@ -97,7 +101,7 @@ def service_names() -> tuple[str, ...]:
 def find_service(name: str) -> ServiceRole:
     """Return the service registered as `name`.
 
-    ValueError lists the installed ones, or says why its package, which is foreign code, gives none."""
+    Raises ValueError that lists the installed services, or explains why the package, which is foreign code, failed."""
     if name in _TAKEN:
         raise ValueError(f"roles: {name!r} is a role that every run has; a package's role needs another name")
     if not registered_names(GROUP):

@@ -98,7 +98,7 @@ def add_bench(commands: Any) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError for what is wrong before anything runs."""
+    """Return the exit code. Raises ConfigError for errors found before anything runs."""
     from rich.console import Console
 
     from omni_async.commands.bench.overlap import run_overlap, write_report
@@ -118,7 +118,7 @@ def bench(options: argparse.Namespace) -> int:
             overlap = read_overlap(options.recipe)
             try:
                 write_report(folder, overlap)
-            except (ArithmeticError, LookupError, ValueError, TypeError) as error:  # a file that no benchmark wrote
+            except (ArithmeticError, LookupError, ValueError, TypeError) as error:  # not written by a benchmark
                 raise ConfigError(
                     f"{options.recipe}: its numbers make no report: {type(error).__name__}: {error}"
                 ) from None

@@ -1,4 +1,4 @@
-"""Compares the runs of every arm: medians over repeats, predictions beside them, speed-ups and their parts."""
+"""Compares the runs of every arm: medians over repeats, predictions next to them, speed-ups and their parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CATEGORIES = {
     "weights": "waiting for weights",
     "idle": "idle",
 }
-# Category -> the name of the gain where it shrinks.
+# Category -> the name of the gain if it shrinks.
 _GAINS = CATEGORIES | {
     "generation": "generation overlapped",
     "tail": "tail",
@@ -45,7 +45,7 @@ class Speedup(msgspec.Struct, frozen=True):
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     """An arm's numbers over its repeats; seconds are measured ones.
 
-    `attribution`, `stages` and `busy` are those of the repeat with the median step time, so that they belong together;
+    `attribution`, `stages` and `busy` come from the repeat with the median step time, so that they belong together;
     `staleness` is the sum of all."""
 
     name: str
@@ -121,15 +121,15 @@ def _speedup(arm: ArmRecord, baseline: ArmRecord, rounds: Collection[int]) -> Sp
 
 
 def fastest(summaries: dict[str, ArmSummary]) -> ArmSummary | None:
-    """Return the arm, no baseline, with the shortest step."""
+    """Return the arm with the shortest step, baselines excluded."""
     candidates = [summary for name, summary in summaries.items() if name not in BASELINES]
     return min(candidates, key=lambda summary: summary.step_s.median, default=None)
 
 
 def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict[str, float]:
-    """Return each category's share of the seconds by which the arm is faster; the shares sum to 1.
+    """Return each category's share of the seconds that the arm saves; the shares sum to 1.
 
-    A negative share is a category that takes the arm longer. Empty where both are equally fast."""
+    A negative share is a category that takes longer in the arm. Empty if both are equally fast."""
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 1e-9:
         return {}
@@ -139,11 +139,11 @@ def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict
 def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
     """Phrase a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`.
 
-    Shares below 1 % are left out, and all of a difference that is below 1 % of the baseline's step.
+    Omits shares below 1 %, and all shares if the difference is below 1 % of the baseline's step.
 
     Args:
         ratio: the baseline's step over the arm's.
-        baseline_name: what the arm is compared with.
+        baseline_name: the baseline of the comparison.
         baseline, arm: seconds of a step, by category."""
     text = f"{ratio:.2f}x over {baseline_name}"
     saved = sum(baseline.values()) - sum(arm.values())

@@ -1,4 +1,4 @@
-"""Plots the benchmark: step times, where they go, how busy each role is, and how stale the trained groups are."""
+"""Plots the benchmark: step times and their parts, the load of each role, and the staleness of trained groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni_async.commands.bench.comparison import CATEGORIES, ArmSummary, compare
 from omni_async.commands.bench.result import Overlap
 from omni_async.config.writing import replacing
 
-# Okabe and Ito's colours, which colour-blind readers tell apart, and two greys.
+# Okabe and Ito's colours, distinguishable for colour-blind readers, and two greys.
 _COLOURS = {
     "training": "#0072B2",
     "recompute": "#56B4E9",
@@ -32,7 +32,7 @@ _DPI = 110
 
 
 def draw(overlap: Overlap, path: Path) -> None:
-    """Draw four panels, arms side by side in each. At least one arm must have been measured."""
+    """Draw four plots, arms side by side in each. At least one arm must have been measured."""
     with replacing(path) as unfinished:
         figure_of(overlap).savefig(unfinished, dpi=_DPI)
 
@@ -54,7 +54,7 @@ def _name_arms(axes: Any, arms: list[ArmSummary]) -> None:
 
 
 def _legend_above(axes: Any) -> None:
-    """Put the legend in one line under the title, where no mark can lie."""
+    """Put the legend in one line under the title, clear of all marks."""
     axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 0.99), borderaxespad=0)
 
 

@@ -1,9 +1,14 @@
-"""Measures one run from its folder: step times from `metrics.jsonl`, all between them from `trace.json`.
+"""Measures one run from its folder: step times from `metrics.jsonl`, and their parts from `trace.json`.
 
-Every moment of an update belongs to exactly one category, seen from the trainer. What it does comes first. A moment in
-which it does nothing belongs to the first of these that is under way: generation (on every engine, or as the `tail` of
-it on some), a shared device passing to another role, scoring, weights on their way (with devices that have to pass to
-engines first); if none is, it is `idle`: messages, bookkeeping, scheduling.
+Every moment of an update belongs to exactly one category, seen from the trainer. The trainer's own activity takes
+precedence. A moment without it belongs to the first active item of this list:
+
+1. generation (on every engine, or as the `tail` of generation on some engines)
+2. a shared device passing to another role
+3. scoring
+4. weights being sent, including the time for devices to pass to engines first
+
+Otherwise it is `idle`: messages, bookkeeping, scheduling.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from omni_async.simulation.simulate import Steady
 from omni_async.types import Span
 from omni_async.worker import Worker
 
-# A mean over fewer updates says little.
+# A mean over fewer updates is not meaningful.
 _FEWEST = 4
 # Stage -> the role whose devices it keeps busy, the kinds of its spans, and its name in a profile.
 _STAGES = {
@@ -35,17 +40,17 @@ _STAGES = {
     "export": ("trainer", ("export",), "export"),
     "publish": ("publisher", ("publish",), "publish"),
 }
-# Kinds of spans -> their category: the trainer's own, and those of others that it may be waiting for.
+# Kinds of spans -> their category: the trainer's own kinds, and kinds of others that it may be waiting for.
 _TRAINER = {"train": "training", "proximal": "recompute", "export": "export"}
 _OTHERS = {"score": "reward", "switch": "switch", "publish": "weights", "stage": "weights", "swap": "weights"}
 
 
 class NotMeasurableError(ValueError):
-    """A run's folder that does not hold what is to be measured; the text says what is missing."""
+    """A run's folder lacks data for the measurement; the text names the missing part."""
 
 
 def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> int:
-    """Return the updates of a run that is long enough to measure `steps` of them, and the fewest that say anything.
+    """Return the smallest `trainer.updates` that allows a meaningful measurement of at least `steps` updates.
 
     Its steady part is whole periods of S + 1 updates and of publishes.
 
@@ -61,8 +66,8 @@ def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> 
 def steady_part(config: Config) -> tuple[int, int]:
     """Return the updates (first, last) at whose ends measuring starts and stops, as the simulator does.
 
-    The first max(2, S + 2) updates fill the pipeline, the last S drain it, and between them lie whole periods. Raises
-    ConfigError if too few are left."""
+    The first max(2, S + 2) updates fill the pipeline, the last S drain it, and whole periods remain between them.
+    Raises ConfigError if too few are left."""
     updates, budget = config.trainer.updates, config.staleness.max_updates
     filling = max(2, budget + 2)
     needed = filling + _FEWEST + budget
@@ -77,7 +82,7 @@ def steady_part(config: Config) -> tuple[int, int]:
 
 
 def measure(run: Path, config: Config) -> Measured:
-    """Measure a run that is done from its folder `run`; `config` is the configuration it ran with.
+    """Measure a finished run from its folder `run`; `config` is the run's configuration.
 
     Raises NotMeasurableError if something is missing there."""
     try:
@@ -112,7 +117,7 @@ def measure(run: Path, config: Config) -> Measured:
 
 
 def run_profile(run: Path) -> Profile | None:
-    """Load the service times that the run itself observed, if it wrote them down."""
+    """Load the service times of the run itself, if it recorded them."""
     try:
         return load_profile(str(run / "profile.json"))
     except ConfigError:
@@ -123,10 +128,9 @@ def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> 
     """Return the seconds of [start, end) per category.
 
     Args:
-        spans: those of the run.
-        start: in the clock's seconds, as in the spans.
-        end: likewise.
-        engines: how many there are, idle ones included."""
+        spans: the run's spans.
+        start, end: in the clock's seconds, as in the spans.
+        engines: number of engines, idle ones included."""
     times: dict[str, list[Interval]] = defaultdict(list)
     generating: dict[str, list[Interval]] = defaultdict(list)
     for span in spans:

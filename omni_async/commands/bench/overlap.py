@@ -1,6 +1,6 @@
 """Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures each.
 
-A run is complete if its own folder says so, so the same call continues after any interruption.
+A run's own folder records whether the run is complete, so the same call continues after any interruption.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def train_here(inputs: RunInputs, console: Console) -> Summary:
 
 
 def simulated_step(config: Config, profile: Profile) -> float:
-    """Simulate the recipe's updates, or 200 if those are more: fewer say less about service times that vary."""
+    """Simulate the recipe's updates, but at least 200: fewer give noisy results if service times vary."""
     return simulate(config, profile, seed=config.run.seed).step_s
 
 
@@ -79,23 +79,23 @@ def run_overlap(
     train: Train | None = None,
     simulator: Simulator | None = None,
 ) -> Overlap:
-    """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
+    """Run all incomplete runs in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
 
     Args:
         recipe: the recipe that every arm runs.
         overrides: `key.path=value` for every arm.
         out: the folder of runs and results.
-        profile: what emulated devices replay, whatever the recipe says; None: as it says.
+        profile: the profile for emulated devices, in place of the recipe's; None: the recipe's.
         repeats: rounds, each with one run of every arm.
         updates: trainer.updates of every run; None: the recipe's.
         steps: in place of `updates`, how many to measure: each arm's runs are just long enough.
         arms: names of arms, as `parse_arms` takes them.
-        terminal: where progress is shown.
-        train: stands in for a real run.
-        simulator: stands in for the real one.
+        terminal: the console for progress.
+        train: replaces the real run.
+        simulator: replaces the real simulator.
 
     Raises:
-        ConfigError: something is wrong, and nothing has run. A run that fails is recorded with its reason instead.
+        ConfigError: the configuration is wrong, and nothing has run. A failed run is recorded with its reason instead.
         KeyboardInterrupt: the benchmark was interrupted; the results so far are written."""
     train, simulator = train or train_here, simulator or simulated_step
     if profile is not None:
@@ -128,7 +128,7 @@ def run_overlap(
 
 
 def write_report(out: Path, overlap: Overlap) -> None:
-    """Write overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
+    """Write overlap.md and, if anything was measured, overlap.png. Raises OSError if they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "overlap.md", markdown(overlap).encode())
     if compare(overlap):
@@ -139,10 +139,10 @@ def write_report(out: Path, overlap: Overlap) -> None:
 
 @contextmanager
 def _ray_session(configs: Sequence[Config]) -> Iterator[None]:
-    """Run Ray with CPUs for the largest of these jobs, for as long as the block lasts.
+    """Run Ray for the duration of the block, with CPUs for the largest of these jobs.
 
-    Does nothing where none of them needs it, or it runs already. Raises ConfigError if it cannot be started or joined.
-    """
+    Does nothing if no job needs Ray, or if Ray is already running. Raises ConfigError if Ray cannot be started or
+    joined."""
     on_ray = [config for config in configs if config.run.runtime == "ray"]
     if not on_ray:
         yield
@@ -167,7 +167,7 @@ def _ray_session(configs: Sequence[Config]) -> Iterator[None]:
 
 
 def _make_run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
-    """Make one run, unless it is complete. An exception in it is recorded as that run's failure."""
+    """Run one job, unless it is complete. An exception in it is recorded as that run's failure."""
     run, seconds, load = finished_run(job.inputs), None, None
 
     def failed(reason: str) -> RunRecord:
@@ -213,8 +213,8 @@ def _predict(plan: Plan, profile: Profile, simulator: Simulator, progress: Progr
 def _prediction(config: Config, profile: Profile, time_scale: float, simulator: Simulator) -> Prediction:
     """Predict an arm's step by the law and by the simulator, in measured seconds: `time_scale` of the profile's.
 
-    In a schedule where nothing overlaps the law with S = 0 is the sum of all stages; streaming inside the step shortens
-    it. If the simulator fails, the reason is reported: the measurements are worth having without it."""
+    In a schedule without overlap, the law with S = 0 is the sum of all stages; streaming inside the step shortens it.
+    If the simulator fails, the reason is reported: the measurements are useful without it."""
     times = times_of(config, profile.scaled(time_scale))
     law = async_step(times, config.staleness.max_updates)
     try:
@@ -229,7 +229,7 @@ def _overlap(
 ) -> Overlap:
     emulation, placement = plan.base.emulation, plan.base.placement
     has_gpus = any(role.gpus for role in (placement.rollout, placement.reward, placement.trainer))
-    secrets = secrets_in(msgspec.to_builtins(plan.base))  # `{api_key: ...}` in an override has no form of a credential
+    secrets = secrets_in(msgspec.to_builtins(plan.base))  # an override's `{api_key: ...}` has no credential's form
     return Overlap(
         recipe=str(plan.recipe),
         command=shlex.join(redact_text(word, secrets) for word in sys.argv),
@@ -262,9 +262,9 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
 
 
 def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
-    """Add the law of real devices, by service times measured in a run.
+    """Add the law of real devices, from service times measured in a run.
 
-    That is the synchronous arm's median run, or else the first arm's that has any."""
+    The source is the synchronous arm's median run, or otherwise the first arm's median run with service times."""
     for arm in sorted((arm for arm in overlap.arms if arm.measured), key=lambda arm: arm.name != "sync"):
         chosen = next(run for run in arm.runs if run.measured is median_run(arm))
         profile = run_profile(plan.out / str(chosen.folder))

@@ -1,4 +1,4 @@
-"""Plans an overlap benchmark: its arms, what it runs, in which order, and what of it is complete already.
+"""Plans an overlap benchmark: its arms, its runs and their order, and which runs are already complete.
 
 An arm is a named schedule, `async` once for each staleness budget: the same runtime with other keys. Starts nothing.
 """
@@ -34,8 +34,8 @@ DEFAULT_ARMS = (*BASELINES, "async:0", "async:1", "async:2", "async:4", "async:8
 _EXPECTED = f"expected {', '.join(BASELINES)} or async:S with a staleness budget S >= 0, such as async:2"
 _LARGEST_BUDGET = 1000
 
-# Given before the user's overrides, which may change them: nothing but the job itself takes time, and what a recipe may
-# say no arm may keep.
+# Applied before the user's overrides, which may change them. They leave only the job itself to take time, and remove
+# settings that an arm cannot keep.
 _LEAN = (
     "tracking.mlflow.enabled=false",
     "validation=null",
@@ -44,7 +44,7 @@ _LEAN = (
     "checkpoint.resume=null",
     "staleness.exact=false",
 )
-# What an arm or an option decides.
+# Keys that an arm or an option sets.
 _OWNED = {
     "schedule": "use --arms",
     "staleness.max_updates": "use --arms async:S",
@@ -72,13 +72,13 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The name in a form that file systems and run names take."""
+        """The name in a form that is valid for file systems and run names."""
         return self.name.replace(":", "-")
 
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """An arm with the inputs of its runs or, `skipped`, why there are none."""
+    """An arm with the inputs of its runs, or with `skipped`, the reason why it has no runs."""
 
     arm: Arm
     inputs: RunInputs | None = None
@@ -111,8 +111,8 @@ class Plan:
     def jobs(self) -> Iterator[Job]:
         """Yield jobs round by round, every arm once in each.
 
-        A round starts one arm later than the one before it, so that no arm always follows the same one. Arms of a round
-        share its seed: the same prompts and the same noise."""
+        A round starts one arm later than the previous round, so that no arm always follows the same one. Arms of a
+        round share its seed: the same prompts and the same noise."""
         runnable = [(planned.arm, planned.inputs) for planned in self.arms if planned.inputs is not None]
         for number in range(self.repeats):
             first = number % len(runnable) if runnable else 0
@@ -124,7 +124,7 @@ class Plan:
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
-    """Return each arm once, in the order given. Raises ConfigError that names the one that is no arm."""
+    """Return each arm once, in the order given. Raises ConfigError that names the first invalid arm."""
     arms = dict.fromkeys(_parse(name.strip()) for name in names)
     if not arms:
         raise ConfigError(f"--arms: no arm given; {_EXPECTED}")
@@ -151,7 +151,7 @@ def make_plan(
     updates: int | None,
     steps: int | None = None,
 ) -> Plan:
-    """Make the plan; an arm that the recipe rules out is skipped with the reason.
+    """Plan the benchmark; an arm that the recipe rules out is skipped with the reason.
 
     Args:
         recipe, overrides, out, repeats, updates, steps: as `run_overlap` takes them.
@@ -174,9 +174,9 @@ def make_plan(
 
 
 def _base_config(recipe: Path, overrides: Sequence[str], updates: int | None, fewest: int = 1) -> Config:
-    """Load the recipe with what all arms share; without `updates`, at least `fewest` of them.
+    """Load the recipe with all arms' common overrides; without `updates`, raise its updates to at least `fewest`.
 
-    Raises ConfigError where it cannot be benchmarked, or an override is an arm's to decide."""
+    Raises ConfigError if the recipe cannot be benchmarked, or if an override sets a key that belongs to the arms."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         for owned, instead in _OWNED.items():
@@ -209,11 +209,11 @@ def _with_updates(config: Config, updates: int) -> Config:
 def _arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -> Config:
     """Return the arm's configuration, its buffers large enough that it never waits for them.
 
-    A correction that the recipe leaves to its staleness budget (`auto`) is the recipe's own in every arm: arms must do
-    the same work. Raises ConfigError where the recipe rules the arm out."""
+    If the recipe leaves the correction to its staleness budget (`auto`), every arm uses the correction of the recipe's
+    own budget: arms must do the same work. Raises ConfigError if the recipe rules the arm out."""
     updates = base.trainer.updates
     groups = (arm.max_updates + 1) * base.trainer.groups_per_update
-    has_ratio = find_kind(find_objective(base.algorithm.name).kind).ratio  # without one there is nothing to correct
+    has_ratio = find_kind(find_objective(base.algorithm.name).kind).ratio  # without a ratio, nothing needs correction
     correction = json.dumps(msgspec.to_builtins(base.correction))
     return load(
         recipe,
@@ -233,9 +233,9 @@ def _arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) 
 
 
 def finished_run(inputs: RunInputs) -> Path | None:
-    """Return the newest run folder in `run.dir` that is done, has a timeline and would be made the same now.
+    """Return the newest run folder in `run.dir` that is done, has a timeline and is still current, or None.
 
-    That is by this code, with exactly this configuration, profile, prompts and model."""
+    A current run used this code, and exactly this configuration, profile, prompts and model."""
     wanted, mark = resolved_yaml(inputs.config), _fingerprint(inputs)
     for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:
@@ -246,18 +246,18 @@ def finished_run(inputs: RunInputs) -> Path | None:
                 and (run / "trace.json").is_file()
             ):
                 return run
-        except (OSError, ValueError, RecursionError):  # cut off while it was written
+        except (OSError, ValueError, RecursionError):  # interrupted while it was written
             continue
     return None
 
 
 def stamp(run: Path, inputs: RunInputs) -> None:
-    """Write into the folder of a run, made just now, what its numbers depend on beside its configuration."""
+    """Write into a new run's folder a fingerprint of its inputs in addition to its configuration."""
     write_atomic(run / _FINGERPRINT, _fingerprint(inputs).encode())
 
 
 def _fingerprint(inputs: RunInputs) -> str:
-    """Return a hexadecimal digest of the code, and of the content of the files that the configuration names."""
+    """Return a hexadecimal digest of the code and of the content of the files that the configuration names."""
     found = hashlib.sha256(_code().encode())
     for part in (inputs.profile, inputs.prompts, inputs.validation_prompts, dict(inputs.contents)):
         found.update(msgspec.json.encode(part) + b"\n")

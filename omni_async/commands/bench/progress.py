@@ -16,11 +16,11 @@ from omni_async.commands.bench.result import RunRecord
 from omni_async.records.write.console import UpdateView
 from omni_async.records.write.summary import ValidationPoint
 
-_REFRESH_PER_S = 2  # the display runs beside what is measured
+_REFRESH_PER_S = 2  # the display runs concurrently with the measured job
 
 
 class Progress:
-    """The display of `total` runs, of which some may be complete already.
+    """The display of `total` runs; some may be complete already.
 
     A context manager; `console_of` gives the console of one run."""
 
@@ -49,7 +49,7 @@ class Progress:
         self._bar.stop()
 
     def print_plan(self, plan: Plan, predicted: dict[str, float]) -> None:
-        """Print the arms with their buffers' capacities and, where it is known, their predicted seconds per update."""
+        """Print the arms with their buffers' capacities and, if known, their predicted seconds per update."""
         for planned in plan.arms:
             name, config = f"{planned.arm.name:<15}", planned.config
             if config is None:
@@ -76,9 +76,9 @@ class Progress:
         """Print a finished run.
 
         Args:
-            job: the arm and the round that it was.
+            job: its arm and round.
             record: its measurements, or why it failed.
-            seconds: its duration; None where it was complete before."""
+            seconds: its duration; None if it was complete before."""
         self._ended += 1
         if seconds is not None:
             self._seconds.append(seconds)

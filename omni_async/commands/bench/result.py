@@ -1,4 +1,4 @@
-"""Defines the result of an overlap benchmark, as it lies in `overlap.json`: every run's numbers and the machine."""
+"""Defines the result of an overlap benchmark, as stored in `overlap.json`: every run's numbers and the machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The steady part of one run: `updates` updates, warm-up and drain left out.
+    """The steady part of one run: `updates` updates, without warm-up and drain.
 
     `step_s`: mean seconds per update; `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job.
     `attribution` sums to `step_s`. `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by
@@ -82,7 +82,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds as they are measured (the emulation's time scale applied).
+    """Predicted seconds, comparable with measured ones: the emulation's time scale is applied.
 
     `simulated_s`: the simulator's step, or None with `not_simulated`."""
 
@@ -113,7 +113,7 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Hardware and versions. `cpus`: those this process may use. `gpus`: names, empty where none was asked for."""
+    """Hardware and versions. `cpus`: available to this process. `gpus`: names, empty if not requested."""
 
     cpu: str
     cpus: Count
@@ -158,15 +158,15 @@ def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
     """Write the result.
 
     Args:
-        folder: where `overlap.json` goes.
+        folder: the folder for `overlap.json`.
         overlap: the raw numbers, which `read_overlap` returns.
-        summary: the table's numbers, written beside them for other readers; `read_overlap` ignores it."""
+        summary: the table's numbers, written to the same file for other readers; `read_overlap` ignores it."""
     content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
     write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
 def read_overlap(folder: Path) -> Overlap:
-    """Read the result. Raises ConfigError, one line, where there is none."""
+    """Read the result. Raises ConfigError, one line, if the folder has none."""
     path, within = (folder / FILE_NAME, folder) if folder.is_dir() else (folder, None)
     try:
         overlap: Overlap = decode_json(read_file(path, _LARGEST_FILE, within), Overlap)
@@ -180,7 +180,7 @@ def read_overlap(folder: Path) -> Overlap:
 
 
 def describe_machine(with_gpus: bool = False) -> Machine:
-    """Describe this machine. `with_gpus` asks torch, which is imported for that."""
+    """Describe this machine. `with_gpus` queries torch, which is imported for that."""
     return Machine(
         cpu=_cpu_model(),
         cpus=len(os.sched_getaffinity(0)),

@@ -39,7 +39,7 @@ Cell = Callable[[ArmSummary], str]
 
 
 def sections(overlap: Overlap) -> list[Section]:
-    """Return the rows, with a cell per arm of the benchmark, in its order; rows that no arm has are left out.
+    """Return the rows, with a cell per arm of the benchmark, in its order; rows without any value are omitted.
 
     An arm without a number has `failed`, `skipped` or `not run` in the first row."""
     summaries, scale = compare(overlap), overlap.time_scale
@@ -59,7 +59,7 @@ def sections(overlap: Overlap) -> list[Section]:
         "simulated / measured - 1": lambda s: percent(s.deviation, signed=True),
         "runs": lambda s: f"{s.runs} of {overlap.repeats}",
     }
-    # A row of quartiles below that of every baseline.
+    # A row of quartiles follows the row of every baseline.
     speedups = [
         row
         for base in BASELINES
@@ -99,7 +99,7 @@ def sections(overlap: Overlap) -> list[Section]:
 
 
 def notes(overlap: Overlap) -> Iterator[str]:
-    """Yield what the table leaves to words: speed-ups attributed, failed and skipped arms, the law, the machine."""
+    """Yield notes for the table: speed-ups attributed, failed and skipped arms, the law, the machine."""
     summaries = compare(overlap)
     best = fastest(summaries)
     for summary in summaries.values():
@@ -121,7 +121,7 @@ def notes(overlap: Overlap) -> Iterator[str]:
 
 
 def markdown(overlap: Overlap) -> str:
-    """Return the table, aligned to be read as it is, with the notes as a list below it."""
+    """Return the table, aligned for reading as plain text, with the notes as a list below it."""
     lines = [["", *(as_markdown(arm.name) for arm in overlap.arms)]]
     for section in sections(overlap):
         lines.append([f"**{section.title}**", *("" for _ in overlap.arms)])

@@ -1,1 +1,1 @@
-"""Implements `omni-async sample` and `omni-async eval`: what a model draws, and what several make of the same noise."""
+"""Implements `omni-async sample` and `omni-async eval`: draws samples, and compares models on equal noise."""

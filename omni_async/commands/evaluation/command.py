@@ -1,4 +1,4 @@
-"""Implements `omni-async sample` and `omni-async eval`: arguments, help, progress, and what is printed."""
+"""Implements `omni-async sample` and `omni-async eval`: arguments, help, progress, and printed output."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _several(text: str) -> list[str]:
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for wrong arguments."""
     from omni_async.commands.evaluation.models import BASE, base_of, find_model, named_apart, with_policy
     from omni_async.commands.evaluation.settings import settings_of
 
@@ -195,7 +195,7 @@ def _gallery(
 
 
 def _drawn(settings: Settings, models: Sequence[Model], gallery: Gallery) -> int:
-    """Draw what the gallery lacks, with a bar. Returns the exit code of what ended it early, 0 if nothing did."""
+    """Draw the samples that the gallery lacks, with a bar. Returns 0, or the exit code of an early end."""
     from omni_async.commands.evaluation.drawing import draw_all
 
     total = len(models) * len(settings.requests())
@@ -204,7 +204,7 @@ def _drawn(settings: Settings, models: Sequence[Model], gallery: Gallery) -> int
 
 
 def _now_and_then(total: int) -> Callable[[str, int], None]:
-    """Return what writes a line a minute, for where there is no bar."""
+    """Return a progress callback that prints at most one line a minute, for use without a bar."""
     last_report = time.monotonic()
 
     def report(label: str, done: int) -> None:
@@ -217,7 +217,7 @@ def _now_and_then(total: int) -> Callable[[str, int], None]:
 
 
 def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
-    """Run to the end. Returns 0, or the exit code of what ended it: what was written by then is kept."""
+    """Run to the end. Returns 0, or the exit code of an early end; everything written before is kept."""
     from omni_async.rewards.guard import ScorerHangs
     from omni_async.rollout.base import EngineError
 
@@ -236,7 +236,7 @@ def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
 
 
 def _saved(gallery: Gallery, pictures: dict[str, Any], more: list[str]) -> int:
-    """Save pictures, those that are there, and say what is in the folder. Returns the exit code."""
+    """Save the pictures that exist, and print the contents of the folder. Returns the exit code."""
     from omni_async.config.writing import replacing
 
     for name, picture in pictures.items():
@@ -255,7 +255,7 @@ def _saved(gallery: Gallery, pictures: dict[str, Any], more: list[str]) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for wrong arguments."""
     from omni_async.commands.evaluation import scores
     from omni_async.commands.evaluation.models import find_models, with_policy
     from omni_async.commands.evaluation.settings import settings_of

@@ -1,8 +1,8 @@
-"""Draws what models make of the same requests, with the diffusers engine in this process.
+"""Generates the models' samples for the same requests, with the diffusers engine in this process.
 
-The models that begin with one folder share one loaded pipeline: the base draws first, then the trained weights of one
-checkpoint after the other are swapped in. Waits for the engine; media are written beside it. What is in the gallery is
-not drawn again.
+Models with the same base folder share one loaded pipeline: the base draws first, then the trained weights of one
+checkpoint after the other are swapped in. Media are written while the engine generates. Samples in the gallery are not
+drawn again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from omni_async.rollout.calls import Program
 
 _BUCKET_BYTES = 256 * 2**20
-_AHEAD = 2  # batches that are asked for at once, so that one is written while the next is drawn
+_AHEAD = 2  # batches in flight, so that one is written while the next is generated
 
 Progress = Callable[[str, int], None]
 Generate = Callable[[SampleRequest], Awaitable[Trajectory]]
@@ -50,15 +50,15 @@ async def draw_all(settings: Settings, models: Sequence[Model], gallery: Gallery
     """Draw every sample that the gallery lacks.
 
     Args:
-        settings: what is drawn.
-        models: that draw it.
-        gallery: where samples are kept.
-        progress: takes a model's label and the number of samples that are there, of all models.
+        settings: prompts, sizes and steps.
+        models: the models to draw with.
+        gallery: the store of samples.
+        progress: takes a model's label and the number of existing samples, of all models.
 
     Raises:
-        ConfigError: a model cannot be loaded, or takes a prompt not; one line.
+        ConfigError: a model cannot be loaded, or does not accept a prompt; one line.
         EngineError: drawing failed.
-        OSError: a sample could not be written; those before are."""
+        OSError: a sample could not be written; earlier samples are kept."""
     requests, program = settings.requests(), _program(settings)
     todo = {model.label: [each for each in requests if not gallery.has(model.label, each)] for model in models}
     done = len(models) * len(requests) - sum(map(len, todo.values()))
@@ -86,9 +86,9 @@ async def draw_all(settings: Settings, models: Sequence[Model], gallery: Gallery
 
 
 def _sharing(models: Sequence[Model]) -> Iterator[list[Model]]:
-    """Yield the models that one engine draws with: the base first, because no weights lead back to it.
+    """Yield the models that share an engine: the base first, because its weights cannot be restored later.
 
-    Adapters of one run change the same layers, those of two may not, so each run has an engine."""
+    Adapters of one run change the same layers, but adapters of two runs may not, so each run has an engine."""
     groups: dict[tuple[Path, Path | None], list[Model]] = {}
     for model in models:
         run = model.adapter or (None if model.trained is None else model.run)
@@ -133,7 +133,7 @@ async def _started(settings: Settings, base: Path) -> DiffusersEngine:
 
 
 async def _take_weights(engine: DiffusersEngine, model: Model, settings: Settings, number: int) -> None:
-    """Give the engine a checkpoint's weights, or an export's, as version `number`, as a run's publisher does.
+    """Load the weights of a checkpoint or an export into the engine as version `number`, as a run's publisher does.
 
     Raises ConfigError if they do not fit."""
     try:

@@ -1,7 +1,7 @@
-"""Keeps what models drew in a folder, so that it is drawn once: a command that was cut off goes on where it stopped.
+"""Stores generated samples in a folder, so that an interrupted command resumes without drawing them again.
 
-    settings.json                what was drawn, and by which weights; with other settings the folder is refused
-    base/000-1.png               the image of sample 1 of prompt 0, and likewise .mp4 and .wav
+    settings.json                settings and weights of the samples; with other settings the folder is refused
+    base/000-1.png               the image of sample 1 of prompt 0; also .mp4 and .wav
     base/samples.jsonl           a row per sample, appended when its files are whole; `omni-async score` reads it
     scores.jsonl                 a row per score
 
@@ -42,7 +42,7 @@ _UNNAMED = {"noise": "torch"}  # settings that earlier versions did not write
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A score on disk: of which model, prompt (its number) and sample."""
+    """A score on disk, with its model, prompt (its number) and sample."""
 
     model: str
     prompt: int
@@ -54,12 +54,12 @@ class Gallery:
     """The folder of one evaluation, locked while this process has it."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], models: list[Model]) -> None:
-        """Open the folder, or make it. To be used as a context, which unlocks it at the end.
+        """Open the folder, or create it. Use as a context, which unlocks it at the end.
 
         Args:
-            folder: an empty one, one that an earlier evaluation made, or none.
-            settings: what samples and scores depend on, besides the models, as plain values.
-            models: that draw.
+            folder: an empty folder, one from an earlier evaluation, or a path that does not exist.
+            settings: the inputs of samples and scores, besides the models, as plain values.
+            models: the models to draw with.
 
         Raises:
             ConfigError: it holds something else, or cannot be written; one line."""
@@ -92,7 +92,7 @@ class Gallery:
         self._lock.close()
 
     def _settle(self, settings: dict[str, Any], models: dict[str, Any]) -> None:
-        """Compare what is asked for with what the folder holds, and write it down."""
+        """Compare the requested settings with the folder's settings, and write them."""
         file = self.folder / _SETTINGS
         asked = msgspec.json.decode(msgspec.json.encode({**settings, "models": models}))
         if not os.path.lexists(file):
@@ -113,7 +113,7 @@ class Gallery:
         before = held.get("models", {})
         if not isinstance(before, dict):
             raise ConfigError(f"--out: {file} is damaged; name another folder")
-        # Of a model, where it was is a note: its weights decide.
+        # A model is identified by its weights; its recorded path is only informative.
         if changed := [label for label in models if label in before and _weights(before[label]) != models[label][1]]:
             raise ConfigError(
                 f"--out: {self.folder} holds samples of other weights as {changed[0]}; name another folder"
@@ -122,7 +122,7 @@ class Gallery:
         write_atomic(file, msgspec.json.format(msgspec.json.encode({**held, **asked}), indent=1) + b"\n")
 
     def _rows(self, label: str) -> dict[str, dict[str, Any]]:
-        """Return the rows of a model's table whose files are there; a last one that was cut off is removed."""
+        """Return the rows of a model's table whose files exist, and remove an incomplete last row."""
         folder = self.folder / label
         if folder.is_symlink():
             raise OSError(errno.EINVAL, f"{label} is a link, not a folder")
@@ -151,15 +151,15 @@ class Gallery:
 
     @property
     def labels(self) -> list[str]:
-        """The models, each of which has a folder of that name."""
+        """The models' labels, which are also the names of their folders."""
         return [*self._drawn]
 
     def has(self, label: str, request: SampleRequest) -> bool:
-        """Return whether a model's sample is there."""
+        """Return whether a model's sample exists."""
         return _name(request) in self._drawn[label]
 
     def add(self, label: str, request: SampleRequest, media: Media) -> None:
-        """Write a model's sample. Raises OSError, and then has no row of it."""
+        """Write a model's sample. If it raises OSError, no row was added."""
         folder = self.folder / label
         row = sample_row(request.prompt, write_media(media, folder / _name(request)))
         append_jsonl(folder / TABLE, row)
@@ -187,7 +187,7 @@ class Gallery:
 
 
 def _require_possible(file: Path, kept: Kept) -> None:
-    """Raise ConfigError for a score that no scorer gave. Statistics square them."""
+    """Raise ConfigError for a score that no scorer can have given; the statistics would square it."""
     numbers, names = (kept.score.value, *kept.score.parts.values()), kept.score.parts
     has_parts = len(names) <= MOST_PARTS and all(len(name) <= LONGEST_NAME for name in names)
     in_range = all(abs(number) <= _LARGEST_SCORE for number in numbers) and 0 <= kept.prompt < 2**31

@@ -1,6 +1,6 @@
 """Finds the models that a user names: a diffusers folder, an export, the folder of a run, or a checkpoint in it.
 
-Imports no torch and reads no weights, but for comparing a checkpoint with its manifest.
+Imports no torch and reads no weights, except to compare a checkpoint with its manifest.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 class Model:
     """A model to draw with.
 
-    label: how results and folders call it. base: the diffusers folder. trained: the checkpoint with weights that take
-    the place of the base's; None: none do. adapter: the export with adapters that are added to the base's; None: none
-    are. run: the run's folder, None for a folder that is no run's. notes: one line each, for the console. policy: which
-    of the checkpoint's, as `TrainedWeights` takes it. config: the recipe that a checkpoint states; of a run's base its
-    newest checkpoint's; None for a folder that is no run's."""
+    label: its name in results and folders.
+    base: the diffusers folder.
+    trained: the checkpoint whose weights replace the base's; None: no replacement.
+    adapter: the export whose adapters are added to the base; None: no adapters.
+    run: the run's folder; None for a folder outside a run.
+    notes: one line each, for the console.
+    policy: the checkpoint's policy, as for `TrainedWeights`.
+    config: the recipe of the checkpoint, or of a run's newest checkpoint for the run's base; None for a folder outside
+        a run."""
 
     label: str
     base: Path
@@ -51,18 +55,18 @@ class Model:
 
     @property
     def version(self) -> int | None:
-        """Number of updates that made the weights; 0 for a run's base, None where no run is known."""
+        """Number of updates behind the weights; 0 for a run's base, None without a known run."""
         if self.trained is not None:
             return self.trained.version
         return None if self.run is None else 0
 
     @property
     def weights(self) -> Path:
-        """The folder with what distinguishes the model: the checkpoint's, the export's or the base's."""
+        """The folder that distinguishes the model: the checkpoint's, the export's or the base's."""
         return self.adapter or (self.base if self.trained is None else self.trained.folder)
 
     def recipe(self, overrides: Sequence[str]) -> Config | None:
-        """Return the recipe that the model was trained by, where it is known. Raises ConfigError, one line.
+        """Return the recipe of the model's training, if known. Raises ConfigError, one line.
 
         overrides: as `load` takes them."""
         if self.config is not None:
@@ -71,9 +75,9 @@ class Model:
         return load(exported, overrides) if exported.is_file() else None
 
     def identity(self) -> str:
-        """Return what changes whenever the weights do, wherever they are: the content of all files.
+        """Return a digest of the content of all files, which changes with the weights but not with their location.
 
-        Raises OSError, or ConfigError where a file cannot be read."""
+        Raises OSError, or ConfigError if a file cannot be read."""
         found = xxhash.xxh3_128(repr(sorted(model_contents(self.base).items())).encode())
         for component, file in ({} if self.adapter is None else adapter_files(self.adapter)).items():
             found.update(f"{component} {sorted(path_contents('adapter', file).items())};".encode())
@@ -85,14 +89,14 @@ class Model:
 
 
 def find_models(given: Sequence[str], which: Sequence[str]) -> list[Model]:
-    """Return the models to compare, each once: of a run its base and all its checkpoints, the oldest first.
+    """Return the models to compare, each once: for a run its base and all its checkpoints, the oldest first.
 
     Args:
         given: folders, or a hub's `owner/name`.
-        which: of a run, these alone: `base`, `best`, `last` or numbers of updates; empty: all.
+        which: of a run, only these: `base`, `best`, `last` or numbers of updates; empty: all.
 
     Raises:
-        ConfigError: there is no such model; one line."""
+        ConfigError: a model does not exist; one line."""
     found: list[Model] = []
     for text in given:
         folder = _folder(text)
@@ -105,7 +109,7 @@ def find_models(given: Sequence[str], which: Sequence[str]) -> list[Model]:
 
 
 def find_model(given: str, which: str | None = None) -> Model:
-    """Return one model; of a run the checkpoint `which`, None: the last. Raises ConfigError, one line."""
+    """Return one model; for a run the checkpoint `which`, by default the last. Raises ConfigError, one line."""
     folder = _folder(given)
     if (folder / INDEX).is_file():
         if which is not None:
@@ -124,7 +128,7 @@ def find_model(given: str, which: str | None = None) -> Model:
 
 
 def base_of(model: Model) -> Model:
-    """Return the model that `model` was trained from. ConfigError if it was not trained here."""
+    """Return the base of `model`'s training. ConfigError if it was not trained here."""
     if model.trained is not None:
         return _base(model.trained)
     if model.adapter is None:
@@ -133,7 +137,7 @@ def base_of(model: Model) -> Model:
 
 
 def with_policy(models: Sequence[Model], policy: Policy) -> list[Model]:
-    """Return the models with this policy of their checkpoints, which their labels then name."""
+    """Return the models with this policy of their checkpoints; their labels then include it."""
     return [
         each
         if each.trained is None or policy == DRAWING
@@ -143,7 +147,7 @@ def with_policy(models: Sequence[Model], policy: Policy) -> list[Model]:
 
 
 def named_apart(models: Sequence[Model]) -> list[Model]:
-    """Return the models without those that are named twice; labels that two of them have get their run's name."""
+    """Return the models without duplicates; labels get the run's name if runs differ, and a number if equal."""
     once: dict[tuple[Path, Path], Model] = {}
     for each in models:
         once.setdefault((real_path(each.base), real_path(each.weights)), each)
@@ -159,7 +163,7 @@ def named_apart(models: Sequence[Model]) -> list[Model]:
 
 
 def adapter_files(folder: Path) -> dict[str, Path]:
-    """Return the files of an export of adapters by component; none if the folder is no such export."""
+    """Return the files of an export of adapters by component; empty if the folder is no such export."""
     first = folder / ADAPTERS
     if not first.is_file():
         return {}
@@ -167,7 +171,7 @@ def adapter_files(folder: Path) -> dict[str, Path]:
 
 
 def _base_of_adapter(folder: Path) -> Path:
-    """Return the model that exported adapters were trained for, as their recipe says."""
+    """Return the base model of exported adapters, from their recipe."""
     recipe = folder / EXPORTED_RECIPE
     if not recipe.is_file():
         raise ConfigError(f"{folder}: adapters without {EXPORTED_RECIPE}, which says what model they are for")
@@ -206,7 +210,7 @@ def _versions(run: Path) -> list[int]:
 
 
 def _of_run(run: Path, which: str | None) -> Model:
-    """Return a run's checkpoint, or its base, for which no checkpoint is read, where `which` is None."""
+    """Return a run's checkpoint, or its base if `which` is None; the base reads no checkpoint."""
     if which is not None:
         return _trained(choose(run, which))
     recipe = base_recipe(run)

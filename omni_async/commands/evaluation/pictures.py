@@ -1,4 +1,4 @@
-"""Draws what models made of the same prompts and noise as one picture: models beside each other."""
+"""Draws samples of several models for the same prompts and noise as one picture, with the models side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ABSENT = (24, 24, 3)  # height, width and channels of the tile of a sample that
 
 
 def grid(gallery: Gallery, models: Sequence[Model], requests: Sequence[SampleRequest]) -> Image | None:
-    """Return what `omni-async sample` shows: all samples; of several models side by side. At most 64 tiles.
+    """Return the picture of `omni-async sample`: all samples, at most 64 tiles; several models are side by side.
 
     None if there are no samples. Raises ConfigError if a file cannot be read."""
     several = len(models) > 1
@@ -31,7 +31,7 @@ def grid(gallery: Gallery, models: Sequence[Model], requests: Sequence[SampleReq
         return f"{model.label}\n{request.prompt.text}" if several else request.prompt.text
 
     shown = requests[: max(1, _MOST_TILES // len(models))]
-    # Models of a sample stay beside each other; as many samples in a row as make the picture about square.
+    # All models of a sample are adjacent; the number of samples in a row makes the picture about square.
     in_a_row = max(1, round(math.sqrt(len(shown) / len(models)))) if several else 1
     return _picture(gallery, models, shown, said, in_a_row * len(models) if several else None)
 

@@ -1,7 +1,7 @@
 """Compares models by the scores of their samples, and shows and writes the comparison.
 
-Every number of a score is compared: the reward, and the parts that the scorers give. What could not be scored is left
-out, of a paired difference with its partner, and counted.
+Compares every number of a score: the reward, and the scorers' parts. Samples without a score are left out, from a
+paired difference together with their partner, and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from omni_async.types import SampleRequest, Score
 if TYPE_CHECKING:
     from rich.console import Console
 
-Scores = Mapping[str, Mapping[tuple[int, int], Score]]  # of every model, by prompt and sample
+Scores = Mapping[str, Mapping[tuple[int, int], Score]]  # every model's scores, by prompt and sample
 
 METHOD = {
     "interval": f"{LEVEL:.0%}, cluster-robust by prompt, t with one degree of freedom less than there are prompts",
@@ -36,7 +36,7 @@ METHOD = {
 
 
 class Row(Struct, frozen=True):
-    """One number of one model: its mean, and the difference from the first model, None for that itself.
+    """One number of one model: its mean, and the difference from the first model, None for the first model.
 
     `comparable`: whether the mean is over the same samples as the first model's; the difference always is."""
 
@@ -57,7 +57,7 @@ class Failed(Struct, frozen=True):
 
 
 class Results(Struct, frozen=True):
-    """The comparison; `asked` is the number of samples that every model was to have."""
+    """The comparison; `asked` is the number of requested samples per model."""
 
     rows: list[Row]
     failed: list[Failed]
@@ -68,10 +68,10 @@ def compare(labels: Sequence[str], scores: Scores, failed: Sequence[Failed], ask
     """Return means, intervals and paired tests.
 
     Args:
-        labels: the models; the first is what the others are compared with.
-        scores: theirs.
-        failed: samples without one.
-        asked: how many samples each was to have."""
+        labels: the models; the others are compared with the first.
+        scores: the models' scores.
+        failed: samples without a score.
+        asked: the number of requested samples per model."""
     numbers = {name: None for label in labels for score in scores[label].values() for name in _numbers(score)}
     rows: list[Row] = []
     for name in numbers:
@@ -104,7 +104,7 @@ def _paired(own: Mapping[tuple[int, int], float], first: Mapping[tuple[int, int]
 
 
 def _corrected(rows: list[Row]) -> list[Row]:
-    """Return the rows of one number with p values corrected for how many there are."""
+    """Return the rows of one number with p values corrected for the number of tests."""
     tested = [number for number, row in enumerate(rows) if row.paired is not None and row.paired.p is not None]
     for number, p in zip(tested, holm([rows[n].paired.p for n in tested]), strict=True):  # type: ignore[union-attr, misc]
         rows[number] = replace(rows[number], paired=replace(rows[number].paired, p_holm=p))  # type: ignore[type-var]
@@ -115,7 +115,7 @@ def _corrected(rows: list[Row]) -> list[Row]:
 
 
 def show(console: Console, results: Results) -> None:
-    """Print a table per number, which means are not comparable, and what failed."""
+    """Print a table per number, the models whose means are not comparable, and the failures."""
     for name in dict.fromkeys(row.number for row in results.rows):
         table = Table("", "mean", "95 %", "samples", "minus first", "95 %", "p", "p (Holm)", title=escape(name))
         for column in table.columns[1:]:
@@ -138,7 +138,7 @@ def show(console: Console, results: Results) -> None:
 
 
 def left_out(failed: Sequence[Failed]) -> dict[str, dict[str, int]]:
-    """Return the reasons why samples have no score, of each model that has such: reason -> samples."""
+    """Return each model's reasons for unscored samples (reason -> samples), for models that have any."""
     found: dict[str, dict[str, int]] = {}
     for one in failed:
         reasons = found.setdefault(one.model, {})

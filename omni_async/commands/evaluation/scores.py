@@ -1,4 +1,4 @@
-"""Scores what models drew with a recipe's reward, as `omni-async score` does; what has a score is not scored again."""
+"""Scores generated samples with a recipe's reward, as `omni-async score` does; existing scores are kept."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from omni_async.config.redact import redact
 from omni_async.data.prompts import PromptCheck
 from omni_async.types import SampleRequest
 
-# What of the reward a score does not depend on: how scorers are asked.
+# Keys of the reward that do not affect a score: how scorers are called.
 _HOW = {"workers", "batch", "streaming", "timeout_s", "hedge_s", "retries", "backoff_s", "backoff_max_s", "outage_s"}
 _HOW |= {"probe", "cache", "pools", "servers"}
 
 
 def record(config: Config) -> dict[str, Any]:
-    """Return what scores depend on, besides the samples, as plain values without credentials."""
+    """Return the inputs of scores, besides the samples, as plain values without credentials."""
     tree: dict[str, Any] = redact(msgspec.to_builtins(config.reward))
-    models = {server["name"]: server["model"] for server in tree["servers"]}  # which scorers know by the servers' names
-    contents = reward_contents(config)  # models of scorers may be replaced where they are
+    models = {server["name"]: server["model"] for server in tree["servers"]}  # scorers refer to servers by name
+    contents = reward_contents(config)  # a scorer's model may be replaced in place
     return {key: value for key, value in tree.items() if key not in _HOW} | {"judges": models, "contents": contents}
 
 
 def checks_of(config: Config, requests: Sequence[SampleRequest]) -> list[PromptCheck]:
-    """Check the scorers, without building them and before anything is drawn; return what they require of prompts.
+    """Check the scorers without building them, before any drawing; return their requirements of prompts.
 
     Raises ConfigError."""
     parts = [shape.part for shape in config.rollout.sampling.media()]
@@ -48,14 +48,14 @@ async def score_all(
     gallery: Gallery,
     progress: Callable[[int], None],
 ) -> list[Failed]:
-    """Score every drawn sample without a score, into the gallery; return those that have none.
+    """Score every drawn sample without a score, into the gallery; return the samples that remain unscored.
 
     Args:
-        config: its `reward` counts.
-        models: whose samples are scored.
+        config: only its `reward` is used.
+        models: the models whose samples are scored.
         requests: their samples.
-        checks: what the scorers require of a prompt.
-        gallery: where samples and scores are.
+        checks: the scorers' requirements of a prompt.
+        gallery: the store of samples and scores.
         progress: takes the number of samples that are scored or given up.
 
     Raises:
@@ -100,10 +100,10 @@ async def score_all(
 
 
 def _witnesses(models: Sequence[Model], requests: Sequence[SampleRequest], gallery: Gallery) -> list[Scored]:
-    """Return samples that were scored before, to be scored once more; none if none were.
+    """Return samples with scores, to be scored once more; empty without scores.
 
-    Where all that are left cannot be scored, a scorer that answers for these is known not to be down, and the others
-    are not waited for. Two, because a scorer is tried with two prompts."""
+    If all remaining samples fail but a scorer answers for these, the scorer is not down, and the command stops waiting
+    for the rest. There are two, because a scorer is tried with two prompts."""
     there = gallery.scores
     for model in models:
         for request in requests:

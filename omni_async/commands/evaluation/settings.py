@@ -1,8 +1,8 @@
 """Decides how samples are drawn: sizes, steps, prompts and seeds.
 
-They come from a recipe, `--recipe` or that of the first model that has one, or are the family's defaults; then from the
-command line. Requests are made by the factory that makes a run's validation requests, so a validation prompt has
-the noise here that it had in the run.
+They come from a recipe (`--recipe`, or the recipe of the first model that has one) or from the family's defaults, and
+then from the command line. The factory of a run's validation requests creates the requests, so a validation prompt has
+the same noise here as in the run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from omni_async.runtime.preflight.model_files import check_checkpoint
 from omni_async.runtime.preflight.prompt_limits import PromptLimits
 from omni_async.types import Prompt, SampleRequest
 
-_GUIDANCE = ("guidance_scale", "true_cfg_scale")  # what families call it, the first that one has
+_GUIDANCE = ("guidance_scale", "true_cfg_scale")  # the families' names for it; the first existing one is used
 
 
 @dataclass(frozen=True)
 class Settings:
     """How every model draws.
 
-    config: with `validation` as it is used here. device: None is the accelerator if there is one, else the CPU.
+    config: with `validation` as used here.
+    device: None is the accelerator if there is one, otherwise the CPU.
     notes: for the console."""
 
     config: Config
@@ -53,11 +54,11 @@ class Settings:
         return self.config.validation
 
     def requests(self) -> list[SampleRequest]:
-        """Return the requests that every model gets, prompt by prompt."""
+        """Return the requests for every model, prompt by prompt."""
         return RequestFactory(self.config).validation(0, self.prompts)
 
     def record(self) -> dict[str, Any]:
-        """Return what samples depend on, besides the model, as plain values without credentials."""
+        """Return the inputs of samples, besides the model, as plain values without credentials."""
         program = self.config.rollout.program
         return {
             "steps": self.validation.num_inference_steps,
@@ -77,7 +78,7 @@ class Settings:
 
 
 def settings_of(options: argparse.Namespace, models: Sequence[Model]) -> Settings:
-    """Return how the models draw. Raises ConfigError, one line, also where a model cannot."""
+    """Return the settings for drawing. Raises ConfigError, one line, also if a model cannot draw with them."""
     config = _config(options, models)
     try:
         family = find_family(config.model.pipeline or family_of(models[0].base))
@@ -100,7 +101,7 @@ def settings_of(options: argparse.Namespace, models: Sequence[Model]) -> Setting
 
 
 def _config(options: argparse.Namespace, models: Sequence[Model]) -> Config:
-    """Return the recipe, or that of the first model that has one, or defaults, with what the command line overrides."""
+    """Return the recipe, the first recipe among the models, or defaults, with the command line's overrides."""
     named = [word if "." in word.partition("=")[0] else f"rollout.sampling.{word}" for word in options.overrides]
     if options.seed is not None:
         named.append(f"run.seed={options.seed}")
@@ -129,7 +130,7 @@ def _seeds(options: argparse.Namespace, given: Validation | None) -> int:
 def _prompts(
     options: argparse.Namespace, config: Config, check: PromptCheck, limits: PromptLimits
 ) -> tuple[Prompt, ...]:
-    """Return the prompts of the command line, of its file, or the recipe's for validation; `--limit` of them."""
+    """Return the prompts of the command line, of its file, or of the recipe's validation; at most `--limit`."""
     longest = config.data.max_prompt_chars
     if options.prompt:
         prompts = _typed(options.prompt, config, check)
@@ -147,7 +148,7 @@ def _prompts(
 
 
 def _typed(texts: Sequence[str], config: Config, check: PromptCheck) -> list[Prompt]:
-    """Return the prompts with these texts; those of the recipe's validation keep their number, and so their noise."""
+    """Return the prompts with these texts; prompts of the recipe's validation keep their number, and so their noise."""
     validated: list[Prompt] = []
     if config.validation is not None and Path(config.validation.prompts).is_file():
         validated = load_prompts(config.validation.prompts, "validation.prompts", config.data.max_prompt_chars)

@@ -2,10 +2,9 @@
 
 pytorch_lora_weights.safetensors                     diffusers' `load_lora_weights`, of the first trained component
 <component>/pytorch_lora_weights.safetensors         of each further one (Wan2.2's low-noise expert)
-comfyui/<component>.safetensors                      ComfyUI's names, where the family says what they are
+comfyui/<component>.safetensors                      ComfyUI's names, if the family defines them
 
-Factors are stored so that alpha is the rank, which is what programs take it for where a file does not say: B has the
-factor alpha / rank in it.
+Factors are stored for alpha = rank, which programs assume for a file without alpha: B includes the factor alpha / rank.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ _FORMAT = {"format": "pt"}
 class Adapter:
     """The export of adapters.
 
-    trained: the factors. scale: alpha / rank. renamed: (pattern, replacement) of the layers' names in ComfyUI, of which
-    the first that matches the whole name counts. dtype: None: that in which they were trained."""
+    trained: the factors.
+    scale: alpha / rank.
+    renamed: (pattern, replacement) pairs for the layers' names in ComfyUI; the first pattern that matches the whole
+        name counts.
+    dtype: None: the dtype of training."""
 
     def __init__(
         self, trained: TrainedWeights, scale: float, renamed: Sequence[tuple[str, str]], dtype: torch.dtype | None
@@ -42,13 +44,13 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will be written, at most."""
+        """Largest number of bytes to write."""
         shapes = [self._trained.shape(c, name) for c in self._trained.components for name in self._trained.names(c)]
         return 8 * sum(torch.Size(shape).numel() for shape in shapes)
 
     @property
     def room(self) -> int:
-        """Bytes that the disk needs for them."""
+        """Number of bytes that the disk needs for them."""
         return self.nbytes
 
     def write(self, folder: Path, progress: Progress) -> None:
@@ -75,7 +77,7 @@ class Adapter:
         return found
 
     def _other_names(self, component: str) -> dict[str, str]:
-        """Return ComfyUI's name of every factor; none if it has none for one of them."""
+        """Return ComfyUI's name of every factor; empty if any factor has none."""
         found: dict[str, str] = {}
         for name in self._trained.names(component):
             layer, _, matrix = name.partition(".lora_")

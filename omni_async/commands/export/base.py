@@ -1,4 +1,4 @@
-"""Reads a base model's folder: which files an export takes over, and the tensors of trained components."""
+"""Reads a base model's folder: the files that an export copies, and the tensors of trained components."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class BaseModel:
     trained: tuple[str, ...]
 
     def files(self) -> list[Path]:
-        """Return the files to take over, by their paths from the folder.
+        """Return the files to copy, as paths relative to the folder.
 
-        Those are the parts that model_index.json lists, without the weights of trained ones, and the small files beside
-        it. Single-file checkpoints beside it hold the weights before training, so they stay behind, as does the card.
-        """
+        They are the parts that model_index.json lists, without the weights of trained components, and the small files
+        next to it. Single-file checkpoints next to it hold the weights before training and are left out, and so is the
+        card."""
         parts = [name for name, entry in read_model_index(self.folder).items() if isinstance(entry, list)]
         found = [path for path in self.folder.iterdir() if path.is_file() and _is_small(path)]
         for part in parts:
@@ -47,7 +47,7 @@ class BaseModel:
             raise ConfigError(str(error)) from None
 
     def stem(self, component: str) -> str:
-        """Return what the component's weight files are called, without their endings."""
+        """Return the common stem of the component's weight files, without their endings."""
         names = [path.name for path in (self.folder / component).iterdir()]
         return next(stem for stem in WEIGHT_STEMS if any(name.startswith(f"{stem}.safetensors") for name in names))
 

@@ -1,4 +1,4 @@
-"""Writes the model card of an export: README.md as model hubs read it, a plot of the run, and images of its samples."""
+"""Writes the model card of an export: README.md for model hubs, a plot of the run, and images of its samples."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _CURVES, _RECIPE, _SAMPLES = "curves.png", "recipe.yaml", "samples"
 
 
 def write_card(folder: Path, chosen: Chosen, policy: str, loading: Loading) -> None:
-    """Write README.md and what it shows into an export.
+    """Write README.md, and the files that it shows, into an export.
 
     Args:
-        folder: the export, under way.
+        folder: the unfinished export.
         chosen: the checkpoint.
-        policy: which of the policies in it was exported.
+        policy: the exported policy of the checkpoint.
         loading: how to load it."""
     run = read_run(chosen.run.path)
     write_atomic(folder / _RECIPE, resolved_yaml(chosen.config).encode())
@@ -87,7 +87,7 @@ def _facts(chosen: Chosen, policy: str, base: str) -> dict[str, Any]:
 
 
 def _measured(run: Run) -> dict[str, str]:
-    """Return how validation changed over the run, and what of validation and of training was left out."""
+    """Return the change of validation over the run, and the omissions in validation and training."""
     counted = groups_left_out(*ended_groups(run.ledger))
     found = {"groups that were not trained": "; ".join(counted)} if counted else {}
     ends = first_and_last(run.validation)
@@ -112,7 +112,7 @@ def _table(facts: Mapping[str, Any]) -> str:
 
 
 def _code(value: str) -> str:
-    """Return a text of one line for between two backticks, which know no escape."""
+    """Return a text of one line for use between two backticks, which have no escape."""
     return " ".join(value.split()).replace("`", "'")
 
 
@@ -158,7 +158,7 @@ def _is_licence(value: Any) -> bool:
 
 
 def card_of(folder: Path) -> dict[str, Any]:
-    """Return the front matter of a model's card; nothing if it has none."""
+    """Return the front matter of a model's card; empty if it has none."""
     try:
         text = read_file(folder / CARD, _LARGEST_CARD).decode("utf-8-sig").replace("\r\n", "\n")
         before, fence, rest = text.partition("---\n")

@@ -69,7 +69,7 @@ def add_export(commands: Any) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Export, and say how to load it. Raises ConfigError, one line."""
+    """Export, and print how to load the export. Raises ConfigError, one line."""
     from omni_async.commands.export.folder import leftovers, require_nothing_at
     from omni_async.records.read.chosen import choose
 
@@ -107,8 +107,8 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
     try:
         trained = TrainedWeights(chosen.folder, options.policy)
         if not trained.drew:
-            chosen = replace(chosen, round=None)  # which is another policy's
-        # A checkpoint from elsewhere may name any, and an adapter's files are written by these names.
+            chosen = replace(chosen, round=None)  # it belongs to another policy
+        # A checkpoint from elsewhere may name any component, and the names become file names of an adapter.
         if foreign := next((one for one in trained.components if one not in chosen.components), None):
             raise ConfigError(f"{chosen.folder}: it has tensors of {foreign[:80]!r}, which {chosen.base} has not")
         if lora is None or options.merged:
@@ -134,7 +134,7 @@ def _write(chosen: Chosen, options: argparse.Namespace) -> int:
 
 @contextmanager
 def _bar(nbytes: int) -> Iterator[Progress]:
-    """Show on a terminal how much of it is written."""
+    """Show the written part on a terminal."""
     if not sys.stderr.isatty():
         yield lambda written: None
         return

@@ -1,4 +1,4 @@
-"""Plots how a run learned: the reward of its updates, and of its validation rounds."""
+"""Plots a run's learning: the reward of its updates, and of its validation rounds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from matplotlib.ticker import MaxNLocator
 from omni_async.config.writing import replacing
 from omni_async.records.read.rounds import read_rounds
 
-# Okabe and Ito's, which colour-blind readers tell apart.
+# Okabe and Ito's colours, distinguishable for colour-blind readers.
 _UPDATES, _ROUNDS, _CHOSEN = "#0072B2", "#D55E00", "#009E73"
-_LARGEST = 1e100  # an edited file may hold any number, and axes end in an error where squares overflow
+_LARGEST = 1e100  # an edited file may hold any number, and axes fail if squares overflow
 
 
 def plot_curves(
@@ -25,7 +25,7 @@ def plot_curves(
     Args:
         path: the PNG file.
         updates, rounds: lines of metrics.jsonl.
-        version: the exported one, which is marked."""
+        version: the exported version, which is marked."""
     lines = [("training", "reward", updates, _UPDATES, "."), ("validation", "validation/reward", rounds, _ROUNDS, "o")]
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = figure.subplots()

@@ -1,7 +1,7 @@
-"""Makes a folder that is there whole or not at all, and reports how much of it is written.
+"""Creates a folder completely or not at all, and reports the progress of writing.
 
-It is written beside its final path and renamed. Whatever ends the writing, nothing half is left at that path, and
-nothing that was there before is touched.
+The folder is written next to its final path and renamed. However the writing ends, that path never has a partial
+folder, and existing files remain unchanged.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from omni_async.config.writing import open_lock, open_update
 
 _CHUNK = 16 * 2**20
 _LOCK = ".lock"
-Progress = Callable[[int], None]  # takes the bytes that were written since it was called last
+Progress = Callable[[int], None]  # takes the bytes written since its last call
 
 
 @contextlib.contextmanager
 def whole_folder(out: Path, room: int) -> Iterator[Path]:
-    """Give an empty folder to fill; it is at `out` once the context is left without an error.
+    """Yield an empty folder to fill; it moves to `out` when the context exits without an error.
 
     Args:
-        out: where nothing may be yet.
-        room: bytes that the disk has to have for it.
+        out: a path that must not exist yet.
+        room: bytes of disk space that it needs.
 
     Raises:
         ConfigError: `out` exists, cannot be written, or the disk is full; one line, and nothing is left behind."""
@@ -64,7 +64,7 @@ def whole_folder(out: Path, room: int) -> Iterator[Path]:
 
 
 def leftovers(out: Path) -> list[Path]:
-    """Return the unfinished folders that exports to `out` left which were killed."""
+    """Return the unfinished folders of killed exports to `out`."""
     return sorted(folder for folder in _unfinished(out) if not _is_held(folder))
 
 
@@ -86,7 +86,7 @@ def _claimed(out: Path) -> Iterator[Path]:
 
 
 def _put(unfinished: Path, out: Path) -> None:
-    """Rename a folder to `out`, where nothing may be."""
+    """Rename a folder to `out`, which must not exist."""
     try:
         out.mkdir()  # renaming replaces an empty folder, which can only be this one
     except FileExistsError:
@@ -101,7 +101,7 @@ def _put(unfinished: Path, out: Path) -> None:
 
 
 def _unfinished(out: Path) -> list[Path]:
-    """Return the folders, no links, with the names of unfinished exports to `out`."""
+    """Return the folders (no links) with the names of unfinished exports to `out`."""
     name = re.compile(rf"{re.escape(_begin(out))}\d+-[0-9a-f]{{16}}\.partial")
     try:
         with os.scandir(out.parent) as entries:
@@ -115,7 +115,7 @@ def _unfinished(out: Path) -> list[Path]:
 
 
 def _begin(out: Path) -> str:
-    """Return how the names of unfinished folders begin. It is cut, since a name has a largest length in bytes."""
+    """Return the prefix of the names of unfinished folders, truncated because a name has a largest length in bytes."""
     return f".{os.fsdecode(os.fsencode(out.name)[:150])}."
 
 
@@ -125,19 +125,19 @@ def _is_held(unfinished: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # it has no lock, or no file is there
+    except OSError:  # it has no lock, or the file does not exist
         return False
     return False
 
 
 def require_nothing_at(out: Path) -> None:
-    """Raise ConfigError if anything is at `out`, links that lead nowhere included."""
+    """Raise ConfigError if anything exists at `out`, broken links included."""
     if os.path.lexists(out):
         raise ConfigError(f"--out: {out} exists; name a folder that does not, or remove it")
 
 
 def copy_file(source: Path, target: Path, linked: bool, progress: Progress) -> None:
-    """Copy a file's content or, if `linked`, make `target` another name of it where the file system can."""
+    """Copy a file's content or, if `linked` and the file system supports it, create a hard link."""
     source = real_path(source)  # a hub's cache has links to its files
     if linked:
         with contextlib.suppress(OSError):  # another file system

@@ -1,4 +1,4 @@
-"""Writes a whole model: the base model's folder with the trained components' weights in place of its own.
+"""Writes a whole model: the base model's folder, with new weights for the trained components.
 
 Weights are read, merged and written one file at a time, so that memory holds one file's tensors, never a model.
 """
@@ -28,11 +28,13 @@ _LARGEST_FILE = "5GB"
 class FullModel:
     """The export of a whole model.
 
-    base: what training began with. trained: weights, or adapters that are merged into the base's. scale: of adapters,
-    alpha / rank. dtype: that of trained components' weights; None: each is stored as the base stores it. linked:
-    whether files that training left alone become hard links to the base model's.
+    base: the base model of the training.
+    trained: weights, or adapters to merge into the base's weights.
+    scale: of adapters, alpha / rank.
+    dtype: of trained components' weights; None: the dtype of each in the base.
+    linked: whether files that training did not change become hard links to the base model's.
 
-    Raises ConfigError, one line, if the base's weights are others than were trained."""
+    Raises ConfigError, one line, if the base's weights do not match the trained ones."""
 
     def __init__(
         self, base: BaseModel, trained: TrainedWeights, scale: float, dtype: torch.dtype | None, linked: bool
@@ -44,12 +46,12 @@ class FullModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the folder will have."""
+        """Size of the folder in bytes."""
         return self._weights + sum((self._base.folder / path).stat().st_size for path in self._base.files())
 
     @property
     def room(self) -> int:
-        """Bytes that the disk needs for them, at least: links take none, where the file system has any."""
+        """Least number of bytes that the disk needs: links take no space, if the file system supports them."""
         return self._weights if self._linked else self.nbytes
 
     @property
@@ -81,7 +83,7 @@ class FullModel:
             write_atomic(folder / f"{stem}.safetensors.index.json", content.encode())
 
     def _tensors(self, component: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors as they are written: trained, merged or the base's, in their dtypes."""
+        """Return tensors in their final form: trained, merged or the base's, in their dtypes."""
         like, stored, trained = self._like(component), self._stored[component], {*self._trained.names(component)}
         if not self._trained.is_adapter:
             found = self._trained.read(component, [name for name in names if name in trained])
@@ -98,7 +100,7 @@ class FullModel:
         return {name: weight.to(like[name].dtype).contiguous() for name, weight in merged}
 
     def _like(self, component: str) -> dict[str, Tensor]:
-        """Return a tensor without memory for each that is written, of its shape and dtype."""
+        """Return a meta tensor for each tensor to write, of its shape and dtype."""
         found = {}
         for name, one in self._stored[component].items():
             own = _getdtype(one.get_dtype())
@@ -107,7 +109,7 @@ class FullModel:
         return found
 
     def _require_same(self, component: str, stored: Mapping[str, Any]) -> None:
-        """Refuse a base model that has other weights than those that were trained."""
+        """Refuse a base model whose weights do not match the trained ones."""
         folder = self._base.folder / component
         for name in self._trained.names(component):
             shape = self._trained.shape(component, name)

@@ -1,4 +1,4 @@
-"""Says how an export is loaded, with diffusers alone and in other programs."""
+"""Describes how to load an export, with diffusers alone and in other programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HUB = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")
 
 @dataclass(frozen=True)
 class Loading:
-    """What was exported, and how it is loaded.
+    """The kind of an export, and how to load it.
 
     `what`: in words. `relation`: to the base model, in hubs' words. `lines`: Python, after `imports`. `here`: paths of
-    this machine in `lines`, and what is said in their place to others. `notes`: further paragraphs."""
+    this machine in `lines`, and their replacements for other readers. `notes`: further paragraphs."""
 
     what: str
     relation: str
@@ -33,7 +33,7 @@ class Loading:
 
     @property
     def code(self) -> str:
-        """Return a script for somebody to whom the export was sent."""
+        """Return a script for a recipient of the export."""
         script = "\n".join([*self.imports, "", *self.lines])
         for path, said in self.here.items():
             script = script.replace(_quoted(path)[:-1], _quoted(said)[:-1])
@@ -41,27 +41,27 @@ class Loading:
 
 
 def base_name(folder: Path) -> str:
-    """Return `owner/name` of a model in a hub's cache, else the folder's name."""
+    """Return `owner/name` of a model in a hub's cache, otherwise the folder's name."""
     match = next((match for part in folder.parts if (match := _HUB.fullmatch(part))), None)
     return f"{match['owner']}/{match['name']}" if match else folder.name
 
 
 def _quoted(path: str | Path) -> str:
-    """Return a path as a text of Python, whatever is in it."""
+    """Return a path as a Python string literal, with any content."""
     return json.dumps(str(path), ensure_ascii=not str(path).isprintable())
 
 
 def full_loading(chosen: Chosen, out: Path) -> Loading:
-    """Say how the whole model in `out` is loaded."""
+    """Return how to load the whole model in `out`."""
     return Loading("weights", "finetune", _imports(chosen), (_from_pretrained(chosen, str(out)),), {str(out): _THIS})
 
 
 def adapter_loading(chosen: Chosen, components: Sequence[str], out: Path) -> Loading:
-    """Say how the adapters in `out` are loaded.
+    """Return how to load the adapters in `out`.
 
     Args:
         chosen: the checkpoint.
-        components: those with adapters; the first one's are in `out` itself.
+        components: the components with adapters; the first one's are in `out` itself.
         out: the export's folder."""
     base = base_name(chosen.base)
     lines = [_from_pretrained(chosen, base if "/" in base else str(chosen.base))]
@@ -69,7 +69,7 @@ def adapter_loading(chosen: Chosen, components: Sequence[str], out: Path) -> Loa
     if hasattr(pipeline, "load_lora_weights"):
         lines.append(f"pipeline.load_lora_weights({_quoted(out)})")
         lines += [f"pipeline.load_lora_weights({_quoted(out / one)}, load_into_{one}=True)" for one in components[1:]]
-    else:  # a pipeline that knows no adapters, whose denoiser does
+    else:  # the pipeline does not support adapters, but its denoiser does
         path = f'{_quoted(out)}, weight_name="{FILE}"'
         lines.append(f'pipeline.{components[0]}.load_lora_adapter({path}, prefix="transformer")')
     notes = (f"ComfyUI's LoRA loader takes the files in `{OTHER_TOOLS}/`.",) if chosen.family.comfyui_layers else ()

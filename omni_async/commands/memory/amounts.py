@@ -1,4 +1,4 @@
-"""Defines the result of an estimate: bytes of each role's processes, by what they hold."""
+"""Defines the result of an estimate: bytes of each role's processes, by category."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Amount:
     """Bytes of one process of a role on its accelerator, and in its host's memory.
 
     role: the role's name. workers: the number of its processes.
-    weights: parameters that stay on the device; None where the model is not known.
-    states: what else stays: gradients, optimizer states, further policies, encoded prompts, a KV cache.
-    activations: the most that one forward and backward pass takes.
-    decode: the most that decoding takes, at another time than `activations`.
-    context: the driver's own, of one process.
+    weights: parameters that stay on the device; None if the model is not known.
+    states: other permanent data: gradients, optimizer states, further policies, encoded prompts, a KV cache.
+    activations: the peak of one forward and backward pass.
+    decode: the peak of decoding, which does not coincide with `activations`.
+    context: the driver's own memory for one process.
     host: host memory of this process.
-    spare: bytes of `states` that are taken because there is room.
-    helps: keys that make it smaller, each with what it saves."""
+    spare: bytes of `states` that are used only because they are available.
+    helps: keys that reduce the total, each with its saving."""
 
     role: str
     workers: int
@@ -34,7 +34,7 @@ class Amount:
 
     @property
     def device(self) -> int:
-        """Return the bytes on the device at the worst time; without weights that are not known."""
+        """Return the peak bytes on the device, without unknown weights."""
         return (self.weights or 0) + self.states + max(self.activations, self.decode) + self.context
 
 
@@ -50,10 +50,10 @@ class Shared:
 class Estimate:
     """The memory of a recipe.
 
-    source: where the model's configuration was read.
-    roles: the roles with accelerators, and the others that hold a model.
-    shared: host memory besides that of single processes.
-    assumed: what the numbers assume, one sentence each."""
+    source: the source of the model's configuration.
+    roles: the roles with accelerators, and other roles with a model.
+    shared: host memory in addition to single processes.
+    assumed: the assumptions behind the numbers, one sentence each."""
 
     source: str
     roles: tuple[Amount, ...]

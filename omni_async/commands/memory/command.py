@@ -16,7 +16,7 @@ _COLUMNS = ("weights", "states", "activations", "decode", "context", "device", "
 
 
 def memory(config: Config, device: str) -> int:
-    """Print a recipe's table of memory. Arguments and errors are those of `memory_report`.
+    """Print a recipe's table of memory. Arguments and errors are the same as for `memory_report`.
 
     Raises:
         ConfigError: also for a recipe that does not fit, after its table."""

@@ -1,4 +1,4 @@
-"""Knows the memory of accelerators by name, and which processes of a recipe share one. Imports no torch."""
+"""Lists the memory of accelerators by name, and finds the processes of a recipe that share one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from omni_async.plugins.entry_points import not_one_of
 from omni_async.runtime.placement import plan_placements
 from omni_async.worker import Worker
 
-# GiB that a process can have, as torch reports a device's total memory.
+# GiB available to a process, as torch reports a device's total memory.
 DEVICES = {"h100-80g": 79.1, "h200": 139.8, "h800": 79.1, "ascend-64g": 60.9}
 
 
@@ -28,7 +28,7 @@ def bytes_of_device(text: str) -> int:
 def shared_devices(config: Config) -> list[tuple[str, ...]]:
     """Return the roles of the processes on each accelerator, a tuple for every different device, sorted.
 
-    Ray places actors with a part of an accelerator in the order of their bundles, on the first with room."""
+    Ray places actors with a fraction of an accelerator in the order of their bundles, on the first one with room."""
     plan = plan_placements(config)
     found: list[tuple[float, list[str]]] = []
     for number, bundle in enumerate(plan.bundles):

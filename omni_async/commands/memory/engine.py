@@ -21,13 +21,13 @@ from omni_async.worker import READER, ROLLOUT
 class MeasuredEngine:
     """The numbers of one engine, in bytes.
 
-    denoisers, encoders, decoders: the weights of its models. step, decode: the most that one denoising step and one
-    decoding of `max_batch` samples take; those of the largest spec."""
+    denoisers, encoders, decoders: the weights of its models.
+    step, decode: the peaks of one denoising step and one decoding of `max_batch` samples, for the largest spec."""
 
     def __init__(self, config: Config, policy: Policy, tokens: int) -> None:
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         assert isinstance(policy, BuildsEmpty) and isinstance(policy, Foreseeable)
-        with META:  # tables of positions, too, which are large
+        with META:  # including tables of positions, which are large
             components = policy.build_components(dtype)
         codec = policy.build_codec(dtype, config.rollout.engine)
         self.encoders = sum(map(nbytes, codec.encoders))
@@ -64,7 +64,7 @@ def estimate_engine(config: Config, measured: MeasuredEngine, context: int) -> A
         transient = max(measured.step, measured.decode) / GIB
         helps.append(f"rollout.max_batch: less than {rollout.max_batch} ({transient:.1f} GiB a batch)")
     if rollout.offload:
-        # Encoders come in between two steps, when nothing else of a batch lives.
+        # Encoders are loaded between two steps, when nothing else of a batch is live.
         activations, host = max(measured.step, encoders), encoders
     else:
         weights, activations, host = weights + encoders, measured.step, 0
@@ -84,7 +84,7 @@ def estimate_engine(config: Config, measured: MeasuredEngine, context: int) -> A
 
 
 def estimate_reader(config: Config, policy: Policy, context: int) -> Amount:
-    """Return the memory of the reader of preference pairs, which encodes them and draws nothing."""
+    """Return the memory of the reader of preference pairs, which encodes them and generates nothing."""
     assert isinstance(policy, Foreseeable)
     codec = policy.build_codec(getattr(torch, config.model.dtype), "diffusers")
     return Amount(role=READER, workers=1, weights=sum(map(nbytes, codec.models)), context=context)

@@ -1,4 +1,4 @@
-"""Estimates the memory of a recipe: every role's, and what hosts hold besides."""
+"""Estimates the memory of a recipe: every role's, and additional memory of hosts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _policy(family: PipelineFamily, path: str) -> Policy:
 
 
 def _shared(config: Config, policy: Policy, measured: MeasuredTrainer) -> list[Shared]:
-    """Return what hosts hold of versions, samples and files."""
+    """Return the host memory for versions, samples and files."""
     size = getattr(torch, config.model.dtype).itemsize
     base = (measured.frozen or measured.trained) * size
     version = measured.trained * 4 if config.weights.payload == "lora" else base

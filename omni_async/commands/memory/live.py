@@ -13,12 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts what is allocated on `device` inside the context, an operation's results each.
+    """Counts the memory of operations' results on `device` inside the context.
 
-    A storage counts once, however many views it has, until its last tensor is gone. Memory from before, and what a
-    kernel takes while it runs, do not count.
-
-    peak: the most bytes that lived at once."""
+    A storage counts once, however many views it has, until its last tensor is gone. Memory from before, and a kernel's
+    temporary memory, do not count.
+    peak: the largest number of live bytes."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def _count(self, storage: torch.UntypedStorage, from_before: bool) -> None:
-        """Count a storage until it is gone; an argument from before the context counts nothing."""
+        """Count a storage until it is gone; an argument from before the context counts as zero."""
         key, size = storage._cdata, 0 if from_before else storage.nbytes()
         self._known.add(key)
         self._live += size

@@ -1,4 +1,4 @@
-"""Counts bytes and elements of modules, tied weights once, and cuts repeated layers out of them."""
+"""Counts bytes and elements of modules, tied weights once, and truncates repeated layers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def numel(parameters: Iterable[Tensor]) -> int:
 
 
 class Layers:
-    """The repeated layers of components, in runs of equal ones, which can be cut short.
+    """The repeated layers of components, as runs of equal layers that can be truncated.
 
-    A model that runs one of many equal layers less takes less memory by the same amount each time, so that a few
-    layers of each run suffice to measure it."""
+    Each of many equal layers adds the same amount of memory, so a few layers of each run are enough to measure it."""
 
     _KEPT = 2
 
@@ -33,7 +32,7 @@ class Layers:
             self._runs += [(layers, list(run)) for _, run in groupby(layers, _signature)]
 
     def extrapolated(self, measure: Callable[[], int]) -> int:
-        """Return what `measure` would return of the whole components, from a call with few layers and one per run."""
+        """Return the value of `measure` for the whole components, extrapolated from few layers and one more per run."""
         whole = [len(run) for _, run in self._runs]
         few = [min(self._KEPT, length) for length in whole]
         try:

@@ -1,7 +1,7 @@
-"""Finds the configuration of a recipe's model: that of its checkpoint, or the one of a published model.
+"""Finds the configuration of a recipe's model: its checkpoint's, or a published model's.
 
-A family's package has a folder `published` next to its policy, with a folder for each published model: the JSON files
-of the checkpoint, and nothing else. Imports no torch.
+A family's package has a folder `published` next to its policy, with a folder for each published model: only the JSON
+files of the checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FOLDER = "published"
 
 
 def find_model(config: Config) -> tuple[PipelineFamily, Path, str]:
-    """Return a recipe's family, the folder of its model's configuration files, and a sentence on where these are.
+    """Return a recipe's family, the folder of its model's configuration files, and a sentence on their source.
 
     ConfigError if there is neither a checkpoint at `model.path` nor a published model of its folder's name."""
     path = Path(config.model.path)

@@ -1,7 +1,7 @@
-"""Estimates the memory of models that score: those of reward workers and pools, and model servers.
+"""Estimates the memory of models that score, in reward workers, pools and model servers.
 
-Weights are counted in the files of a checkpoint, or known of a published model. The memory of a scorer's computation
-is not known without running it. Loads no model.
+Weights are counted in the files of a checkpoint, or known for a published model. The memory of a scorer's computation
+is unknown without running it. Loads no model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omni_async.rewards import registry
 from omni_async.rewards.scorers.pretrained import folder_of
 from omni_async.worker import REWARD
 
-# Parameters of published models, by the name of their folder; of HPSv3 those of the Qwen2-VL that it consists of.
+# Parameters of published models, by the name of their folder; HPSv3 is listed as its base, Qwen2-VL.
 _PUBLISHED = {
     "CLIP-ViT-H-14-laion2B-s32B-b79K": 986_109_441,
     "PickScore_v1": 986_109_441,
@@ -30,7 +30,7 @@ _PUBLISHED = {
 }
 _WEIGHTS = ("path", "weights", "head")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_VLLM_SHARE = 0.92  # of the device, which vLLM takes for weights and its KV cache unless it is given a share
+_VLLM_SHARE = 0.92  # share of the device that vLLM takes by default for weights and its KV cache
 _SHARE = "--gpu-memory-utilization"
 
 
@@ -73,7 +73,7 @@ def _server(server: Server, context: int, device: int) -> Amount:
 
 
 def _share(server: Server) -> float:
-    """Return the part of a device that vLLM takes. ConfigError if the arguments name none."""
+    """Return vLLM's share of a device. ConfigError if the argument is invalid."""
     words = [word for one in server.args for word in (one.split("=", 1) if one.startswith("--") else [one])]
     given = dict(pairwise(words)).get(_SHARE, str(_VLLM_SHARE))
     try:
@@ -86,7 +86,7 @@ def _share(server: Server) -> float:
 
 
 def _weights(scorers: list[Scorer]) -> int | None:
-    """Return the bytes of the scorers' models; None if one of them has a model that is not known."""
+    """Return the bytes of the scorers' models; None if any of them is unknown."""
     total = 0
     for scorer in scorers:
         try:
@@ -104,7 +104,7 @@ def _weights(scorers: list[Scorer]) -> int | None:
 
 
 def _elements(path: str) -> int | None:
-    """Return the number of elements in a checkpoint's folder or file; None if that is not known."""
+    """Return the number of elements in a checkpoint's folder or file; None if unknown."""
     folder = folder_of(path)
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     counts = [_count(file) for file in files if file.suffix == ".safetensors"]
@@ -112,7 +112,7 @@ def _elements(path: str) -> int | None:
 
 
 def _count(file: Path) -> int:
-    """Return the elements of a file's tensors; 0 if the file is damaged, as preflight refuses it."""
+    """Return the number of elements of a file's tensors; 0 if the file is damaged, which preflight refuses."""
     try:
         with open_file(file) as opened:
             return sum(math.prod(one.shape) for one in read_header(opened, file.stat().st_size).tensors.values())

@@ -1,8 +1,8 @@
 """Runs model code on the meta device, where tensors have shapes and no values.
 
-Code that reads values needs some: a tensor of few elements that follows from values alone keeps its own, on the CPU
-(masks, positions, schedules). A value that is read of any other tensor is 1. Attention counts as a fused kernel, which
-keeps no matrix of scores.
+Code that reads values needs some: a small tensor computed only from values keeps its own, on the CPU (masks, positions,
+schedules). A value read from any other tensor is 1. Attention counts as a fused kernel, which stores no matrix of
+scores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FUSED = F.scaled_dot_product_attention
 @contextmanager
 def symbolic() -> Iterator[None]:
     """Let code inside the context run on the meta device."""
-    # A mode for torch's functions would not hold in backward, where checkpointed layers run again.
+    # A mode for torch's functions would not apply during backward, when checkpointed layers run again.
     with patch.object(F, _FUSED.__name__, _attention), _Symbolic():  # type: ignore[no-untyped-call]
         yield
 
@@ -48,7 +48,7 @@ class _Symbolic(TorchDispatchMode):
         if any(on_meta) and not all(on_meta):
             args, given = tree_map(_without_values, (args, given))
         if given.get("device") is not None:
-            # A copy to the host has no values either, and what is computed of values has some.
+            # A copy to the host has no values either; a result computed from values has values.
             given["device"] = META if any(on_meta) else torch.device("cpu")
         results = func(*args, **given)
         return _kept(results) if isinstance(results, Tensor) else tree_map(_kept, results)
@@ -59,14 +59,14 @@ def _without_values(value: Any) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """Return a result, without its values if these are many."""
+    """Return a result, without its values if it has more than `_FEW` elements."""
     if not isinstance(value, Tensor) or value.is_meta or value.numel() <= _FEW:
         return value
     return torch.empty_like(value, device=META)
 
 
 def _positions(index: Tensor | None) -> Tensor | None:
-    """Return a mask as the positions that it selects; of a mask without values, all."""
+    """Return the positions that a mask selects; a mask without values selects all."""
     if index is None or index.dtype != torch.bool:
         return index
     if index.dim() != 1:
@@ -82,7 +82,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with the memory of FlashAttention: inputs, output and a number per query are kept for the gradient."""
+    """Attention with the memory of FlashAttention: keeps inputs, output and a number per query for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

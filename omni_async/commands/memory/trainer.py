@@ -1,7 +1,7 @@
 """Estimates the memory of a trainer rank: one micro-batch of its rows, forward and backward, without values.
 
-The rows, the losses and the model's layers are those of the trainer itself. FSDP2's shards, gathered layers and
-reduced gradients are arithmetic on the sizes of parameters.
+Rows, losses and the model's layers come from the trainer itself. FSDP2's shards, gathered layers and reduced gradients
+are computed from the sizes of parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GATHERED_AT_ONCE = 2  # the computing layer and the next
 
 
 class _Empty:
-    """Components without memory, which is never filled."""
+    """Components without memory, which are never filled."""
 
     def __init__(self, policy: BuildsEmpty, dtype: torch.dtype) -> None:
         with META:
@@ -52,7 +52,7 @@ class _Empty:
 
 
 class _MetaBackend(ModuleBackend):
-    """A rank's model on the meta device, with weights in the dtype that FSDP2 computes in."""
+    """A rank's model on the meta device, with weights in FSDP2's compute dtype."""
 
     def loading(self, dtype: torch.dtype) -> Loading:
         assert isinstance(self.policy, BuildsEmpty)
@@ -70,10 +70,10 @@ class _MetaBackend(ModuleBackend):
             component.register_forward_pre_hook(_cast(self.dtype), with_kwargs=True)
 
     def prepare(self, objective: Objective) -> None:
-        """Leave to arithmetic what does not live in a forward and backward pass alone.
+        """Exclude memory that is not specific to a forward and backward pass; arithmetic accounts for it.
 
-        Gradients are gone once they are whole, as FSDP2 reduces them to shards. The copy that `using` makes of the
-        policy exists."""
+        Complete gradients are dropped, as FSDP2 reduces them to shards. The copies of the policy that `using` makes are
+        created here, before the measurement."""
         for parameter in self.trainable.values():
             parameter.register_post_accumulate_grad_hook(_forget)
         for name in stored_policies(objective, self.config):
@@ -92,8 +92,10 @@ def _forget(parameter: Tensor) -> None:
 class MeasuredTrainer:
     """The numbers of one rank, in elements and bytes.
 
-    frozen, trained: elements of parameters. largest, largest_trained: those of the largest repeated layer.
-    rest, rest_trained: those of no repeated layer. peak: the most bytes of a micro-batch's forward and backward."""
+    frozen, trained: elements of parameters.
+    largest, largest_trained: elements of the largest repeated layer.
+    rest, rest_trained: elements outside repeated layers.
+    peak: the largest number of bytes of a micro-batch's forward and backward."""
 
     def __init__(self, config: Config, policy: Policy, tokens: int) -> None:
         objective = find_objective(config.algorithm.name)
@@ -125,7 +127,7 @@ class MeasuredTrainer:
 
 
 def _group(config: Config, policy: Policy, tokens: int) -> GroupBatch:
-    """Return the samples that a rank gets of a group: zeros, under the first schedule and window of the recipe."""
+    """Return a rank's samples of a group: zeros, with the first schedule and window of the recipe."""
     rollout, objective = config.rollout, find_objective(config.algorithm.name)
     fields, spec = trajectory_fields(objective, config), largest_spec(config, policy)
     paired = find_kind(objective.kind).paired
@@ -157,7 +159,7 @@ def _group(config: Config, policy: Policy, tokens: int) -> GroupBatch:
 
 
 def rows_of(config: Config) -> int:
-    """Return the most rows of one micro-batch of a rank, before whole samples are considered."""
+    """Return the largest number of rows of a rank's micro-batch, before rounding to whole samples."""
     rollout = config.rollout
     objective = find_objective(config.algorithm.name)
     if find_kind(objective.kind).noisy:
@@ -168,7 +170,7 @@ def rows_of(config: Config) -> int:
 
 
 def _samples(config: Config) -> int:
-    """Return the most samples whose rows share the micro-batches of a rank."""
+    """Return the largest number of samples whose rows share the micro-batches of a rank."""
     shared = config.trainer.groups_per_micro_batch * config.rollout.group_size
     return ParallelLayout.of(config.trainer).most(shared)
 
@@ -184,13 +186,13 @@ def estimate_trainer(config: Config, measured: MeasuredTrainer, context: int) ->
     states = m.trained * _MASTER * (1 + _moments(config) + _copies(config)) // shard
     if trainer.gather == "step":
         gathered = (m.frozen + m.trained) * size
-    elif backend.name != "plain":  # FSDP2 computes with a copy of a layer even where a rank holds it whole
+    elif backend.name != "plain":  # FSDP2 computes with a copy of a layer even if a rank holds it whole
         gathered = (_GATHERED_AT_ONCE * m.largest + m.rest) * size
     else:
         gathered = (_GATHERED_AT_ONCE * m.largest_trained + m.rest_trained) * (size if size < _MASTER else 0)
     reduced = m.largest_trained * (size + _MASTER)
     batch = m.peak // trainer.sequence_parallel
-    # A fused optimizer has no temporaries, and those of offloaded weights are on the host.
+    # A fused optimizer has no temporaries, and temporaries of offloaded weights are on the host.
     step = 0 if trainer.offload or _fused(config) else m.trained * _MASTER // shard
     host = _published(config, m, shard)
     if trainer.offload:
@@ -208,7 +210,7 @@ def estimate_trainer(config: Config, measured: MeasuredTrainer, context: int) ->
 
 
 def checkpoint_bytes(config: Config, measured: MeasuredTrainer) -> int:
-    """Return the bytes that all ranks keep in host memory once they have written a checkpoint."""
+    """Return the bytes that all ranks keep in host memory after writing a checkpoint."""
     layout = ParallelLayout.of(config.trainer)
     stored = stored_policies(find_objective(config.algorithm.name), config)
     replicas = layout.world_size // layout.shard_size
@@ -225,7 +227,7 @@ def _moments(config: Config) -> int:
 
 
 def _copies(config: Config) -> int:
-    """Return the copies of what is trained: those of further policies, and one to swap with them in the model."""
+    """Return the number of copies of the trained weights: further policies, and one to swap with them in the model."""
     objective = find_objective(config.algorithm.name)
     stored = stored_policies(objective, config)
     swapped = {*stored} & {str(name) for name in objective.auxiliary(config.algorithm)}

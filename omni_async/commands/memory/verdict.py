@@ -1,4 +1,4 @@
-"""Compares an estimate with a device: which devices of a run hold more than they have, and what would help."""
+"""Compares an estimate with a device: finds overfull devices of a run, and ways to reduce their memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _TIGHT = 0.9  # above it, a fragmented allocator or a kernel's workspace may nee
 class Device:
     """An accelerator of a run.
 
-    roles: those of its processes. nbytes: what these hold. spare: the part of it that may be less. unknown: the roles
-    whose weights are not known. capacity: bytes of the device."""
+    roles: the roles of its processes.
+    nbytes: the memory of these processes.
+    spare: the part of it that may shrink.
+    unknown: the roles with unknown weights.
+    capacity: bytes of the device."""
 
     roles: tuple[str, ...]
     nbytes: int
@@ -29,7 +32,7 @@ class Device:
 
     @property
     def verdict(self) -> str:
-        """Return whether it fits, in a word or two."""
+        """Return whether it fits, in a few words."""
         if not self.fits:
             return f"does not fit, {(self.nbytes - self.capacity) / GIB:.1f} GiB too much"
         if self.unknown:
@@ -38,7 +41,7 @@ class Device:
 
 
 def judge(roles: Iterable[Amount], devices: Iterable[tuple[str, ...]], capacity: int) -> list[Device]:
-    """Return what devices hold.
+    """Return the memory of the devices.
 
     Args:
         roles: the estimate's.
@@ -55,5 +58,5 @@ def judge(roles: Iterable[Amount], devices: Iterable[tuple[str, ...]], capacity:
 
 
 def ways_out(device: Device, roles: Iterable[Amount]) -> list[str]:
-    """Return the keys that make smaller what a device holds."""
+    """Return the keys that reduce the memory of a device."""
     return [help_ for amount in roles if amount.role in device.roles for help_ in amount.helps]

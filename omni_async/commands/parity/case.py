@@ -1,6 +1,6 @@
-"""Says what a family is compared on: a checkpoint, samples of it, and how its upstream pipeline draws them.
+"""Describes the basis of a family's comparison: a checkpoint, samples of it, and its upstream pipeline.
 
-Imports no torch: families list their cases where nothing is loaded yet.
+Imports no torch: families list their cases in modules that load nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7")
-STEPS = 7  # of which not all sigmas are binary fractions, so that schedules can differ by their rounding
+STEPS = 7  # not all sigmas are binary fractions, so schedules can differ by their rounding
 
 
 class Upstream:
     """diffusers' pipeline of a checkpoint, which is called with a spec's own keys.
 
-    A family whose pipeline is called otherwise, or returns something else, subclasses it."""
+    A family whose pipeline has another call or another result subclasses it."""
 
-    # Keys of specs that only say how media are written.
+    # Keys of specs that only affect how media are written.
     not_arguments: tuple[str, ...] = ("fps",)
 
     def __init__(self, path: str) -> None:
@@ -36,11 +36,11 @@ class Upstream:
 
         self.pipeline: Any = DiffusionPipeline.from_pretrained(path, local_files_only=True)
         self.pipeline.set_progress_bar_config(disable=True)
-        if shift := self.pipeline.scheduler.config.get("flow_shift"):  # a multistep solver has no steps to add noise to
+        if shift := self.pipeline.scheduler.config.get("flow_shift"):  # a multistep solver has no steps for added noise
             self.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
 
     def arguments(self, prompt: Prompt, spec: SamplingSpec) -> dict[str, Any]:
-        """Return the pipeline's arguments for a sample, besides its noise and what comes out.
+        """Return the pipeline's arguments for a sample, except its noise and the kind of output.
 
         A prompt's image is the argument `image`."""
         from PIL import Image
@@ -50,7 +50,7 @@ class Upstream:
         return {"prompt": prompt.text, "num_inference_steps": STEPS, **images, **keys}
 
     def latents(self, prompt: Prompt, spec: SamplingSpec, noise: Tensor) -> Tensor:
-        """Draw the latents (1, *shape) of a sample without noise from its initial latents, as the policy has them."""
+        """Draw a sample's latents (1, *shape) without noise from its initial latents, in the policy's layout."""
         found: Tensor = self.pipeline(
             **self.arguments(prompt, spec), latents=noise.clone(), output_type="latent", return_dict=False
         )[0]
@@ -65,32 +65,33 @@ class Upstream:
         return {shape.part: made * 255}
 
     def denoisers(self, components: tuple[str, ...]) -> dict[str, nn.Module]:
-        """Return the pipeline's own of a policy's components."""
+        """Return the pipeline's modules for a policy's components."""
         return {name: getattr(self.pipeline, name) for name in components}
 
 
 def built(builder: str, **shape: Any) -> Callable[[Path], Any]:
-    """Return what writes a tiny checkpoint to a folder by the function `builder`, a `module:name` that is loaded then.
+    """Return a function that writes a tiny checkpoint to a folder by `builder`, a `module:name` loaded at its call.
 
     Args:
         builder: takes the folder and `shape`.
-        shape: how many layers, say."""
+        shape: for example the number of layers."""
     return lambda folder: load_named(builder)(folder, **shape)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared of one checkpoint.
+    """The comparison of one checkpoint.
 
-    specs: samples of two sizes; the second is guided where the family's models are.
+    specs: samples of two sizes; the second is guided if the family's models are.
     build: writes a checkpoint to a folder and returns its path (`built`).
-    label: of the checkpoint, where a family has several.
-    idle: parameters, as `component.name`, that no gradient reaches, since they feed nothing: a regular expression; or
-        up to `{last}`, which is the number of a list's last layer, a name as it is, and then a regular expression.
+    label: of the checkpoint, for a family with several.
+    idle: parameters, as `component.name`, that no gradient reaches, since they feed nothing: a regular expression. An
+        entry with `{last}`, the number of a list's last layer, is a literal name before it and a regular expression
+        after it.
     upstream: makes the upstream pipeline of the checkpoint.
     prompts: of different lengths.
-    image_sizes: (width, height) of the image that each of the prompts carries, None where it carries none; empty: none
-        does. `with_images` draws them. Samples of the second prompt are compared with the upstream pipeline's.
+    image_sizes: (width, height) of each prompt's image, None for a prompt without one; empty: no images. `with_images`
+        draws them. Samples of the second prompt are compared with the upstream pipeline's.
     targets: suffixes of the layers that get adapters."""
 
     specs: tuple[SamplingSpec, ...]
@@ -103,7 +104,7 @@ class Case:
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
     def with_images(self, folder: Path) -> Case:
-        """Return the case with prompts that carry their images: noise, written to the folder as `<index>.png`."""
+        """Return the case with the prompts' images: noise, written to the folder as `<index>.png`."""
         if not self.image_sizes:
             return self
         import numpy as np
@@ -123,7 +124,7 @@ class Case:
         return replace(self, prompts=tuple(prompts))
 
     def request(self, spec: SamplingSpec, number: int = 0, **changes: Any) -> SampleRequest:
-        """Make a request whose window of three steps starts at 0, 1 or 2, by its number."""
+        """Make a request whose window of three steps starts at 0, 1 or 2, depending on its number."""
         fields: dict[str, Any] = {
             "sample_id": f"s{number}",
             "kind": "train",

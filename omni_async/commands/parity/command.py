@@ -1,4 +1,4 @@
-"""Implements `omni-async parity`: its arguments, its help, and what it prints and writes."""
+"""Implements `omni-async parity`: its arguments, help, printed output and files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def add_parity(commands: Any) -> None:
 
 
 def parity(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for wrong arguments."""
     if options.json is not None:
         require_writable("--json", options.json, _inputs(options.target, options.overrides))
     family, cases = _cases(options.target, options.overrides)
@@ -118,7 +118,7 @@ def _cases(target: str, overrides: list[str]) -> tuple[PipelineFamily, tuple[Cas
 
 
 def _of_recipe(path: Path, overrides: list[str]) -> tuple[PipelineFamily, tuple[Case, ...]]:
-    """Return the case of a recipe's checkpoint, with its adapters' targets, one without and one with guidance."""
+    """Return the case of a recipe's checkpoint, with its adapters' targets and up to two of its specs."""
     from omni_async.config.load import family_of
     from omni_async.runtime.preflight.model_files import check_checkpoint
 
@@ -172,9 +172,9 @@ async def _of_engine(subject: Subject, family: PipelineFamily, name: str) -> Asy
 
 @contextmanager
 def _diverted(log: Path) -> Iterator[TextIO]:
-    """Yield what writes to standard output, which itself goes to a file meanwhile, as standard error does.
+    """Redirect standard output and error to a file; yield a stream to the original standard output.
 
-    Engines print much, prefix what others print, and log the errors that are provoked here."""
+    Engines print much, prefix the output of others, and log the errors that are provoked here."""
     kept = [os.dup(number) for number in (1, 2)]
     sys.stdout.flush()
     with log.open("wb") as file, os.fdopen(os.dup(1), "w", buffering=1) as out:

@@ -1,6 +1,6 @@
-"""Compares a rollout engine with the trainer's arithmetic: samples, log-probs, weights that arrive or are refused.
+"""Compares a rollout engine with the trainer's arithmetic: samples, log-probs, and accepted or refused weights.
 
-Every trained step of what the engine drew is computed again by the policy, under the version that took it.
+The policy recomputes every trained step of the engine's samples, with the weight version of that step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from omni_async.weights.lora import merged_weights
 T = TypeVar("T")
 Models = Mapping[int, Mapping[str, nn.Module]]
 _RANK, _ALPHA = 2, 4.0
-_LONG = 60  # denoising steps, so that a push meets samples under way
-_SHARES = (0.5, 0.3, 0.7, 0.1, 0.5)  # of the time that they take, after which it is pushed
+_LONG = 60  # denoising steps, so that a push arrives during sampling
+_SHARES = (0.5, 0.3, 0.7, 0.1, 0.5)  # fractions of the sampling time after which weights are pushed
 _BUCKET_BYTES = 64 * 2**20
 
 
 async def check_engine(subject: Subject, engine: RolloutEngine) -> AsyncIterator[Row]:
-    """Yield a row for every check of an engine that has started, as it is made.
+    """Yield a row for every check of a started engine, as it completes.
 
     Its denoisers must be in float32. It has the checkpoint's weights again afterwards."""
     checks: dict[str, Callable[[Subject, RolloutEngine], Coroutine[Any, Any, Found]]] = {
@@ -56,7 +56,7 @@ async def check_engine(subject: Subject, engine: RolloutEngine) -> AsyncIterator
             yield Row(engine.name, name, float(found.value), found.bound, found.note)
 
 
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
+# ---- samples ---------------------------------------------------------------------------------------------------------
 
 
 async def _generate(engine: RolloutEngine, requests: Iterable[SampleRequest]) -> list[Trajectory]:
@@ -83,7 +83,7 @@ async def _noise_free(subject: Subject, engine: RolloutEngine) -> Found:
         if not torch.equal(made.tensors["sigmas"], subject.policy.sigmas(STEPS, request.spec)):
             return Found(float("inf"), DRAWN, "another schedule")
         noise = initial_noise(request.seed, subject.policy.latent_shape(request.spec))[None]
-        # The trainer's own, not what the engine sends along: its encoders must read the prompt in the same way.
+        # The trainer's own conditioning, not the engine's: the engine's encoders must read the prompt in the same way.
         conditioning = subject.policy.stack_conditioning([subject.codec.encode(request.prompt, request.spec)])
         off = max(off, difference(made.tensors["final"][None], subject.draw(noise, conditioning, request.spec)))
         [media] = subject.codec.decode(made.tensors["final"][None], request.spec)
@@ -121,7 +121,7 @@ async def _seeds(subject: Subject, engine: RolloutEngine) -> Found:
 
 
 async def _pushed(subject: Subject, engine: RolloutEngine) -> Found:
-    """Switch to other weights while long samples are drawn; when that is has to be guessed, so it is tried again."""
+    """Switch to other weights during the sampling of long samples; the moment must be guessed, so retry."""
     weights = _changed(subject)
     window = SdeWindow(2, _LONG - 10)
     requests = [
@@ -182,9 +182,9 @@ async def _adapters(subject: Subject, engine: RolloutEngine) -> Found:
 
 
 async def _refused(subject: Subject, engine: RolloutEngine) -> Found:
-    """Count the wrong versions that are taken; and samples must be as before, to the bit.
+    """Count the wrong versions that are accepted; check that samples are bit-identical to earlier ones.
 
-    Wrong versions carry other weights, so one that is applied in part shows in them."""
+    Wrong versions carry other weights, so a partially applied version changes the samples."""
     weights = _changed(subject)
     first, *others = weights
     manifest, buckets = publish(4, weights)
@@ -247,7 +247,7 @@ def _with_weights(subject: Subject, weights: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _against_trainer(subject: Subject, models: Models, requests: list[SampleRequest], made: list[Trajectory]) -> Found:
-    """Compute every trained step again, under the version that took it: the largest difference of means and log-probs.
+    """Recompute every trained step with its weight version; return the largest difference of means and log-probs.
 
     The note has it in nats of a whole sample."""
     off, nats, steps = 0.0, 0.0, 0

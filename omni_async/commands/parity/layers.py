@@ -1,4 +1,4 @@
-"""Finds where two denoisers part: the first argument, or else the first layer, in which their first calls differ."""
+"""Finds the first difference between two denoisers' first calls: an argument, or otherwise a layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Call:
 
 @contextlib.contextmanager
 def recorded(denoisers: Mapping[str, nn.Module]) -> Iterator[Call]:
-    """Record the first calls, as `component.layer`, that are made meanwhile."""
+    """Record the first calls during the block, as `component.layer`."""
     call, handles = Call(), []
     for component, denoiser in denoisers.items():
         handles.append(denoiser.register_forward_pre_hook(_arguments(call, component, denoiser), with_kwargs=True))
@@ -35,7 +35,7 @@ def recorded(denoisers: Mapping[str, nn.Module]) -> Iterator[Call]:
 
 
 def first_difference(expected: Call, got: Call, bound: float) -> str:
-    """Describe where the second call parts from the first by more than `bound`."""
+    """Describe the first difference of the second call from the first by more than `bound`."""
     for name, wanted in expected.arguments.items():
         if (why := _differs(wanted, got.arguments.get(name), bound)) is not None:
             return f"first difference: the denoiser's argument {name!r}, {why}"
@@ -49,7 +49,7 @@ def _differs(wanted: Tensor, got: Tensor | None, bound: float) -> str | None:
     if got is None:
         return "which is not given"
     if wanted.ndim and wanted.shape[1:] == got.shape[1:] and len(wanted) == 2 * len(got):
-        # A pipeline may compute both branches of guidance in one batch; ours are computed one by one.
+        # A pipeline may compute both branches of guidance in one batch; the policy computes them one by one.
         return min((_differs(half, got, bound) for half in wanted.chunk(2)), key=lambda why: why is not None)
     if wanted.shape != got.shape:
         return f"of shape {tuple(got.shape)} in place of {tuple(wanted.shape)}"
@@ -73,7 +73,7 @@ def _arguments(call: Call, component: str, denoiser: nn.Module) -> Any:
 
 def _output(call: Call, name: str) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output  # an engine's layers return their bias, too
+        first = output[0] if isinstance(output, tuple) else output  # an engine's layers also return their bias
         if name not in call.outputs and (tensor := _tensor(first)) is not None:
             call.outputs[name] = tensor
 

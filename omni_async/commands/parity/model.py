@@ -1,6 +1,6 @@
 """Compares a family's policy with diffusers' pipeline of the same checkpoint, and with its own contract.
 
-Everything in float32 on the CPU, unless the row says otherwise; the bounds are those of rounding.
+Everything is in float32 on the CPU, unless the row notes otherwise; the bounds allow for rounding.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from omni_async.diffusion.sde.transitions import log_prob, nats_per_log_prob, tr
 from omni_async.media import Media, require_media
 from omni_async.plugins.families import SamplingSpec
 
-DRAWN = 1e-4  # of latents after all steps
-ROUNDING = 1e-5  # of one step
+DRAWN = 1e-4  # for latents after all steps
+ROUNDING = 1e-5  # for one step
 _SIGMAS = (1.0, 0.5, 0.02)
 _SEED = 3
 
 
 class Subject:
-    """A checkpoint as the trainer has it: its policy, its denoisers in float32, its codec; and the upstream pipeline.
+    """A checkpoint as the trainer loads it: its policy, its denoisers in float32, its codec; and the upstream pipeline.
 
-    Loaded when first asked for."""
+    Each part is loaded at its first use."""
 
     def __init__(self, case: Case, path: str, policy: Policy) -> None:
         self.case, self.path, self.policy = case, path, policy
@@ -77,7 +77,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def check_model(subject: Subject) -> Iterator[Row]:
-    """Yield a row for every check of the policy, as it is made."""
+    """Yield a row for every check of the policy, as it completes."""
     of_every_spec = {
         "noise-free samples": _drawn,
         "schedule": _schedule,
@@ -132,7 +132,7 @@ def _media(subject: Subject, spec: SamplingSpec) -> Found:
 
 
 def media_difference(part: str, made: Tensor, wanted: Tensor) -> float:
-    """Return by how many levels two media differ; of audio in [-1, 1] there are a thousand.
+    """Return by how many levels two media differ; audio in [-1, 1] has a thousand levels per unit.
 
     A pixel may round to its neighbour."""
     return 1000 * difference(made, wanted) if part == "audio" else difference(made.float(), wanted.float().round())
@@ -179,7 +179,7 @@ def _round_trip(subject: Subject, spec: SamplingSpec) -> Found:
 
 
 def _guidance(subject: Subject) -> Found:
-    """Count the violations: guidance needs its own branch, and a gradient flows through both or one, as asked."""
+    """Count the violations: guidance needs its own branch, and gradients flow through both or one, as requested."""
     guided = next(spec for spec in subject.case.specs if spec.guided)
     plain = next((spec for spec in subject.case.specs if not spec.guided), None)
     latents, sigma, wrong = subject.noise(guided), torch.tensor([0.5]), []
@@ -275,7 +275,7 @@ def _dtype(subject: Subject) -> Found:
 
 
 def _bfloat16(subject: Subject) -> Found:
-    """Compare a transition's log-prob under denoisers in bfloat16 with that under float32."""
+    """Compare a transition's log-prob between denoisers in bfloat16 and in float32."""
     spec = subject.case.specs[0]
     half = subject.policy.load_components(torch.bfloat16)
     sigmas, latents = subject.policy.sigmas(STEPS, spec), subject.noise(spec)

@@ -1,4 +1,4 @@
-"""Measures what a comparison yields, and shows it as a table."""
+"""Runs the checks of a comparison, and shows the results as a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Found(NamedTuple):
-    """What a check measured, the most that is allowed (None: it is only reported), and what there is to say of it."""
+    """A check's measured value, its upper bound (None: the value is only reported), and a note."""
 
     value: float
     bound: float | None
@@ -17,7 +17,7 @@ class Found(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of the table. `value` is None where the check could not be made, and `note` says why."""
+    """A line of the table. `value` is None if the check could not run; `note` then gives the reason."""
 
     subject: str
     check: str
@@ -31,7 +31,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def measure(subject: str, check: str, made: Callable[[], Found]) -> Row:
-    """Make a check. What it raises is a row too: the checks that follow may say more."""
+    """Run a check. Its exception becomes a row too, because later checks may reveal more."""
     try:
         found = made()
     except Exception as error:  # noqa: BLE001 (a family is foreign code)
@@ -44,13 +44,13 @@ def failed(subject: str, check: str, error: Exception) -> Row:
     return Row(subject, check, None, None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
-# Columns are as wide as what is known to stand in them, so that a line can be shown as soon as it is made.
+# Columns have the width of their known contents, so that a line can be shown as soon as it is complete.
 _WIDTHS = (6, 9, 28, 8, 8)
 HEADER = ("", "of", "check", "measured", "allowed", "")
 
 
 def line(cells: tuple[str, ...]) -> str:
-    """Return a line of the table, as markdown that is aligned to be read as it is."""
+    """Return a line of the table, as markdown aligned for reading as plain text."""
     state, subject, check, value, bound = (
         cell.rjust(width) if number > 2 else cell.ljust(width)
         for number, (cell, width) in enumerate(zip(cells[:-1], _WIDTHS, strict=True))

@@ -1,4 +1,4 @@
-"""Shows what the owner of a run should know, and what to do about it."""
+"""Shows alerts about a run and the recommended actions."""
 
 from __future__ import annotations
 

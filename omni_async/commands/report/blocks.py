@@ -1,7 +1,7 @@
-"""Defines what a page is made of: sections of charts, tables, facts and samples, as data that a browser draws.
+"""Defines the elements of a page: sections of charts, tables, facts and samples, as data that a browser draws.
 
-A chart holds the numbers as they were recorded. Nothing is smoothed; a series of more than `MOST_POINTS` is thinned,
-keeps its extremes, and says so in the chart's note.
+A chart holds the numbers as they were recorded, without smoothing. A series of more than `MOST_POINTS` points is
+thinned and keeps its extremes; the chart's note mentions it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """An axis: `label` and `unit` for people; `low` and `high` where the scale is not the data's."""
+    """An axis: `label` and `unit` for people; `low` and `high` override the data's range."""
 
     label: str
     unit: str = ""
@@ -30,9 +30,12 @@ class Axis(msgspec.Struct, frozen=True):
 class Series(msgspec.Struct, frozen=True):
     """One curve, area or row of bars.
 
-    `x`: name of an axis of the chart -> a position per value. `y`: null where nothing was recorded. `low`, `high`: a
-    band around it. `colour`: a position in the palette of the page, or the name of a state (busy, ...). `faint`: one
-    of several that a band sums up. `of`: how many points there are, if they were thinned."""
+    x: name of an axis of the chart -> a position per value.
+    y: null without a recorded value.
+    low, high: a band around it.
+    colour: a position in the palette of the page, or the name of a state (busy, ...).
+    faint: whether it is one of several curves that a band summarizes.
+    of: the number of points before thinning, if any."""
 
     name: str
     x: dict[str, list[float]]
@@ -52,7 +55,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Chart(msgspec.Struct, frozen=True, tag="chart", tag_field="kind"):
-    """A chart. `hint` says in one sentence how to read it; the first of `xs` is shown until another is chosen."""
+    """A chart. `hint` explains in one sentence how to read it; the first of `xs` is shown until another is chosen."""
 
     id: str
     title: str
@@ -68,7 +71,7 @@ class Chart(msgspec.Struct, frozen=True, tag="chart", tag_field="kind"):
 
 
 class Table(msgspec.Struct, frozen=True, tag="table", tag_field="kind"):
-    """A table; `searchable` ones get a search field, and those with more than `fold` rows are folded."""
+    """A table; `searchable` adds a search field, and more than `fold` rows are folded."""
 
     id: str
     title: str
@@ -80,7 +83,7 @@ class Table(msgspec.Struct, frozen=True, tag="table", tag_field="kind"):
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """A number with its meaning; `detail` says how sure it is, or what it is made of."""
+    """A number with its meaning; `detail` gives its uncertainty or its components."""
 
     label: str
     value: str
@@ -92,20 +95,20 @@ class Facts(msgspec.Struct, frozen=True, tag="facts", tag_field="kind"):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text", tag_field="kind"):
-    """A paragraph. `tone`: what it is: a plain one, a warning, or that there is nothing to show."""
+    """A paragraph. `tone`: plain text, a warning, or a note that there is nothing to show."""
 
     text: str
     tone: Literal["plain", "warning", "nothing"] = "plain"
 
 
 class Commands(msgspec.Struct, frozen=True, tag="commands", tag_field="kind"):
-    """Commands to copy, each with what it is for."""
+    """Commands to copy, each with its purpose."""
 
     items: list[tuple[str, str]]
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """What a change would gain, as a fraction, and the half-width of what is not known of it. `how`: keys to set."""
+    """The gain of a change, as a fraction, and the half-width of its uncertainty. `how`: keys to set."""
 
     name: str
     how: str
@@ -123,7 +126,7 @@ class Gains(msgspec.Struct, frozen=True, tag="gains", tag_field="kind"):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A sample's medium at one version. `src`: a data URI, or an address of the live page; empty if there is none."""
+    """A sample's medium at one version. `src`: a data URI, an address of the live page, or empty for no medium."""
 
     version: int
     src: str = ""
@@ -132,7 +135,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Strip(msgspec.Struct, frozen=True):
-    """One prompt and noise through the versions, in their order."""
+    """One prompt and noise across the versions, in their order."""
 
     prompt: str
     target: str | None
@@ -142,7 +145,7 @@ class Strip(msgspec.Struct, frozen=True):
 class Samples(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
     """Samples over time, with a slider.
 
-    `values`: the reward of each version's round, `over`: the samples in it, unless they are all. `paired`: the first
+    `values`: the reward of each version's round; `over`: the number of samples in it, unless all. `paired`: the first
     version is shown next to the chosen one. `pixelated`: small images, enlarged without smoothing."""
 
     id: str
@@ -156,7 +159,7 @@ class Samples(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
 
 
 class Lanes(msgspec.Struct, frozen=True, tag="lanes", tag_field="kind"):
-    """The timeline, a lane per worker, which `page/lanes.js` draws: its data are that file's."""
+    """The timeline, a lane per worker, drawn by `page/lanes.js`, which defines the format of `data`."""
 
     id: str
     title: str
@@ -168,14 +171,14 @@ Block = Chart | Table | Facts | Text | Commands | Gains | Samples | Lanes
 
 
 class Tab(msgspec.Struct, frozen=True):
-    """The blocks of one run, where every run has its own."""
+    """The blocks of one run, in a section with separate blocks for every run."""
 
     run: str
     blocks: list[Block]
 
 
 class Section(msgspec.Struct, frozen=True):
-    """A part of the page, refreshed by itself: a title, a sentence, blocks, and those of each run."""
+    """A part of the page, refreshed separately: a title, a sentence, blocks, and each run's own blocks."""
 
     id: str
     title: str
@@ -185,9 +188,9 @@ class Section(msgspec.Struct, frozen=True):
 
 
 def thinned(y: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
-    """Return which points to show: all, or at most `most`, with the least and the largest of each stretch.
+    """Return which points to show: all, or at most `most`, with the minimum and maximum of each stretch.
 
-    The first and the last point are always among them; so is a gap, where a stretch is nothing else."""
+    The first and the last point are always included. A stretch without values contributes a gap."""
     count = len(y)
     if count <= most:
         return [*range(count)]
@@ -202,7 +205,7 @@ def thinned(y: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
 
 
 def series(name: str, x: dict[str, list[float]], y: Iterable[Any], colour: int | str = 0) -> Series:
-    """Return a series of recorded values, all of them."""
+    """Return a series of all recorded values."""
     return Series(name, x, [finite(value) for value in y], colour=colour)
 
 
@@ -226,7 +229,7 @@ def thin(one: Series) -> Series:
 
 
 def thinning_note(shown: Iterable[Series]) -> str:
-    """Say what was thinned; nothing if all points are there."""
+    """Return a note about thinned series; empty if all points are drawn."""
     thin = [one for one in shown if one.of is not None]
     if not thin:
         return ""

@@ -1,4 +1,4 @@
-"""Implements `omni-async report`: its arguments, its help, and what it prints."""
+"""Implements `omni-async report`: its arguments, its help, and its output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_report(commands: Any) -> None:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, for what is no run folder."""
+    """Return the exit code. Raises ConfigError, one line, for a path that is no run folder."""
     from omni_async.commands.report.data import page_of
     from omni_async.commands.report.file import one_file
     from omni_async.config.writing import write_atomic

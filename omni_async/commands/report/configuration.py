@@ -1,4 +1,4 @@
-"""Shows the configuration of the runs, and what differs between them; and the commands that come next."""
+"""Shows the configurations of the runs, their differences, and the commands for next steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni_async.config.redact import redact_text
 
 
 def configuration(shown: Sequence[Shown]) -> Section:
-    """Return the section of every value of every run, and of those that differ."""
+    """Return the section with every value of every run, and with the differing values."""
     values = [flat(one.run.config) for one in shown]
     keys = [*dict.fromkeys(key for one in values for key in one)]
     rows: list[list[Cell]] = [[key, *(_value(one, key) for one in values)] for key in keys]
@@ -36,7 +36,7 @@ def _value(values: dict[str, Any], key: str) -> str | None:
 
 
 def next_steps(shown: Sequence[Shown]) -> Section:
-    """Return the section of the commands that go on from here."""
+    """Return the section with the commands to continue from here."""
     items: list[tuple[str, str]] = []
     for one in shown:
         run = shlex.quote(str(one.run.path))

@@ -1,4 +1,4 @@
-"""Shows how far the policy in training is from the one that drew the data, and what the correction does about it."""
+"""Shows how far the policy in training is from the policy behind the data, and the effect of the correction."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
 
 
 def steps(shown: Sequence[Shown]) -> Section:
-    """Return the section of what every denoising step adds to the drift."""
+    """Return the section with every denoising step's contribution to the drift."""
     lead = "Late steps, of low noise, tend to drift most: a window that leaves them out keeps data usable longer."
     if not any(_steps_of(one) for one in shown):
         return Section("steps", "Drift per denoising step", blocks=[Text("No denoising step was measured.", "nothing")])

@@ -1,4 +1,4 @@
-"""Draws what a run is for: the reward of every update, and validation."""
+"""Draws the main results of a run: the reward of every update, and validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_PARTS = 64
 
 
 def curves(shown: Sequence[Shown]) -> Section:
-    """Return the section of reward and validation curves, and of what the reward is made of."""
+    """Return the section with curves of the reward, of its parts and of validation."""
     offline = any(one.run.setting("data.preferences") for one in shown)
     blocks = [
         _validation(shown, "validation/reward", "Validation reward"),
@@ -68,7 +68,7 @@ def _validation(shown: Sequence[Shown], key: str, title: str) -> Chart:
 
 
 def _incomplete(shown: Sequence[Shown]) -> str:
-    """Name the rounds whose point is a mean over some of their samples; nothing if there is none."""
+    """Return a note that names the rounds whose mean omits unscored samples; empty if all are complete."""
     found = [
         f"{each.version} ({each.scored} of {each.asked}{f', {one.label}' if len(shown) > 1 else ''})"
         for one in shown
@@ -81,7 +81,7 @@ def _incomplete(shown: Sequence[Shown]) -> str:
 
 
 def _parts(shown: Sequence[Shown]) -> list[str]:
-    """Return the parts of validation that are not the reward under another name."""
+    """Return the parts of validation, except copies of the reward under another name."""
     keys: dict[str, None] = {}
     for one in shown:
         for line in one.run.rounds:
@@ -91,9 +91,9 @@ def _parts(shown: Sequence[Shown]) -> list[str]:
 
 
 def round_curve(one: Shown, key: str) -> Series:
-    """Return a number of every validation round, at the update and the time at which its version was made.
+    """Return a number of every validation round, at the update and the time of its version.
 
-    The reward has its 95 % interval as a band, where the rounds recorded their standard error."""
+    The reward has its 95 % interval as a band, if the rounds recorded their standard error."""
     at = {line["update"]: line for line in one.run.updates}
     lines = sorted((line for line in one.run.rounds if key in line), key=lambda line: line["update"])
     placed = [{"update": line["update"], "wall_s": at.get(line["update"], {}).get("wall_s", 0.0)} for line in lines]

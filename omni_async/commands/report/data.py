@@ -1,4 +1,4 @@
-"""Turns runs into the data of a page: plain values that JSON has, section by section."""
+"""Turns runs into the data of a page: JSON-compatible plain values, section by section."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def page_of(runs: Sequence[Run], made: str, names: Sequence[str] = ()) -> dict[s
     """Return the page of the runs.
 
     Args:
-        runs: at least one; the first is the one that others are compared with.
+        runs: at least one; the others are compared with the first.
         made: when the page was made, for people.
-        names: the sections wanted, to refresh some alone; all by default.
+        names: the sections to return, for a partial refresh; all by default.
 
     Returns:
         `title`, `made`, `version`, `runs` (label, id, status, colour of each) and `sections`, in their order."""
     shown = show(runs)
     wanted = names or [*SECTIONS]
-    # The verdict reports what of the runs could not be read, so it is made last.
+    # The verdict reports unreadable parts of the runs, so it is made last.
     made_of = {name: msgspec.to_builtins(SECTIONS[name](shown)) for name in sorted(wanted, key=is_last)}
     return {
         "title": " and ".join(one.run.id for one in shown) if len(shown) < 3 else f"{len(shown)} runs",

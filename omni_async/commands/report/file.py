@@ -1,4 +1,4 @@
-"""Makes a page one file: scripts, styles, numbers and media are in it, and it may load nothing else."""
+"""Builds a page as one file that contains all scripts, styles, numbers and media, and may load nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 PAGE = Path(__file__).with_name("page")
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w./-]+)">')
 _SCRIPT = re.compile(r'<script src="([\w./-]+)"></script>')
-# What a browser holds the page to: it loads nothing, from nowhere.
+# Enforced by the browser: the page loads nothing.
 _POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -35,12 +35,12 @@ def as_json(data: Any) -> bytes:
     """Return a page's data as JSON."""
     try:
         return msgspec.json.encode(data)
-    except UnicodeEncodeError:  # the name of a folder that is not UTF-8
+    except UnicodeEncodeError:  # a folder name that is not UTF-8
         return json.dumps(msgspec.to_builtins(data)).encode()
 
 
 def json_in_html(data: Any) -> str:
-    """Return JSON that may stand in a script element, whatever a prompt is: no text of it ends or opens one."""
+    """Return JSON that is safe inside a script element: no prompt can end or open an element."""
     text = as_json(data).decode()
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -1,4 +1,4 @@
-"""Makes the data of a timeline that `page/lanes.js` draws: those of a report are in the page, a bounded part of them.
+"""Builds the data of a timeline for `page/lanes.js`; a report embeds a bounded part of the spans.
 
 Times are seconds since the first span.
 """
@@ -20,7 +20,7 @@ HINT = (
     "A lane per worker. Drag to move; pinch, the buttons, or the wheel after a click zoom; arrows, + and - work, too."
     " Click a sample to follow its group."
 )
-_LONGEST_ARGS = 4000  # characters of a span's
+_LONGEST_ARGS = 4000  # characters of a span's arguments
 _KEPT = ("sample", "versions", "version_steps", "media_bytes", "scorer", "samples", "version", "step", "megabytes")
 
 
@@ -30,15 +30,15 @@ def lanes(run: Run, spans: Sequence[Span]) -> Lanes:
 
 
 def newest(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans that a page holds: those that ended last, by their beginnings."""
+    """Return the spans for a page: the `MOST_SPANS` spans that ended last, ordered by start."""
     return sorted(sorted(spans, key=lambda span: span.end)[-MOST_SPANS:], key=lambda span: span.start)
 
 
 def embedded(spans: Sequence[Span], ledger: Iterable[LedgerEntry]) -> dict[str, Any]:
-    """Return the newest spans of a run, and of their groups what a reader may ask.
+    """Return the newest spans of a run, and details of their groups.
 
     Args:
-        spans: of the run, in any order; at least one.
+        spans: the run's spans, in any order; at least one.
         ledger: the groups that ended."""
     ordered = sorted(spans, key=lambda span: span.end)
     kept = newest(spans)

@@ -1,4 +1,4 @@
-"""Computes what the page says about numbers: means with their uncertainty, and how people write them."""
+"""Computes means with their uncertainty for the page, and formats numbers for people."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from scipy.special import stdtrit
 
 
 class Estimate(NamedTuple):
-    """A mean, and the half width of its 95 % interval; None where one number says nothing about it."""
+    """A mean, and the half width of its 95 % interval; None for a single value."""
 
     mean: float
     half: float | None
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the mean of independent values with its 95 % interval (Student's t); None of none."""
+    """Return the mean of independent values with its 95 % interval (Student's t); None without values."""
     count = len(values)
     if not count:
         return None
@@ -29,14 +29,14 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(before: Estimate, after: Estimate) -> Estimate:
-    """Return after - before with its 95 % interval, the two being independent."""
+    """Return after - before with its 95 % interval, for independent estimates."""
     halves = [one.half for one in (before, after)]
     half = None if None in halves else math.hypot(*(half or 0.0 for half in halves))
     return Estimate(after.mean - before.mean, half)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with so many significant digits and no exponent where people need none."""
+    """Format a number with `digits` significant digits, and an exponent only for extreme values."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):
@@ -48,7 +48,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def with_interval(found: Estimate) -> str:
-    """Write `0.251 ± 0.041`."""
+    """Format `0.251 ± 0.041`."""
     if found.half is None or not math.isfinite(found.half):
         return number(found.mean)
     places = max(0, 1 - math.floor(math.log10(found.half))) if found.half > 0 else 3
@@ -57,7 +57,7 @@ def with_interval(found: Estimate) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Write a stretch of time as people say it."""
+    """Format a duration for people."""
     if value is None:
         return "-"
     if value < 120:
@@ -68,5 +68,5 @@ def seconds(value: float | None) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Write `1 update`, `2 updates`."""
+    """Format `1 update`, `2 updates`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Shows how a run worked: what scorers cost, how full buffers were, what was lost, and how groups ended."""
+"""Shows a run's operation: costs of scorers, fill levels of buffers, faults, and the endings of groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_ROWS = 1000
 
 
 def throughput(shown: Sequence[Shown]) -> Section:
-    """Return the section of how fast the runs were."""
+    """Return the section with the speed of the runs."""
     wanted = (
         ("images_per_s", "Images per second", "1/s", "Training samples per second, over the last 30 seconds."),
         ("update_s", "Seconds per update", "s", "From the start of the update to its end, waiting included."),
@@ -45,7 +45,7 @@ def throughput(shown: Sequence[Shown]) -> Section:
 
 
 def scorers(shown: Sequence[Shown]) -> Section:
-    """Return the section of what every scorer did and how long it took."""
+    """Return the section with every scorer's calls and times."""
     lead = "An answer's time has the wait for a call in it; the call's own time is what the scorer costs."
     return Section("scorers", "What rewards cost", lead, tabs=tabs(shown, _scorers))
 
@@ -100,7 +100,7 @@ def _median(lines: Sequence[dict[str, Any]], key: str) -> float | None:
 
 
 def buffers(shown: Sequence[Shown]) -> Section:
-    """Return the section of how full the bounded buffers were."""
+    """Return the section with the fill levels of the bounded buffers."""
     lead = "A full trajectory buffer holds engines back; a replay buffer that stays empty means the trainer waits."
     return Section("buffers", "Buffers", lead, tabs=tabs(shown, _buffers))
 
@@ -161,7 +161,7 @@ def _buffers(one: Shown) -> list[Block]:
 
 
 def faults(shown: Sequence[Shown]) -> Section:
-    """Return the section of parts that were lost and came back, and of attempts."""
+    """Return the section with lost and recovered parts, and with attempts."""
     return Section("faults", "Faults and attempts", tabs=tabs(shown, _faults))
 
 
@@ -187,7 +187,7 @@ def _faults(one: Shown) -> list[Block]:
 
 
 def endings(shown: Sequence[Shown]) -> Section:
-    """Return the section of how admitted groups ended, and why some were not trained."""
+    """Return the section with the endings of admitted groups, and the reasons for groups that were not trained."""
     lead = "Every admitted group ends exactly once: trained, rejected (its reward taught nothing or failed) or dropped."
     return Section("endings", "How groups ended", lead, tabs=tabs(shown, _endings))
 

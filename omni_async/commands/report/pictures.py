@@ -1,7 +1,7 @@
-"""Shows samples over time: the validation samples of every round, which have the same prompts and noise in all.
+"""Shows samples over time: the validation samples of every round, with the same prompts and noise in all.
 
-Media become data URIs in a report. Small images are shown as they are; larger ones are reduced, and a page has a
-bounded number of rounds and bytes: what is left out is said.
+Media become data URIs in a report. Small images are shown unchanged and larger ones are reduced. A page has a bounded
+number of rounds and bytes; a note reports what is left out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from omni_async.config.reading import read_file
 from omni_async.records.read.record import Grid, Run, Tile
 from omni_async.types import finite
 
-Address = Callable[[Path], str]  # where a browser finds a file; empty if it does not
+Address = Callable[[Path], str]  # the file's address for a browser; empty if it has none
 
 _MOST_BYTES = 6_000_000  # of a run's media on a page, as files
 _MOST_ROUNDS, _MOST_STRIPS = 24, 16
 _MOST_PIXELS = 50_000_000  # of an image; a run's largest grid has 46 million
 _MOST_DECODED = 2**29  # pixels of a run
 _LARGEST = 2**26  # bytes of a file
-# What Pillow raises for an image that is damaged, none, or made to fill the memory.
+# Pillow's errors for a damaged image, another file type, or an image made to fill the memory.
 _UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _KEPT_SIDE, _REDUCED_SIDE = 160, 320
 _LEFT_OUT = "Some media are left out, to keep the page small; the samples folder has them."
@@ -40,7 +40,7 @@ def samples(shown: Sequence[Shown], address: Callable[[Run], Address] | None = N
 
     Args:
         shown: the runs.
-        address: gives a run's files addresses; by default they become part of the page."""
+        address: returns addresses for a run's files; by default the files become part of the page."""
     lead = "The same prompts and the same noise, drawn by the model as it was at each round: what training changed."
 
     def one(run: Shown) -> list[Block]:
@@ -92,14 +92,14 @@ def _strips(run: Run, rounds: Sequence[Grid], address: Address) -> Samples:
 
 
 def _evenly(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers below `count`, evenly apart, the first and the last among them."""
+    """Return at most `most` of the numbers below `count`, evenly spaced, including the first and the last."""
     if count <= most:
         return [*range(count)]
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def _by_prompt(grid: Grid) -> dict[tuple[str, str | None, int], Tile]:
-    """Return the tiles by prompt, target, and their number among those of that prompt: each has noise of its own."""
+    """Return the tiles by prompt, target, and number within the prompt: each tile has its own noise."""
     times: Counter[tuple[str, str | None]] = Counter()
     found = {}
     for tile in grid.tiles:
@@ -110,7 +110,7 @@ def _by_prompt(grid: Grid) -> dict[tuple[str, str | None, int], Tile]:
 
 
 def _training(grids: Sequence[Grid], address: Address) -> Samples:
-    """Return the grids of training samples: without validation there is nothing that stays the same."""
+    """Return the grids of training samples; without validation, prompts and noise differ between updates."""
     chosen = [grids[i] for i in _evenly(len(grids), _MOST_ROUNDS)]
     frames = [Frame(grid.version, address(grid.image)) for grid in chosen]
     note = "Training samples: prompts and noise differ from update to update. With a validation section they would not."
@@ -141,7 +141,7 @@ def _side(path: Path, samples: Path) -> int:
 def _opened(path: Path, samples: Path) -> Image.Image:
     """Open an image of a run. Raises one of `_UNREADABLE` if the file is no image, or too large to decode."""
     image = Image.open(io.BytesIO(read_file(path, _LARGEST, within=samples)), formats=("PNG",))
-    # A run writes RGB. Pillow holds two copies of any other while it reduces one.
+    # A run writes RGB. For any other mode, Pillow holds two copies while it reduces the image.
     if image.width * image.height * (1 if image.mode == "RGB" else 2) > _MOST_PIXELS:
         image.close()
         raise ValueError(f"{path.name} has {image.width} x {image.height} pixels")

@@ -1,4 +1,4 @@
-"""Draws and names the runs that are seeds of one recipe."""
+"""Draws and names runs of one recipe with different seeds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from omni_async.types import finite
 
 
 def seeds_of(runs: Sequence[Shown]) -> str:
-    """Write `3 seeds`, or `3 runs` where some of them have the same."""
+    """Format `3 seeds`, or `3 runs` if some have the same seed."""
     seeds = {str(one.run.setting("run.seed")) for one in runs}
     return f"{len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'}"
 
 
 def with_bands(shown: Sequence[Shown], points: Callable[[Shown], Series]) -> list[Series]:
-    """Return the runs' curves; those of several seeds of a recipe faint, below their mean with its range.
+    """Return the runs' curves; curves of several seeds of a recipe are faint, under their mean with its range.
 
-    `points` gives all points of a run: a mean of thinned ones would be that of few updates, and of their extremes."""
+    `points` returns all points of a run, because a mean of thinned points would cover few updates, and mostly extremes.
+    """
     curves_: list[Series] = []
     for runs in recipes_of(shown):
         own = [points(one) for one in runs]
@@ -34,7 +35,7 @@ def with_bands(shown: Sequence[Shown], points: Callable[[Shown], Series]) -> lis
 
 
 def _mean(curves_: Sequence[Series], name: str) -> Series:
-    """Return the mean over the curves, where all of them have a value, between the least and the largest."""
+    """Return the mean of the curves at updates that all of them have, with the range as its band."""
     at: dict[float, list[float]] = defaultdict(list)
     minutes: dict[float, list[float]] = defaultdict(list)
     for one in curves_:

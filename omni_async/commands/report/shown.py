@@ -1,4 +1,4 @@
-"""Holds the runs of a page with their names, their colours, and which of them are seeds of one recipe."""
+"""Holds the runs of a page with their names and colours, and groups the seeds of one recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_async.commands.report.blocks import Axis, Block, Series, Tab, series, 
 from omni_async.records.read.record import Run
 from omni_async.types import finite
 
-# What runs may differ in and still be runs of one recipe: where they are kept and how long they are.
+# Keys that may differ between runs of one recipe: storage and length.
 _SAME_RECIPE = ("run.", "tracking.", "checkpoint.", "trainer.updates")
 
 UPDATES = Axis("update")
@@ -20,14 +20,14 @@ MINUTES = Axis("time since all roles were up", "min")
 
 @dataclass(frozen=True)
 class Shown:
-    """A run on a page. `colour` is its recipe's: runs that differ in their seed alone have the same."""
+    """A run on a page. Runs that differ only in their seed have the same `colour`."""
 
     run: Run
     label: str
     colour: int
 
     def has(self, key: str) -> bool:
-        """Return whether any update has a metric."""
+        """Return whether any update has the metric."""
         return any(key in line for line in self.run.updates)
 
     def curve(self, key: str, name: str | None = None) -> Series:
@@ -41,7 +41,7 @@ class Shown:
 
 
 def positions(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return where lines of metrics.jsonl lie on the axes `update` and `minutes`."""
+    """Return the positions of lines of metrics.jsonl on the axes `update` and `minutes`."""
     minutes = [(finite(line.get("wall_s")) or 0.0) / 60 for line in lines]
     return {"update": [float(line["update"]) for line in lines], "minutes": minutes}
 

@@ -1,4 +1,4 @@
-"""Shows how old the data were that updates trained on, as a distribution over time."""
+"""Shows the staleness of the data that updates trained on, as a distribution over time."""
 
 from __future__ import annotations
 

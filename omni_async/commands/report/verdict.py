@@ -1,4 +1,4 @@
-"""Says in plain words what became of a run, with the numbers that say so: the first screen of the page."""
+"""Summarizes the outcome of a run in plain words and numbers: the first screen of the page."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _STATUS = {
 class Change(msgspec.Struct, frozen=True):
     """A number before and after training.
 
-    `sure`: whether the 95 % interval of the difference is away from zero. `over`: the samples in both means, unless
-    they are all."""
+    `sure`: whether the 95 % interval of the difference excludes zero. `over`: the number of samples in both means,
+    unless all."""
 
     before: Estimate
     after: Estimate
@@ -42,7 +42,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def verdict(shown: Sequence[Shown]) -> Section:
-    """Return the section that says what happened, to one run or to each of several."""
+    """Return the section with the outcome of one run, or of each of several."""
     if len(shown) == 1:
         return Section("verdict", sentence(shown[0]), blocks=_one(shown[0]))
     blocks: list[Block] = [_comparison(shown), *(Text(text) for _, text in _seeds(shown))]
@@ -52,7 +52,7 @@ def verdict(shown: Sequence[Shown]) -> Section:
 
 
 def sentence(one: Shown) -> str:
-    """Say in a sentence whether the run learned."""
+    """Return a sentence on whether the run learned."""
     made = counted(len(one.run.updates), "update")
     if not one.run.updates:
         return "No update was made"
@@ -65,9 +65,9 @@ def sentence(one: Shown) -> str:
 
 
 def _decides(one: Shown) -> tuple[str, Change | None]:
-    """Return the change that says whether a run learned, and of what it is.
+    """Return the name and value of the change that decides whether a run learned.
 
-    It is validation's, if the spread of its rounds was recorded or there is nothing else."""
+    This is the change in validation, if the spread of its rounds was recorded or there is no other change."""
     rounds, rewards = validation_change(one), reward_change(one)
     if rounds and (rounds.gain.half is not None or rewards is None):
         return "validation reward", rounds
@@ -81,9 +81,9 @@ def _learned(change: Change | None) -> str:
 
 
 def reward_change(one: Shown) -> Change | None:
-    """Compare the groups of the first with those of the last 5 updates; None of fewer than 10 updates.
+    """Compare the groups of the first 5 and the last 5 updates; None with fewer than 10 updates.
 
-    A group is one prompt, so the interval has what prompts differ by in it."""
+    A group is one prompt, so the interval includes the differences between prompts."""
     versions = sorted({line.trained_version for line in one.run.ledger if line.trained_version is not None})
     if len(versions) < 2 * _ENDS:
         return None
@@ -98,9 +98,9 @@ def reward_change(one: Shown) -> Change | None:
 
 
 def validation_change(one: Shown) -> Change | None:
-    """Compare the first with the last validation round, over the samples that both have scored.
+    """Compare the first and the last validation round, over the samples that both have scored.
 
-    None unless there are two with a reward, which are comparable."""
+    None unless two comparable rounds have a reward."""
     ends = first_and_last(one.run.validation)
     if ends is None:
         return None
@@ -124,7 +124,7 @@ def _whole(one: Shown, version: int, mean: float) -> Estimate:
 
 
 def _shared(one: Shown, first: Round, last: Round) -> tuple[Estimate, Estimate]:
-    """Return the means of two rounds over the samples that both have scored; prompts are what differs independently."""
+    """Return the means of two rounds over the samples that both scored; prompts count as the independent units."""
     given = one.run.setting("validation.samples_per_prompt", 1)
     per_prompt = given if isinstance(given, int) and given > 0 else 1
     positions = common(first, last)
@@ -196,7 +196,7 @@ def _fact(label: str, found: Change, what: str) -> Fact:
 
 
 def _pace(one: Shown) -> list[Fact]:
-    """Return what the run cost, from its summary or, without one, from its last update."""
+    """Return the cost of the run, from its summary or, without one, from its last update."""
     run, summary = one.run, one.run.summary
     last: dict[str, Any] = run.updates[-1] if run.updates else {}
     wall = summary.wall_s if summary else finite(last.get("wall_s"))
@@ -242,7 +242,7 @@ def _comparison(shown: Sequence[Shown]) -> Table:
 
 
 def _seeds(shown: Sequence[Shown]) -> list[tuple[str, str]]:
-    """Say of each recipe with several seeds how many of them learned; then what they gained, with its interval."""
+    """Return, for each recipe with several seeds, how many learned, and their mean gain with its interval."""
     said = []
     for runs in recipes_of(shown):
         rounds = [one for one in runs if validation_change(one) is not None]

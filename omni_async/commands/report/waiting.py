@@ -1,7 +1,7 @@
-"""Shows who waited for whom: what every role did over time, computed from the spans of its workers.
+"""Shows who waited for whom: each role's state over time, computed from the spans of its workers.
 
-A worker that does several things at once counts once: busy comes before backpressured, that before starved, as in the
-summary. What is left is time of which nothing was recorded.
+A worker with several concurrent activities counts once: busy takes precedence over backpressured, and backpressured
+over starved, as in the summary. The remainder is time without any record.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _one(one: Shown) -> list[Block]:
 
 
 def shares(spans: Sequence[Span], start: float, end: float, bins: int = _BINS) -> dict[str, Times]:
-    """Return, per role, what share of its workers' time was spent in each state.
+    """Return, per role, the share of its workers' time in each state.
 
     Args:
-        spans: of all workers; those of a worker and of its replacement are one worker's.
+        spans: of all workers; a worker and its replacement count as one worker.
         start, end: seconds of the spans' clock.
-        bins: stretches of equal length, which begin at `start`.
+        bins: number of equal stretches, which begin at `start`.
 
     Returns:
         role -> (bins, 4) in the order of `STATES`, each row adding up to 1."""
@@ -91,7 +91,7 @@ def united(intervals: Times) -> Times:
 
 
 def _covered_until(times: Times, edges: Times) -> Times:
-    """Return how many seconds of `times` lie before each edge."""
+    """Return how many seconds of `times` precede each edge."""
     if not len(times):
         return np.zeros(len(edges))
     before = np.concatenate([[0.0], np.cumsum(times[:, 1] - times[:, 0])])
@@ -102,7 +102,7 @@ def _covered_until(times: Times, edges: Times) -> Times:
 
 
 def conclusion(roles: dict[str, Times]) -> str:
-    """Say which part the others waited for, and what would help."""
+    """Return a sentence that names the bottleneck and a remedy."""
     mean = {role: dict(zip(STATES, bins.mean(axis=0), strict=True)) for role, bins in roles.items()}
     waits = {role: means["starved"] + means["backpressured"] for role, means in mean.items()}
     trainer, rollout, reward = (mean.get(role, {}) for role in ("trainer", "rollout", "reward"))

@@ -1,4 +1,4 @@
-"""Says what one change of a run would buy, as the simulator answers it from the run's own measured times."""
+"""Predicts the gain of single changes of a run, by simulation from the run's own measured times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_SIMULATED = 500_000  # bundles of samples: some 15 s; the shipped recipes 
 
 
 def what_it_buys(shown: Sequence[Shown]) -> Section:
-    """Return the section of predictions of every run that has a profile."""
+    """Return the section of predictions for every run with a profile."""
     return Section("what-it-buys", TITLE, LEARNING, tabs=tabs(shown, _one))
 
 
@@ -38,7 +38,7 @@ def _one(one: Shown) -> list[Block]:
 
 @lru_cache(maxsize=16)
 def _answer(folder: Path, written: int) -> WhatIf:
-    """Simulate, which takes seconds, once for a profile: `written` is when its file was."""
+    """Simulate, which takes seconds, once for a profile: `written` is the modification time of its file."""
     run = read_measured(folder)
     return what_if(run.config, run.profile, run.finished, devices=run.devices, most=_MOST_SIMULATED)
 

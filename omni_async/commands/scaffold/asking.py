@@ -1,4 +1,4 @@
-"""Asks for what the command line left open on a terminal; elsewhere the defaults answer."""
+"""Prompts on a terminal for values missing on the command line; without a terminal, uses the defaults."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Asking(Protocol):
     def answer(
         self, flag: str, given: str | None, question: str, default: str | None, read: Callable[[str], T], hint: str = ""
     ) -> T:
-        """Return what `read` makes of the answer.
+        """Return the answer, parsed by `read`.
 
         Args:
-            flag: the option that would have said it.
-            given: what it said, if it was there; then nothing is asked.
-            question: what is asked.
-            default: the answer of who just presses Enter; None: there is none.
-            read: raises ConfigError, one line, for an answer that it refuses.
-            hint: what to say where nobody answers.
+            flag: the option for this value.
+            given: the option's value, if present; then no question is shown.
+            question: the text of the question.
+            default: the answer for just pressing Enter; None: no default.
+            read: parses an answer; raises ConfigError, one line, to refuse it.
+            hint: the text of the error if there is no user to answer.
 
         Raises ConfigError, one line."""
 
     def say(self, text: str) -> None:
-        """Show what was found out, for the questions that follow."""
+        """Show a finding as context for the next questions."""
 
 
 class Defaults:
@@ -47,11 +47,11 @@ class Defaults:
         return read(value)
 
     def say(self, text: str) -> None:
-        """Show nothing: nobody reads it."""
+        """Show nothing: there is no reader."""
 
 
 class TerminalPrompts:
-    """Asks on a terminal, and again after an answer that is refused."""
+    """Prompts on a terminal, and again after a refused answer."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -78,7 +78,7 @@ class TerminalPrompts:
 
 
 def build_asking(ask: bool) -> Asking:
-    """Return what asks at the terminal if there is one and `ask` allows it, else what takes the defaults."""
+    """Return a terminal prompter if there is a terminal and `ask` allows it; otherwise the defaults."""
     if ask and sys.stdin.isatty() and sys.stdout.isatty():
         return TerminalPrompts(Console())
     return Defaults()

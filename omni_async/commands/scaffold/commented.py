@@ -1,4 +1,4 @@
-"""Writes a recipe as YAML in which every key says what it is, in the words of the schema's own documentation."""
+"""Writes a recipe as YAML with a comment for every key, from the schema's own documentation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def commented_yaml(head: str, tree: Mapping[str, Any], reasons: Mapping[str, str
     """Return the text of a recipe.
 
     Args:
-        head: what the file opens with, a paragraph or several.
+        head: the file's opening paragraphs.
         tree: its values.
-        reasons: by key, why it has this value; stands below what the key is.
-        sampling: what `rollout.sampling` is of."""
+        reasons: by key, the reason for its value; follows the key's description.
+        sampling: the type of `rollout.sampling`."""
     texts = {path: description(annotation) for path, annotation, _ in walk(Config)}
     texts |= {path: description(annotation) for path, annotation, _ in walk(sampling, "rollout.sampling.")}
     lines = [line for paragraph in head.splitlines() for line in _comment(paragraph, "") or ["#"]]
@@ -33,7 +33,7 @@ def commented_yaml(head: str, tree: Mapping[str, Any], reasons: Mapping[str, str
 def _entry(
     name: str, value: Any, path: str, indent: str, texts: Mapping[str, str], reasons: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the lines of a key: its comment, and its value or, of a section, those of its keys."""
+    """Yield the lines of a key: its comment, and its value or, for a section, the lines of its keys."""
     yield from _comment(texts.get(path, ""), indent)
     if path in reasons:
         yield from _comment(f"Here: {reasons[path]}.", indent)
@@ -47,7 +47,7 @@ def _entry(
 
 def _value(name: str, value: Any) -> str:
     if isinstance(value, dict) and not any(isinstance(below, dict | list) for below in value.values()):
-        return f"{name}: {to_yaml(value, compact=True)}"  # which is one line
+        return f"{name}: {to_yaml(value, compact=True)}"  # a single line
     return to_yaml({name: value}, compact=isinstance(value, dict | list))
 
 

@@ -1,4 +1,4 @@
-"""Writes a commented recipe for a model, prompts and a reward, after asking for what was not given."""
+"""Writes a commented recipe for a model, prompts and a reward, after prompting for missing options."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from omni_async.runtime.preflight.check import preflight
 from omni_async.types import Prompt
 
 _JUDGE = "judge"
-# What a scorer is given where nothing is asked of it: text that is half read counts, so that fewer groups tie.
+# Default parameters of a scorer: with `dense`, partly readable text counts, so that fewer groups tie.
 _PARAMS: dict[str, dict[str, Any]] = {"ocr": {"dense": True}}
 _MOST_DEVICES = 10_000
 
 
 def init(options: argparse.Namespace) -> int:
-    """Write the recipe and say what to do next. Raises ConfigError, one line, for whatever is wrong."""
+    """Write the recipe and print the next commands. Raises ConfigError, one line, for any error."""
     recipe: Path = options.recipe
     if recipe.exists():
         raise ConfigError(f"{recipe}: is there already; name another file, or remove it")
@@ -101,7 +101,7 @@ def _answers(options: argparse.Namespace, asking: Asking) -> tuple[Answers, list
 
 
 def _spec(sampling: type[SamplingSpec], overrides: Sequence[str]) -> SamplingSpec:
-    """Return the family's sample as the overrides have it, as far as they are valid: `load` says what is not."""
+    """Return the family's sample with the overrides, or its defaults if they are invalid: `load` reports the error."""
     tree: dict[str, Any] = {}
     for override in overrides:
         set_override(tree, override)
@@ -161,7 +161,7 @@ def _devices(given: str) -> int:
 
 
 def _head(recipe: Path, answers: Answers, prompts: Sequence[Prompt]) -> str:
-    """Return what the recipe opens with."""
+    """Return the opening text of the recipe."""
     devices = f"{answers.devices} device{'s' * (answers.devices != 1)}" if answers.devices else "no accelerator"
     return "\n".join(
         [
@@ -177,9 +177,9 @@ def _head(recipe: Path, answers: Answers, prompts: Sequence[Prompt]) -> str:
 
 
 def _rebase(draft: Draft, folder: Path) -> None:
-    """Make paths that are relative to the working directory relative to the recipe's folder, as those of a recipe are.
+    """Turn paths relative to the working directory into paths relative to the recipe's folder, as a recipe requires.
 
-    A hub's `owner/name` stays as it is."""
+    A hub's `owner/name` stays unchanged."""
     for section, key in (("model", "path"), ("data", "prompts"), ("validation", "prompts")):
         _rebase_key(draft.tree.get(section), key, folder)
     for server in _entries(draft.tree.get("reward"), "servers"):
@@ -190,7 +190,7 @@ def _rebase(draft: Draft, folder: Path) -> None:
 
 
 def _entries(section: Any, key: str) -> list[dict[str, Any]]:
-    """Return the entries of a list in a section, without what overrides made something else: `load` says so."""
+    """Return the entries of a list in a section; skip invalid values from overrides, which `load` reports."""
     given = section.get(key) if isinstance(section, dict) else None
     return [entry for entry in given if isinstance(entry, dict)] if isinstance(given, list) else []
 
@@ -202,14 +202,14 @@ def _rebase_key(section: Any, key: str, folder: Path) -> None:
 
 
 def _write_checked(recipe: Path, text: str, devices: int) -> None:
-    """Write the recipe if `omni-async check` would accept it, this machine's accelerators apart."""
+    """Write the recipe if `omni-async check` would accept it, apart from this machine's accelerators."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         file = recipe.open("x", encoding="utf-8")
         try:
             with file:
                 file.write(text)
-        except OSError:  # no room
+        except OSError:  # no space left
             recipe.unlink()
             raise
     except OSError as error:

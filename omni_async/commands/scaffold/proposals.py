@@ -1,6 +1,6 @@
-"""Finds out what a recipe can be made of: the model's family and size, its prompts, and the rewards that fit both.
+"""Finds the parts for a recipe: the model's family and size, its prompts, and the rewards that fit both.
 
-Imports no torch; scorers' modules are imported, their models are not loaded.
+Imports no torch; imports scorers' modules, but does not load their models.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from omni_async.rewards import registry
 from omni_async.types import Prompt
 
 _LONGEST_PROMPT = 2**20  # `data.max_prompt_chars` is checked with the recipe
-_LINE_HEIGHT = 256  # pixels; a picture that is no higher holds a line of text, which `ocr` reads
-# The first whose needs the prompts meet and whose media the model makes is proposed; the last take any prompt.
+_LINE_HEIGHT = 256  # pixels; an image of at most this height holds a line of text, which `ocr` reads
+# The first of these scorers that fits the prompts and the model's media is proposed; the last ones accept any prompt.
 _BY_PROMPT = ("scene_text", "object_checks")
 _BY_MEDIA = ("motion_smoothness", "pick_score")
 _HELD_OUT = ("validation", "valid", "val", "test", "eval", "heldout")
 
 
 def folder_of(model: str) -> Path:
-    """Return the folder of a checkpoint that is given by its path, or by its name in a hub's cache on this machine."""
+    """Return the folder of a checkpoint, from its path or from its name in a hub's cache on this machine."""
     path = Path(model).expanduser()
     return path if path.exists() else downloaded(model) or path
 
 
 def find_model(model: str) -> tuple[PipelineFamily, int]:
-    """Return the family that takes the checkpoint, and the bytes of the weights that it would train.
+    """Return the family of the checkpoint, and the size in bytes of its trained weights.
 
-    ConfigError, one line, if there is no checkpoint or no family, or several families."""
+    ConfigError, one line, if there is no checkpoint, no family, or more than one family."""
     folder = folder_of(model)
     try:
         family = find_family(family_of(folder))
@@ -47,7 +47,7 @@ def find_model(model: str) -> tuple[PipelineFamily, int]:
 
 
 def read_prompts(path: str, family: PipelineFamily, flag: str = "--prompts") -> list[Prompt]:
-    """Return the prompts of a file. ConfigError, one line, names a line that is wrong, or lacks the family's image."""
+    """Return the prompts of a file. ConfigError, one line, for an invalid line or missing images for the family."""
     prompts = load_prompts(path, flag, _LONGEST_PROMPT)
     if family.needs_images and (without := [prompt for prompt in prompts if not prompt.images]):
         raise ConfigError(
@@ -57,7 +57,7 @@ def read_prompts(path: str, family: PipelineFamily, flag: str = "--prompts") -> 
 
 
 def held_out_beside(path: str) -> str | None:
-    """Return the file beside the prompts that is named as held-out ones are: `test.txt` beside `train.txt`, say."""
+    """Return a file next to the prompts with a held-out name (`test.txt` for `train.txt`), or None."""
     given = Path(path)
     for word in _HELD_OUT:
         name = re.sub(r"train(ing)?", word, given.stem) if "train" in given.stem else f"{given.stem}_{word}"
@@ -79,7 +79,7 @@ def propose_reward(prompts: Sequence[Prompt], spec: SamplingSpec) -> tuple[str, 
 
 
 def fits(name: str, spec: SamplingSpec) -> bool:
-    """Tell whether the scorer takes what the samples are."""
+    """Return whether the scorer accepts the samples' media."""
     try:
         takes = registry.media_of(name)
     except ValueError:
@@ -97,5 +97,5 @@ def _check_of(name: str) -> Any:
 
 
 def engine_for(family: PipelineFamily) -> str:
-    """Return the engine that runs the family here: vLLM-Omni where it is installed."""
+    """Return the engine for the family here: vLLM-Omni if it is installed and supports the family."""
     return "vllm_omni" if family.vllm_pipeline and find_spec("vllm_omni") else "diffusers"

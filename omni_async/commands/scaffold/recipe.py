@@ -1,7 +1,7 @@
-"""Composes a recipe's values from a few answers, and says of the chosen ones why.
+"""Composes a recipe's values from a few answers, with reasons for the chosen values.
 
-The numbers are those of docs/tuning.md (buffers, staleness), of recipes/ (learning rates, windows, noise) and of the
-model family (sizes). What is left out has its default.
+The numbers come from docs/tuning.md (buffers, staleness), from recipes/ (learning rates, windows, noise) and from the
+model family (sizes). Omitted keys have their defaults.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import msgspec
 from omni_async.algorithms.registry import Objective
 from omni_async.plugins.families import PipelineFamily, SamplingSpec
 
-S = 2  # with devices for every role
+S = 2  # if every role has devices
 _STEPS, _WINDOW = 10, 2
 _FORWARD_PASSES_OF_TRAINING = 4  # with gradient checkpointing: forward, recomputed forward, and backward as two
-_LARGE = 4 * 10**9  # bytes of weights from which on a model is trained with adapters
+_LARGE = 4 * 10**9  # bytes of weights; from this size on, a model is trained with adapters
 
 Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A scorer, with its `cost` as `omni_async.rewards.base.Scorer` has it, and the model of a judge to be served."""
+    """A scorer, with its `cost` as in `omni_async.rewards.base.Scorer`, and the model of a judge to serve."""
 
     name: str
     params: Tree
@@ -34,7 +34,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Answers:
-    """All that a recipe is made from; paths as they were given, relative to the working directory."""
+    """All inputs of a recipe; paths are as given, relative to the working directory."""
 
     name: str
     family: PipelineFamily
@@ -50,7 +50,7 @@ class Answers:
 
 @dataclass
 class Draft:
-    """The values of a recipe as a tree of plain data, and by key why they are what they are."""
+    """The values of a recipe as a tree of plain data, and the reasons for them by key."""
 
     tree: Tree = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Split:
-    """How many devices each role has; `shared` where they take turns on one."""
+    """The number of devices of each role; `shared` if they take turns on one."""
 
     rollout: int
     trainer: int
@@ -77,9 +77,9 @@ class Split:
 
 
 def share_out(devices: int, reward: Reward) -> Split:
-    """Share the devices out so that generating and training take about as long (recipes/README.md).
+    """Divide the devices so that generation and training take about as long (recipes/README.md).
 
-    ValueError, one line, if they are too few for the judge that the run has to serve."""
+    ValueError, one line, if there are too few for a judge that the run must serve."""
     judge = int(reward.judge is not None and devices > 0)
     if judge and devices < 3:
         raise ValueError(
@@ -96,7 +96,7 @@ def share_out(devices: int, reward: Reward) -> Split:
 
 
 def compose(answers: Answers) -> Draft:
-    """Return the recipe. ValueError, one line, as of `share_out`."""
+    """Return the recipe. ValueError, one line, as from `share_out`."""
     split = share_out(answers.devices, answers.reward)
     spec = answers.family.sampling()
     draft = Draft()
@@ -134,7 +134,7 @@ def _model(draft: Draft, answers: Answers) -> None:
 
 
 def _rollout(draft: Draft, answers: Answers, split: Split, spec: SamplingSpec) -> int:
-    """Put the section; return the size of a group."""
+    """Add the section; return the size of a group."""
     on_device, video = answers.devices > 0, is_video(spec)
     ranks = split.trainer
     group = -(-(16 if on_device else 8) // ranks) * ranks

@@ -1,4 +1,4 @@
-"""Lists the recipes of a folder, for `omni-async list recipes`: what each trains, how and on what."""
+"""Lists the recipes of a folder, for `omni-async list recipes`, with their models, methods and rewards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from omni_async.records.write.console import columns
 
 _HEADINGS = ("recipe", "family", "algorithm", "reward", "S", "devices", "time")
 _TIME = re.compile(r"(?:about )?(?:\d+(?: to \d+)?|half a|an?|some) (?:minute|hour)s?(?= on )", re.IGNORECASE)
-_LARGEST = 2**18  # bytes, as of a recipe that is trained
+_LARGEST = 2**18  # bytes, the same limit as for a recipe that is trained
 
 
 def recipe_lines(folder: Path | None = None) -> Iterator[str]:
-    """Yield the lines of a table of all recipes in `folder`; None: those that `find_recipes` finds.
+    """Yield the lines of a table of all recipes in `folder`; None: the folder from `find_recipes`.
 
-    What is no recipe is there with the reason. Raises ConfigError, one line, if there is no folder."""
+    Lists files that are no recipes with the reason. Raises ConfigError, one line, if no folder is found."""
     folder = find_recipes() if folder is None else folder
     rows: list[tuple[str, ...]] = [_HEADINGS]
     refused: list[str] = []
@@ -36,7 +36,7 @@ def recipe_lines(folder: Path | None = None) -> Iterator[str]:
 
 
 def find_recipes() -> Path:
-    """Return the folder `recipes` where the command is started or, of an editable install, in its repository."""
+    """Return the folder `recipes` in the working directory or, for an editable install, in its repository."""
     here, repository = Path("recipes"), Path(omni_async.__file__).parents[1]
     if here.is_dir():
         return here
@@ -63,7 +63,7 @@ def _row(path: Path, config: Config) -> tuple[str, ...]:
 
 
 def _devices(config: Config) -> str:
-    """Return how many accelerators the recipe asks for."""
+    """Return how many accelerators the recipe needs."""
     if not any(resources.gpus for resources in config.resources.values()):
         return "none"
     number = f"{num_devices(config):g}"
@@ -71,7 +71,7 @@ def _devices(config: Config) -> str:
 
 
 def _time_of(path: Path) -> str:
-    """Return how long a run takes, if the comment that the file opens with says so."""
+    """Return the duration of a run, if the file's opening comment gives it."""
     lines = read_file(path, _LARGEST).decode("utf-8").splitlines()
     head = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
     found = _TIME.search(head)

@@ -1,4 +1,4 @@
-"""Implements `omni-async score`: its arguments, its help, its progress, and what it prints and writes."""
+"""Implements `omni-async score`: its arguments, help, progress, printed output and files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def add_score(commands: Any) -> None:
 
 
 def score(options: argparse.Namespace) -> int:
-    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for wrong arguments."""
     config = load(options.recipe, options.overrides)
     _check_outputs(options)
 
@@ -103,7 +103,7 @@ def score(options: argparse.Namespace) -> int:
 def _interruptible(
     config: Config, reward: Any, rows: list[Scored], checks: Sequence[Any], repeat: int, progress: Callable[[int], None]
 ) -> int:
-    """Score into `rows`. Returns the exit code of what ended it early, 0 if nothing did."""
+    """Score into `rows`. Returns 0, or the exit code of an early end."""
     from omni_async.commands.scoring.scoring import score_samples
     from omni_async.rewards.guard import ScorerHangs
 
@@ -119,7 +119,7 @@ def _interruptible(
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Refuse now what could not be written after minutes."""
+    """Refuse outputs now that could not be written after minutes of scoring."""
     if options.out is not None and options.out.suffix.lower() not in (".csv", ".parquet"):
         raise ConfigError(f"--out: expected a file that ends in .csv or .parquet, got {options.out}")
     if options.grid is not None:
@@ -133,7 +133,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _conclude(options: argparse.Namespace, rows: list[Scored], code: int) -> int:
-    """Write and print what was scored, and return the exit code: files first, since nobody may read the output on."""
+    """Write and print the scores, and return the exit code. Files come first: the reader of the output may leave."""
     from rich.console import Console
 
     from omni_async.commands.scoring.report import show
@@ -147,7 +147,7 @@ def _conclude(options: argparse.Namespace, rows: list[Scored], code: int) -> int
 
 
 def _write(options: argparse.Namespace, done: list[Scored]) -> int:
-    """Write the files that were asked for. Return the exit code, as `write_results`."""
+    """Write the requested files. Return the exit code, as `write_results`."""
     from omni_async.commands.scoring.report import as_json, write_grid, write_rows
 
     writers: dict[Path, Callable[[Path], object]] = {}

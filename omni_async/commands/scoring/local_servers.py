@@ -1,7 +1,7 @@
-"""Starts the judge servers that a reward's scorers ask on this machine, without a run.
+"""Starts the judge servers of a reward's scorers on this machine, without a run.
 
-They load side by side. One that is lost is started again; one that does not come back is left out. Waits for the
-servers to be ready, `timeout_s` at most, and for their end.
+They load concurrently. A lost server is restarted; if the restart fails, it is left out. Waits at most `timeout_s` for
+the servers to be ready, and waits for their end.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Tell = Callable[[str], Awaitable[None]]
 async def local_servers(reward: Reward, timeout_s: float, tell: Tell) -> AsyncIterator[Addresses | None]:
     """Start the servers, yield their addresses as a run gives them to scorers, and end the servers.
 
-    Yields None if no scorer asks a server that has to be started.
+    Yields None if no scorer needs a server to be started.
 
     Args:
         reward: its servers and its scorers.
-        timeout_s: longest that they may load.
-        tell: gets messages for the user.
+        timeout_s: the longest time for loading.
+        tell: the function for user messages.
 
     Raises:
-        ConfigError: a server does not start, or wants an accelerator that is not there."""
+        ConfigError: a server does not start, or needs an accelerator that does not exist."""
     asked = {scorer.params.get("server") for scorer in reward.scorers}
     wanted = [server for server in reward.servers if server.name in asked and server.replicas]
     if not wanted:
@@ -57,12 +57,12 @@ async def local_servers(reward: Reward, timeout_s: float, tell: Tell) -> AsyncIt
 
 
 class LocalServers:
-    """The replicas of some servers. What they print is in a folder of the temporary files, which they name."""
+    """The replicas of some servers. Their output goes to files in a temporary folder, which messages name."""
 
     def __init__(self, wanted: list[Server], tell: Tell) -> None:
-        """Plan the replicas, with accelerators of their own where they want some. ConfigError if that cannot be."""
+        """Plan the replicas, with separate accelerators if they need any. ConfigError if that is impossible."""
         self._tell = tell
-        # Another user, or another command, may have a folder of any name that we could choose.
+        # A fixed name could already belong to another user or command.
         self._logs = Path(tempfile.mkdtemp(prefix="omni-async-servers-"))
         self._replicas: dict[str, tuple[Server, dict[str, str]]] = {}
         self._running: dict[str, VllmServer] = {}
@@ -91,7 +91,7 @@ class LocalServers:
                 self._replicas[f"{server.name}-{index}"] = server, showing({kind: mine})
 
     async def start(self, timeout_s: float) -> None:
-        """Return when all are ready. ConfigError if one ends before, or is not ready in time."""
+        """Return when all are ready. ConfigError if one ends before that, or is not ready in time."""
         try:
             async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as loading:
                 for name in self._replicas:
@@ -114,7 +114,7 @@ class LocalServers:
             self._changed.notify_all()
 
     async def _watch(self, name: str) -> None:
-        """Start a server again whenever it is lost, until it does not come back."""
+        """Restart a server whenever it is lost, until a restart fails."""
         server, _ = self._replicas[name]
         while True:
             try:
@@ -133,7 +133,7 @@ class LocalServers:
             self._changed.notify_all()
 
     async def addresses(self, role: str) -> dict[str, str]:
-        """Return the addresses of a server's replicas, by name; waits for one to be ready. ScoreError if none will."""
+        """Return a server's ready replicas, name -> address; wait for the first one. ScoreError if none is left."""
         ready = self._ready.get(role)
         if ready is None:
             raise ScoreError(f"{role!r} is started by a run; without one, give its urls")

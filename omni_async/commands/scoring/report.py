@@ -1,8 +1,8 @@
 """Shows and writes scores: statistics of the reward and of its parts, a histogram, rows, and a grid of images.
 
 With repetitions a row's numbers are means over them, and `own` is the judge's own noise: the standard deviation of
-repeated scores of one sample, pooled over the samples. Beside it stands the standard deviation between samples, which
-is what a reward has to tell them apart by.
+repeated scores of one sample, pooled over the samples. Compare it with the standard deviation between samples, the
+signal that lets a reward distinguish them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def statistics(rows: Sequence[Scored]) -> dict[str, Statistics]:
 def _statistics(samples: list[list[float]]) -> Statistics:
     means = np.array([np.mean(values) for values in samples])
     free = sum(len(values) - 1 for values in samples)
-    spread = (np.var(np.subtract(values, values[0])) * len(values) for values in samples)  # 0 of equal ones, exactly
+    spread = (np.var(np.subtract(values, values[0])) * len(values) for values in samples)  # exactly 0 for equal values
     own = math.sqrt(sum(spread) / free) if free else None
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     quantiles = tuple(float(q) for q in np.quantile(means, _QUANTILES))
@@ -127,7 +127,7 @@ def _shown(value: float | None) -> str:
 
 
 def _noise(reward: Statistics) -> str:
-    """Return a sentence that compares the judge's noise with what there is to tell samples apart by."""
+    """Return a sentence that compares the judge's noise with the spread between samples."""
     if reward.own is None or reward.std is None:
         return "own std needs samples that were scored twice, and std more than one sample"
     ratio = f", {reward.own / reward.std:.2g} of it" if reward.std > 0 else ""
@@ -135,7 +135,7 @@ def _noise(reward: Statistics) -> str:
 
 
 def histogram(values: Sequence[float]) -> list[str]:
-    """Return a line per bin of equal width: its range, a bar, how many values lie in it."""
+    """Return a line per bin of equal width: its range, a bar, and the number of values."""
     low, high = min(values), max(values)
     if not high > low:
         return [f"{low:10.4g}            {'█' * _BAR} {len(values)}"]
@@ -228,7 +228,7 @@ def as_json(recipe: Path, rows: Sequence[Scored], repeat: int) -> bytes:
 
 
 def write_grid(path: Path, rows: Sequence[Scored]) -> None:
-    """Write a grid of images: the worst samples, then the best; one at least has a score. Raises OSError."""
+    """Write a grid of images: the worst samples, then the best; at least one row has a score. Raises OSError."""
     from omni_async.records.write.images import caption, image_grid, tile
 
     scored = ranked(rows)
@@ -240,7 +240,7 @@ def write_grid(path: Path, rows: Sequence[Scored]) -> None:
         shown = msgspec.structs.replace(row.scores[-1], value=numbers_of(row)["reward"])
         try:
             image = tile(read_media(row.sample.files, row.sample.within))
-        except ConfigError as error:  # it was there a moment ago
+        except ConfigError as error:  # it existed a moment ago
             raise OSError(f"{error}") from None
         items.append((image, f"{title}: {caption(row.sample.prompt, shown)}"))
     image_grid(items, columns=count).save(path)

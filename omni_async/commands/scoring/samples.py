@@ -1,13 +1,17 @@
-"""Finds what `omni-async score` is to score: media files and the prompt of each.
+"""Finds the samples for `omni-async score`: media files and the prompt of each.
 
-A path is a media file, a folder of them, a table, or the folder of a run, whose tables lie in `samples/`. The prompt of
-a file is in a file of the same name with the suffix `.txt` (a prompt) or `.json` (an object as in a prompt file), or in
-the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of their names. A table, `.jsonl`, `.csv` or
-`.parquet`, has a row per sample with `prompt`, its media as `image`, `video` and `audio` (paths relative to the table),
-perhaps `target`, `images` (those that the prompt carries) and `metadata`; other columns are metadata, too.
+A path is a media file, a folder of them, a table, or the folder of a run, whose tables are in `samples/`. The prompt of
+a file comes from one of these:
 
-A path on the command line may lead anywhere. A folder or a table is input: its files must be in it or below, links
-included. Images that prompts carry may also be in the folders of the recipe's prompt files.
+- a file of the same name with the suffix `.txt` (a prompt) or `.json` (an object as in a prompt file)
+- the folder's `prompts.txt` or `prompts.jsonl`, a line per file in the order of their names
+
+A table, `.jsonl`, `.csv` or `.parquet`, has a row per sample with `prompt` and its media as `image`, `video` and
+`audio` (paths relative to the table). It may have `target`, `images` (the prompt's images) and `metadata`; other
+columns are metadata, too.
+
+A path on the command line may point anywhere. A folder or a table is input: its files must be in it or below, links
+included. Images of prompts may also be in the folders of the recipe's prompt files.
 
 Opens no media. Raises a ConfigError of one line for an invalid sample, before anything is scored.
 """
@@ -35,15 +39,15 @@ from omni_async.plugins.families import PARTS
 from omni_async.types import Prompt
 
 _PROMPT_FILES = ("prompts.txt", "prompts.jsonl")
-_GRID = re.compile(r"(train|validation)-\d{6}")  # of a run; its tiles have a number more
+_GRID = re.compile(r"(train|validation)-\d{6}")  # a run's grid; its tiles have an additional number
 _LARGEST_SIDECAR = 2**20
 
 
 class Sample(Struct, frozen=True):
     """A sample to score: its files by part of media, and its prompt.
 
-    `name` is how results call it: characters that no terminal should get, or no file can hold, are escaped. `within`
-    is the folder that the files must not be outside of when they are opened; None if the user named them."""
+    `name` is its name in results, with control characters and characters that no file can hold escaped. `within` is the
+    folder that must contain the files when they are opened; None if the user named them."""
 
     name: str
     files: dict[str, Path]
@@ -52,11 +56,11 @@ class Sample(Struct, frozen=True):
 
 
 def find_samples(paths: list[Path], max_chars: int, images_in: Sequence[Path] = ()) -> list[Sample]:
-    """Return all samples, numbered through, in the order of the paths and of names in a folder.
+    """Return all samples, numbered consecutively, in the order of the paths and of names in a folder.
 
     Args:
         paths: as the user named them.
-        max_chars: how many characters a prompt of a prompt file may have.
+        max_chars: the largest number of characters of a prompt in a prompt file.
         images_in: folders that may contain images of prompts, in addition to the folder of the file that names them.
 
     Raises:
@@ -131,7 +135,7 @@ def _sorted(folder: Path) -> list[Path]:
 
 
 def _sidecar(file: Path) -> Prompt | None:
-    """Return the prompt in the text or JSON file beside a media file, if there is one."""
+    """Return the prompt in the text or JSON file of a media file, if one exists."""
     text, fields = file.with_suffix(".txt"), file.with_suffix(".json")
     if os.path.isfile(fields):  # noqa: PTH113 (pathlib raises where a name has too many bytes)
         prompt = parse_object(0, _text(fields, file.parent), str(fields))
@@ -145,7 +149,7 @@ def _sidecar(file: Path) -> Prompt | None:
 
 
 def _is_of_run(file: Path) -> bool:
-    """Return whether the file is a table that a run wrote beside its samples."""
+    """Return whether the file is a table that a run wrote for its samples."""
     return file.suffix == ".jsonl" and _GRID.fullmatch(file.stem) is not None
 
 
@@ -154,7 +158,7 @@ def _of_table(table: Path, images_in: Sequence[Path], within: Path | None = None
     samples = []
     for where, row in rows(table, within):
         if of_run:
-            row.pop("reward", None)  # what the run made of the sample; its prompt's metadata are in a key of their own
+            row.pop("reward", None)  # the run's own reward; the prompt's metadata have a separate key
         samples.append(_of_row(table, where, row, images_in))
     if not samples:
         raise ConfigError(f"{table}: holds no rows")
@@ -177,14 +181,14 @@ def _of_row(table: Path, where: str, row: dict[str, Any], images_in: Sequence[Pa
 
 
 def _named(folder: Path, name: Any, where: str, images_in: Sequence[Path] = ()) -> Path:
-    """Return the file that a table or a prompt names; nothing is opened. ConfigError begins with `where`."""
+    """Return the file that a table or a prompt names; open nothing. ConfigError begins with `where`."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(f"{where}: expected a path, got {repr(name)[:200]}")
     try:
         file = folder / name
         if not any(is_within(file, one) for one in (folder, *images_in)):
             raise ConfigError(f"{where}: {name[:200]!r} {LEADS_OUT}")
-        # A file that is gone, or no media, is an error of its sample. A pipe or a device is never media.
+        # A missing file, or one without media, is an error of its sample. A pipe or a device is never media.
         if file.exists():
             require_file(file)
     except (OSError, ValueError) as error:
@@ -202,7 +206,7 @@ def _without_nul(prompt: Prompt, where: str) -> Prompt:
 
 
 def _with_images(prompt: Prompt, where: str, folder: Path, images_in: Sequence[Path] = ()) -> Prompt:
-    """Return the prompt with the images that it carries found; their paths are relative to the file that names them."""
+    """Return the prompt with its images located; their paths are relative to the file that names them."""
     images = []
     for image in prompt.images:
         file = _named(folder, image.path, f"{where}: image", images_in)

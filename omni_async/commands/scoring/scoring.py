@@ -1,8 +1,8 @@
 """Scores samples with a recipe's reward, in batches, as a run's reward worker does.
 
-Waits for the scorers (unblocked by their answers, by `reward.timeout_s` a call, and by `reward.outage_s` where one is
-down) and for the pauses between attempts. Media of a few dozen samples are in memory at a time. A sample that cannot be
-scored has an error in place of a score; it ends nothing.
+Waits for the scorers and for the pauses between attempts. The scorers' answers, `reward.timeout_s` a call, or
+`reward.outage_s` for a scorer that is down end the wait. Media of a few dozen samples are in memory at a time. A sample
+that cannot be scored has an error in place of a score; the others continue.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from omni_async.rewards.probe import Probe
 from omni_async.rewards.scorers.addresses import KnownAddresses
 from omni_async.types import Score
 
-# Samples whose media are in memory, and which the scorers may be asked for side by side.
+# Samples with media in memory, which may be scored concurrently.
 _MOST_AT_ONCE = 32
 
 
 class Scored(Struct):
-    """A sample's scores, one per repetition that was made; `error` says why the last one that failed did.
+    """A sample's scores, one per completed repetition; `error` is the reason of the last failure.
 
     `cached`: how many of its scorers' answers came from `reward.cache`."""
 
@@ -51,7 +51,7 @@ class Scored(Struct):
 
 
 def prompt_checks(config: Config, samples: Sequence[Sample]) -> list[PromptCheck]:
-    """Check the scorers without building them, and return what they require of a prompt. Raises ConfigError."""
+    """Check the scorers without building them, and return their requirements of a prompt. Raises ConfigError."""
     if not config.reward.scorers:
         raise ConfigError(f"reward.scorers: empty; registered are {', '.join(registry.names())}")
     made = [MediaShape(part, ()) for part in {part: None for sample in samples for part in sample.files}]  # type: ignore[arg-type]
@@ -81,17 +81,15 @@ async def score_samples(
     repeat: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Score every sample `repeat` times, into `rows`, where what is done stays if this is cancelled.
+    """Score every sample `repeat` times, into `rows`; a cancellation keeps the scores so far.
 
-    The judge servers that the scorers ask are started for it.
-
-    `reward.cache` is used unless there are repetitions.
+    Starts the judge servers of the scorers. Uses `reward.cache` unless there are repetitions.
 
     Args:
         config: the recipe.
         reward: its scorers.
         rows: one per sample.
-        checks: what the scorers require of prompts.
+        checks: the scorers' requirements of prompts.
         repeat: how often each sample is scored.
         progress: takes the number of scores that are made or given up.
 
@@ -120,7 +118,7 @@ async def score_samples(
 
 
 def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
-    """Return the sample that a run would try the scorers with, where it is of the kind that is scored here."""
+    """Return a run's sample for trying the scorers, if its media are of the kind that is scored here."""
     made = {shape.part for shape in config.rollout.sampling.media()}
     if not made or not all(made == {*row.sample.files} for row in rows):
         return None
@@ -128,7 +126,7 @@ def _probe(config: Config, rows: Sequence[Scored]) -> Probe | None:
 
 
 async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress: Callable[[int], None]) -> None:
-    """Score every row once more. Those that fail are tried again together, unless they fail in the same way again."""
+    """Score every row once more. Failed rows are retried together, except rows that fail in the same way again."""
     pauses = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
     room, reading = asyncio.Semaphore(max(_MOST_AT_ONCE, config.reward.batch)), asyncio.Lock()
     left, reasons, done = rows, dict[int, str](), 0
@@ -164,7 +162,7 @@ async def _score_all(config: Config, panel: Panel, rows: list[Scored], progress:
 
 
 async def _score_one(panel: Panel, row: Scored, reading: asyncio.Lock) -> Score | Failure:
-    """Score a sample; one of a scorer that is down waits until it answers, or is given up."""
+    """Score a sample; if a scorer is down, wait until it answers or is given up."""
     try:
         async with reading:  # in their order
             media = await in_daemon_thread(read_media, row.sample.files, row.sample.within)

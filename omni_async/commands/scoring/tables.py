@@ -1,7 +1,7 @@
 """Reads the rows of tables for `omni-async score`: `.jsonl`, `.csv` and `.parquet`.
 
 Rows are read one at a time. Each is bounded before it is decoded: in characters, values, levels of nesting and columns.
-All rows of a table together are bounded, too. Raises a ConfigError of one line with the number of the row's first line.
+The total of a table's rows is bounded, too. Raises a ConfigError of one line with the number of the row's first line.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST_COLUMNS = 1000
 
 
 def rows(table: Path, within: Path | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table, each with its place; cells that are empty are left out.
+    """Yield the rows of a table, each with its place; empty cells are omitted.
 
-    `within`: the folder that the table must not be outside of, links included. Raises ConfigError."""
+    `within`: the folder that must contain the table, links included. Raises ConfigError."""
     read = {".jsonl": _jsonl, ".csv": _csv}.get(table.suffix.lower(), _parquet)
     num_rows = held = values = 0
     try:
@@ -52,7 +52,7 @@ def rows(table: Path, within: Path | None = None) -> Iterator[tuple[str, dict[st
 
 
 def _encoded(row: dict[str, Any], where: str) -> bytes:
-    """Return the row as JSON. ConfigError if it is too long, or holds what JSON cannot."""
+    """Return the row as JSON. ConfigError if it is too long, or not representable in JSON."""
     try:
         text = msgspec.json.encode(row)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -63,7 +63,7 @@ def _encoded(row: dict[str, Any], where: str) -> bytes:
 
 
 def _lines(file: BinaryIO, table: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a text file with their numbers, from 1; only a line feed ends one."""
+    """Yield the lines of a text file with their numbers, from 1; only a line feed ends a line."""
     number = 0
     while content := file.readline(4 * _LONGEST_ROW + 1):
         number += 1
@@ -95,9 +95,9 @@ def _jsonl(file: BinaryIO, table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _csv(file: BinaryIO, table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    # A line may hold several that end with a carriage return alone.
+    # A line may contain several rows that end only with a carriage return.
     lines = (part for _, line in _lines(file, table) for part in io.StringIO(line, newline=""))
-    reader = csv.reader(lines, strict=True)  # strict: a quotation that has no end is an error
+    reader = csv.reader(lines, strict=True)  # strict: an unterminated quotation is an error
     columns: list[str] = []
     while True:
         where = f"{table}:{reader.line_num + 1}"
@@ -113,7 +113,7 @@ def _csv(file: BinaryIO, table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             columns = cells
             if len(columns) > _MOST_COLUMNS:
                 raise ConfigError(f"{where}: {len(columns)} columns, at most {_MOST_COLUMNS} are read")
-            # Spreadsheets end their lines with the cells of columns that have no name.
+            # Spreadsheets may append cells for unnamed columns to their lines.
             if twice := next((name for name in columns if name and columns.count(name) > 1), None):
                 raise ConfigError(f"{where}: two columns have the name {twice[:80]!r}")
             continue
@@ -123,7 +123,7 @@ def _csv(file: BinaryIO, table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cell(key: str, cell: str, where: str) -> Any:
-    """Return a cell of a CSV; cells of lists and objects are JSON."""
+    """Return a cell of a CSV; cells with lists and objects are JSON."""
     if key not in ("metadata", "images"):
         return cell
     found = decode(cell, f"{where}: {key}")

@@ -1,1 +1,1 @@
-"""Implements `omni-async watch`: the page of a run, live."""
+"""Implements `omni-async watch`: the live page of a run."""

@@ -1,6 +1,6 @@
-"""Does what the page's buttons ask of a running job, over its control socket, and records it in `actions.jsonl`.
+"""Sends the page's requests to a running job, over its control socket, and records them in `actions.jsonl`.
 
-Waits for the run's answer: a number of workers is reached when the new ones are at work.
+Waits for the run's answer; a request to scale is answered when the new workers are at work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROLE = Meta(pattern=r"^[a-z][a-z_]{0,39}\Z")
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a button asks for: the end of the run, or numbers of workers by role."""
+    """A button's request: the end of the run, or numbers of workers by role."""
 
     action: Literal["stop", "scale"]
     workers: Annotated[
@@ -38,7 +38,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """A line of `actions.jsonl`. `result`: "done", or why not; `seconds`: until the run had answered."""
+    """A line of `actions.jsonl`. `result`: "done", or the error; `seconds`: the time until the run's answer."""
 
     time: float
     action: str
@@ -49,7 +49,7 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Actions:
-    """The actions of a page. Scaling waits for its turn, the end of a run does not. `changed`: called at news."""
+    """The actions of a page. Requests to scale run one at a time; stopping does not wait. `changed`: called at news."""
 
     def __init__(self, run: RunDirectory, changed: Callable[[], None]) -> None:
         self._run = run
@@ -57,10 +57,10 @@ class Actions:
         self._path: Path = run.path / "actions.jsonl"
         self._scaling = asyncio.Lock()
         self.recent: deque[Action] = deque(maxlen=_KEPT)
-        self.doing: str | None = None  # what the run waits for meanwhile
+        self.doing: str | None = None  # the run's current activity for a request
 
     async def do(self, asked: Asked, address: str) -> Action:
-        """Do it, and record it. Raises RunDirectoryError if it cannot be recorded; then it was done all the same."""
+        """Send and record a request. Raises RunDirectoryError if only the recording failed."""
         async with self._scaling if asked.action == "scale" else contextlib.nullcontext():
             began = time.time()
             self._told("asked")

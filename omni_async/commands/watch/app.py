@@ -1,7 +1,7 @@
-"""Answers the browser: the page and its files, windows of the timeline, one group, news as they come, and buttons.
+"""Answers the browser: the page and its files, windows of the timeline, one group, live news, and buttons.
 
-Only names that are listed here, or that a run gives its samples, lead to a file: no path of a request is ever joined to
-a folder. Handlers wait for the run (a button) and for news (server-sent events).
+A request can reach a file only by a name listed here, or by a run's name for a sample; no path of a request is ever
+joined to a folder. Handlers wait for the run (a button) and for news (server-sent events).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _MOST_ROWS = 1000  # of a table of samples
 _MOST_BOXES = 6000
 _MOST_COLUMNS, _MOST_LANES, _MOST_SHARES = 8000, 1000, 1_000_000
 _MOST_GROUP = 10**9
-_WRITE_S = 30.0  # a viewer that takes nothing for so long makes room for another
+_WRITE_S = 30.0  # a viewer that takes no data for so long is dropped to make room for another
 _OWN_SCRIPTS = ("live.js", "login.js")
 
 
 class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"since": "from", "until": "to"}):
-    """The query of a window: seconds since the first span, lanes, and how many columns shares are asked for."""
+    """The query of a window: seconds since the first span, lanes, and the number of columns for shares."""
 
     since: float
     until: float
@@ -112,7 +112,7 @@ class WatchApp:
         return app
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn every way in which a request can fail into a status and one line, with the headers of all answers."""
+        """Turn every failure of a request into a status and one line, with the headers of all answers."""
         try:
             now = time.monotonic()
             has_token = self._guard.knows(request, now)
@@ -173,7 +173,7 @@ class WatchApp:
         headers["Content-Range"] = f"bytes {begin}-{begin + len(content) - 1}/{size}"
         return web.Response(status=206, body=content, content_type=_MEDIA_TYPES[found[3]], headers=headers)
 
-    # ---- what it shows ----------------------------------------------------------------------------------------------
+    # ---- content ----------------------------------------------------------------------------------------------------
 
     async def _report(self, request: web.Request) -> web.Response:
         return web.Response(body=self._live.report, content_type="application/json")
@@ -270,13 +270,13 @@ class WatchApp:
 
 
 async def _write(response: web.StreamResponse, message: bytes) -> None:
-    """Write a server-sent event, or a beat. TimeoutError if the viewer does not take it."""
+    """Write a server-sent event, or a beat. TimeoutError if the viewer does not accept it."""
     async with asyncio.timeout(_WRITE_S):
         await response.write(b"data: " + message + b"\n\n" if message else b": beat\n\n")
 
 
 def _part_of(request: web.Request) -> slice | None:
-    """Return the one range of bytes that a player asks for; None for the whole file."""
+    """Return the one range of bytes that a player requests; None for the whole file."""
     if "Range" not in request.headers or "If-Range" in request.headers:
         return None
     try:
@@ -288,7 +288,7 @@ def _part_of(request: web.Request) -> slice | None:
 def _sample_of(run: RunDirectory, name: str, part: slice) -> tuple[bytes, int, int]:
     """Read a part of a file of the samples folder; return it with its offset and the file's size, in bytes.
 
-    Raises OSError; OutsideError if the file, or the folder, leads out of its folder."""
+    Raises OSError; OutsideError if the file or the folder is a link to a place outside its folder."""
     require_within(run.samples, run.path)
     with open_file(run.samples / name, within=run.samples) as file:
         if (size := os.fstat(file.fileno()).st_size) > _LARGEST_SAMPLE:

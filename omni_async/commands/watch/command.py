@@ -1,4 +1,4 @@
-"""Implements `omni-async watch`: its arguments, its help, and how it ends."""
+"""Implements `omni-async watch`: its arguments, its help, and its end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_watch(commands: Any) -> None:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot begin."""
+    """Serve until a signal ends it, and return the exit code. ConfigError, one line, if it cannot start."""
     from omni_async.rewards.server.listener import read_token, require_token
 
     folder = newest(_RUNS) if options.run is None else options.run
@@ -61,7 +61,7 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def newest(runs: Path) -> Path:
-    """Return the newest run folder. ConfigError if there is none."""
+    """Return the newest run folder. ConfigError if none exists."""
     found = [path.parent for path in runs.glob("*/config.yaml")]
     if not found:
         raise ConfigError(f"there is no run in {runs.absolute()}; name a run folder")
@@ -72,7 +72,7 @@ async def _serve(folder: Path, host: str, port: int, token: str | None) -> int:
     from omni_async.commands.watch.serve import serving
     from omni_async.rewards.server.listener import end_signal
 
-    # aiohttp logs each request that is no HTTP with its traceback: a log that strangers can fill.
+    # aiohttp logs each non-HTTP request with its traceback, so strangers could fill the log.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(Once("socket.accept() out of system resource"))
     async with serving(folder, host, port, token) as (address, key):
@@ -88,7 +88,7 @@ async def _serve(folder: Path, host: str, port: int, token: str | None) -> int:
 class Once(logging.Filter):
     """A filter that lets a message pass once: asyncio logs hundreds while there are too many connections.
 
-    text: what the message begins with."""
+    text: the beginning of the message."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,11 +1,15 @@
-"""Decides who may ask the live page for what, before anything of the run is touched.
+"""Decides who may request what from the live page, before anything of the run is touched.
 
-A request passes, in this order: the token, if there is one; how often its address asks, with and without the token; its
-Host, which must name this machine (a foreign name is a page elsewhere that had its own name point here); its Origin,
-which must be the page itself.
-A request that changes something also needs the key of this start. That key is in no page: it is in the link that the
-command prints, behind its `#`, which browsers send nowhere, and in the answer to the right token. So other users of the
-machine, who reach a loopback port too, can look and not touch.
+A request must pass these checks, in this order:
+
+1. the token, if one is set
+2. the request rate of its address, separately with and without the token
+3. its Host, which must name this machine: a foreign name is another site that points its own name here
+4. its Origin, which must be the page itself
+
+A request that changes something also needs the key of this start. No page contains that key. It is in the link that the
+command prints, behind its `#`, which browsers never send, and in the answer to the right token. Other users of the
+machine, who can also reach a loopback port, can therefore look but not change anything.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from omni_async.rewards.server.limits import RateLimit, client_of
 
 KEY_HEADER = "X-Omni-Async-Key"
 _MOST_SESSIONS = 100
-# Of one address, on average and at once: a page that is zoomed asks some ten times a second.
+# Rates per address, on average and at once: a page sends some ten requests a second while the user zooms.
 _PER_S, _BURST = 100.0, 1000
 _LOGINS_PER_S, _LOGINS = 0.2, 10
 
@@ -42,7 +46,7 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """A request is answered with `status` and one line; `retry_s`: when to come back."""
+    """A request is refused with `status` and one line; `retry_s`: when to retry."""
 
     def __init__(self, status: int, why: str, retry_s: float | None = None) -> None:
         super().__init__(why)
@@ -54,8 +58,8 @@ class Guard:
     """The rules of one start of the server.
 
     Args:
-        host: what it listens at.
-        token: the secret that browsers and programs give; None: nobody needs one."""
+        host: the address that it listens at.
+        token: the secret of browsers and programs; None: no secret is needed."""
 
     def __init__(self, host: str, token: str | None) -> None:
         self.key = secrets.token_urlsafe(32)
@@ -63,17 +67,17 @@ class Guard:
         self._token = token
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
         self._rate = RateLimit(_PER_S, _BURST)
-        self._strangers = RateLimit(_PER_S, _BURST)  # who uses up nothing of those with the token
+        self._strangers = RateLimit(_PER_S, _BURST)  # so that strangers do not use up the rate of token holders
         self._logins = RateLimit(_LOGINS_PER_S, _LOGINS)
         self._sessions: OrderedDict[str, None] = OrderedDict()
 
     def require_allowed(self, request: web.Request, has_token: bool, now: float) -> None:
-        """Raise Refused unless the address, the Host and the Origin are in order.
+        """Raise Refused unless the address's rate, the Host and the Origin are acceptable.
 
         Args:
-            request: of which the body is not read.
+            request: its body is not read.
             has_token: as `knows` returns it.
-            now: seconds of a clock that never goes back."""
+            now: seconds of a monotonic clock."""
         if wait_s := (self._rate if has_token else self._strangers).wait_s(client_of(request.remote), now):
             raise Refused(429, "too many requests", wait_s)
         hosts = request.headers.getall("Host", [])
@@ -102,14 +106,14 @@ class Guard:
     # ---- the token --------------------------------------------------------------------------------------------------
 
     def cookie(self, request: web.Request) -> str:
-        """Return the name of the session's cookie: browsers send cookies to every port of a host."""
+        """Return the name of the session's cookie, with the port: browsers send cookies to every port of a host."""
         port = urlsplit(f"//{request.host}").port or 80
         return f"omni_async_watch_{port}"
 
     def knows(self, request: web.Request, now: float) -> bool:
         """Return whether the request has the token, or a session that was begun with it.
 
-        Raises Refused for a wrong token after too many of them; the right one always passes."""
+        Raises Refused for a wrong token after too many of them; the right token always passes."""
         if self._token is None:
             return True
         given = request.headers.get("Authorization", "")
@@ -136,10 +140,10 @@ class Guard:
         if wait_s := self._logins.wait_s(client_of(request.remote), now):
             raise Refused(429, "too many wrong tokens", wait_s)
 
-    # ---- what changes something -------------------------------------------------------------------------------------
+    # ---- changes to the run -----------------------------------------------------------------------------------------
 
     def require_own_page(self, request: web.Request) -> None:
-        """Raise Refused unless a request with a body comes from the page itself, or from a program that says so."""
+        """Raise Refused unless a request with a body comes from the page itself, or from a program with its Origin."""
         if not request.headers.get("Origin"):
             raise Refused(403, "expected an Origin: it is the page that asks")
         if request.content_type != "application/json" or "Content-Encoding" in request.headers:
@@ -152,5 +156,5 @@ class Guard:
 
 
 def _same(given: str, secret: str) -> bool:
-    """Compare in a time that says nothing of where they differ."""
+    """Compare in constant time: the duration does not reveal the position of a difference."""
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())

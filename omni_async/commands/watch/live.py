@@ -1,9 +1,10 @@
-"""Keeps a page of one run up to date while somebody looks at it, and does nothing while nobody does.
+"""Keeps a page of one run up to date while it has viewers; does nothing otherwise.
 
-Waits for a viewer, then between two looks at the folder: a second, and three hundred times the processor time that the
-last look took. The sections of the report are made again as rarely, in a thread, and those of the timeline too: three
-parts of a third of a per cent, so that the page costs less than one per cent of one core however large the run is. What
-is done once, as the first look is, does not count. The run is asked over its control socket as rarely.
+Waits for a viewer, and pauses between two looks at the folder: at least a second, and 300 times the processor time of
+the last look. A thread rebuilds the report's sections with pauses of the same kind, and separately the section of the
+timeline. Each of the three parts takes at most a third of a per cent, so the page costs less than one per cent of one
+core however large the run is. One-time work, such as the first look, does not count. Status requests over the run's
+control socket are spaced in the same way.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TooManyViewers(Exception):
 
 
 class LiveRun:
-    """A run, and what its page shows. `sections`: makes the sections of the report."""
+    """A run, and the content of its page. `sections`: makes the sections of the report."""
 
     def __init__(self, run: RunDirectory, sections: Sections) -> None:
         self.run = run
@@ -53,9 +54,9 @@ class LiveRun:
         self.actions = Actions(run, self._changed)
         self.status: RunStatus = "running"
         self.answer: Mapping[str, Any] | None = None
-        self.report = b"null"  # JSON of the report's sections, once they were made
-        self.report_number = -1  # counts how often they were made, from 0
-        self.problem: str | None = None  # with the folder
+        self.report = b"null"  # JSON of the report's sections, once they exist
+        self.report_number = -1  # the number of the report's latest build, from 0
+        self.problem: str | None = None  # an error of the folder
         self.report_problem: str | None = None
         self.num_viewers = 0
         self.looked = 0
@@ -68,14 +69,14 @@ class LiveRun:
         self._ask_after = 0.0
         self._answer_problem: str | None = None
         self._report_after = 0.0
-        self._reported = -1  # the follower's changes as of the whole report
+        self._reported = -1  # the follower's change count at the last whole report
         self._reporting: asyncio.Task[None] | None = None
 
     def _changed(self) -> None:
         self._dirty.set()
 
     async def keep(self) -> None:
-        """Look, tell and rest until cancelled."""
+        """Look, notify the viewers and pause, until cancelled."""
         try:
             await self._keep()
         finally:
@@ -93,14 +94,14 @@ class LiveRun:
             self._dirty.clear()
 
     async def look(self) -> float:
-        """Read what is new, ask the run how it is, and tell the viewers. Returns the processor time of that."""
+        """Read new data, query the run's status, and notify the viewers. Returns the processor time of this look."""
         self.looked += 1
-        took, began = 0.0, time.thread_time()  # what is done for others while this waits is not of it
+        took, began = 0.0, time.thread_time()  # excludes work for others during waits
         told, patience = time.monotonic(), PAUSE_S if self.looked > 1 else _FIRST_S
         try:
             for step, _ in enumerate(self.follower.poll()):
                 took += time.thread_time() - began
-                if step == 0:  # by now the summary was read, if there is one
+                if step == 0:  # by now the summary has been read, if it exists
                     await self._ask()
                     self._begin_report()
                 await asyncio.sleep(0)
@@ -119,7 +120,7 @@ class LiveRun:
         return took
 
     def _begin_report(self) -> None:
-        """Make the report's sections beside everything else, if they are due."""
+        """Start making the report's sections in the background, if they are due."""
         due = self._reported != self.follower.changes and time.monotonic() >= self._report_after
         if due and self._reporting is None:
             self._reporting = asyncio.create_task(self._make_report())
@@ -150,7 +151,7 @@ class LiveRun:
             self._report_after = time.monotonic() + max(PAUSE_S, FRUGAL * made.took_s if self.report_number >= 0 else 0)
             self.report, self.report_problem = made.content, None
             self.report_number += 1
-            self._reported = changes if made.is_whole else -1  # what is missing is due at once
+            self._reported = changes if made.is_whole else -1  # missing parts are due at once
             await self._tell()
         except Exception as error:  # noqa: BLE001 (the page says so, and goes on without)
             self.report_problem = f"the report's sections cannot be made: {type(error).__name__}: {error}"
@@ -158,7 +159,7 @@ class LiveRun:
         finally:
             self._reporting = None
 
-    # ---- telling ----------------------------------------------------------------------------------------------------
+    # ---- notification -----------------------------------------------------------------------------------------------
 
     async def _tell(self) -> None:
         self._message = self.message()
@@ -167,7 +168,7 @@ class LiveRun:
             self._news.notify_all()
 
     def message(self) -> bytes:
-        """Return what viewers are told, as JSON: the sections that are always live, and whether there are others."""
+        """Return the message for viewers, as JSON: the sections that are always live, and the report's build number."""
         told = ((self.answer or {}).get("progress") or {}).get("told")
         seen = seen_of(self.follower, self.status, told and told["text"], time.time())
         actions = self.actions
@@ -204,14 +205,14 @@ class LiveRun:
         return {"id": "lanes", "title": "What every worker does", "lead": "", "blocks": blocks, "tabs": []}
 
     async def messages(self) -> AsyncGenerator[bytes]:
-        """Yield what there is to tell, the newest alone if a viewer is slow, and b"" now and then if there is nothing.
+        """Yield messages, only the newest if a viewer is slow, and b"" every `_BEAT_S` seconds without news.
 
         Raises TooManyViewers."""
         if self.num_viewers >= _MOST_VIEWERS:
             raise TooManyViewers
         self.num_viewers += 1
         self._someone.set()
-        self._dirty.set()  # who comes is shown what is there now
+        self._dirty.set()  # a new viewer sees the current state immediately
         seen = self._number
         try:
             if self._message:
@@ -231,7 +232,7 @@ class LiveRun:
 
 
 def _answer_of(run: RunDirectory) -> dict[str, Any]:
-    """Ask the run. Raises ControlError or OSError, and msgspec.ValidationError for an answer of another shape."""
+    """Query the run. Raises ControlError or OSError, and msgspec.ValidationError for an answer of another shape."""
     answer = ask(run.control, Request(), _ANSWER_S)
     require_answer(answer)
     return answer

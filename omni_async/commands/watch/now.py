@@ -1,6 +1,6 @@
-"""Describes what a run is doing now, as a section of the page: progress, buffers, alerts, workers, newest samples.
+"""Describes the current state of a run as a section of the page: progress, buffers, alerts, workers, newest samples.
 
-Pure functions over what the run answered and what its folder holds.
+Pure functions of the run's answer and its folder's content.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def now_section(
 
     Args:
         follower: the run's folder, as far as it was read.
-        status: what became of the run.
-        answer: what the run said last over its control socket; None: it does not answer.
-        alerts: what there is to know.
-        actions: what was done from the page lately.
-        doing: what the run waits for to do what a button asked for."""
+        status: the run's status.
+        answer: the run's last answer over its control socket; None: it does not answer.
+        alerts: the current alerts.
+        actions: recent actions from the page.
+        doing: the run's current activity for a button's request."""
     blocks = [
         _facts(follower, status, answer),
         *msgspec.to_builtins(alert_blocks(alerts)),
@@ -130,7 +130,7 @@ def _facts(follower: Follower, status: RunStatus, answer: Mapping[str, Any] | No
 
 
 def _counted(follower: Follower, last: Mapping[str, float]) -> dict[str, int]:
-    """Return the groups by how they ended: of the whole run if it is over, else as of its last update."""
+    """Return the groups by ending: of the whole run if it is over, otherwise as of its last update."""
     if follower.summary is not None:
         return {name: getattr(follower.summary.counters, name) for name in _GROUPS}
     return {name: int(last[f"conservation/{name}"]) for name in _GROUPS if f"conservation/{name}" in last}

@@ -1,7 +1,7 @@
 """Makes the report's sections of a run for its live page, which shows spans and samples in its own way.
 
-The section that needs all spans takes far longer than the others: it is made more rarely than they. What would be
-bought is simulated, which takes seconds, and once for a profile: the others do not wait for it.
+The section that needs all spans takes far longer than the others, so it is made less often. The predicted gains are
+simulated once for a profile, which takes seconds; the other sections do not wait for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from omni_async.commands.report.what_it_buys import TITLE
 from omni_async.records.read.record import Run, read_run
 from omni_async.records.write.rundir import RunDirectory
 
-# Pauses are so many times the processor time of what they follow.
+# The ratio of a pause to the processor time of the work before it.
 FRUGAL = 300.0
 _OF_SPANS, _SIMULATED = "waiting", "what-it-buys"
 # Reading more spans than this as a whole would take gigabytes; the lanes show them in windows.
@@ -33,7 +33,7 @@ _SIMULATING = Section(_SIMULATED, TITLE, blocks=[Text("It is being simulated.", 
 
 
 class Made(NamedTuple):
-    """The JSON of the sections, the processor time of those that every call makes, and whether all are there."""
+    """The JSON of the sections, the processor time of the regular sections, and whether all are present."""
 
     content: bytes
     took_s: float
@@ -41,7 +41,7 @@ class Made(NamedTuple):
 
 
 class Sections:
-    """The sections of one run's report, made in a thread, once at a time."""
+    """The sections of one run's report, made in a thread, one call at a time."""
 
     def __init__(self) -> None:
         self._waiting: Section | None = None
@@ -49,7 +49,7 @@ class Sections:
         self._is_begun = False
 
     def make(self, folder: RunDirectory) -> Made:
-        """Make the sections as they are now. Raises what reading a run raises."""
+        """Make the current sections. Raises the errors of reading a run."""
         began = time.thread_time()
         shown = show([read_run(folder.path)])
         took = time.thread_time() - began
@@ -65,7 +65,7 @@ class Sections:
         return Made(content, took + time.thread_time() - began, is_whole)
 
     def _of_spans(self, shown: Sequence[Shown], folder: RunDirectory) -> Section | None:
-        """Return the section that needs all spans, an older one if it is not due; None if there are too many."""
+        """Return the section that needs all spans, or an older version until it is due; None with too many spans."""
         if not _has_few_spans(folder):
             return None
         if self._waiting is None or time.monotonic() >= self._waiting_after or shown[0].run.status != "running":

@@ -25,9 +25,9 @@ _MOST_CONNECTIONS = 256
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, host: str, port: int, token: str | None) -> AsyncIterator[tuple[str, str]]:
-    """Serve the page of a run inside; yields its address and the key that buttons need.
+    """Serve the page of a run during the block; yield its address and the key for buttons.
 
-    Raises ConfigError if nothing can listen there."""
+    Raises ConfigError if it cannot listen there."""
     guard = Guard(host, token)
     live = LiveRun(RunDirectory(folder), Sections())
     runner = web.AppRunner(

@@ -97,7 +97,7 @@ omniAsync.charts = (() => {
     return low < high ? [low, high] : [0, 1];
   }
 
-  /** Marks lie on the scale, too, unless they would leave the curves no room. */
+  /** Return a scale that includes marks, too, unless they would leave too little room for the curves. */
   function highest(chart) {
     if (chart.y.high !== null) return chart.y.high;
     const values = chart.series.flatMap((series) => series.y).filter((value) => value !== null);
@@ -106,12 +106,12 @@ omniAsync.charts = (() => {
     return marks.length ? Math.max(top, ...marks) * 1.12 : null;
   }
 
-  /** The end of the data is labelled only where it is a round number. */
+  /** Label the end of the data only if it is a round number. */
   function horizontal(axis, high) {
     return { ...axis, axisLabel: { ...axis.axisLabel, showMaxLabel: Number.isInteger(high) ? null : false } };
   }
 
-  /** Where a mark makes the scale higher, its end is no round number. */
+  /** Hide the label of the scale's end if a mark extends the scale, because it is no round number. */
   function vertical(axis, high) {
     return { ...axis, axisLabel: { ...axis.axisLabel, showMaxLabel: axis.max === undefined || high !== null ? null : false } };
   }
@@ -146,7 +146,7 @@ omniAsync.charts = (() => {
 
   // ---- the figure ----
 
-  /** A curve's name with its colour, which shows or hides it: `off` has the names of those that are hidden. */
+  /** A curve's name with its colour, which shows or hides it: `off` has the names of hidden curves. */
   function named(first, off, draw) {
     const swatch = element("span", { className: "swatch" });
     const button = element("button", { type: "button", "aria-pressed": String(!off.has(first.name)) }, swatch, first.name);
@@ -185,7 +185,7 @@ omniAsync.charts = (() => {
     return element("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": `Numbers of ${chart.title}` }, table);
   }
 
-  /** Return the view of a chart. `state.axis` is the horizontal axis that the reader chose, where the chart has it. */
+  /** Return the view of a chart. `state.axis` is the horizontal axis that the reader chose, if the chart has it. */
   function figure(first, state) {
     const title = element("h3");
     const hint = element("p", { className: "hint" });
@@ -229,7 +229,7 @@ omniAsync.charts = (() => {
 
     const sizes = new ResizeObserver(draw);
     sizes.observe(plotted);
-    /** Draw a chart that could not be drawn when its data came, because it was not on the page yet. */
+    /** Draw a chart that was not on the page yet when its data arrived. */
     const appear = () => plot === null && draw();
     const view = { element: box, update, draw, appear, dispose };
     function dispose() {
@@ -241,7 +241,7 @@ omniAsync.charts = (() => {
     return view;
   }
 
-  /** Draw all charts again: after another choice of axis, or of light and dark. */
+  /** Redraw all charts after a change of axis, or of light and dark. */
   const redraw = () => mounted.forEach((view) => view.draw());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 

@@ -1,4 +1,4 @@
-// Makes elements, and keeps lists of them in step with data. Text is always text: nothing of a run becomes markup.
+// Makes elements, and keeps lists of them in step with data. Text stays text: no content of a run becomes markup.
 
 globalThis.omniAsync = {};
 
@@ -17,7 +17,7 @@ omniAsync.elements = (() => {
 
   /**
    * Return a function that makes `parent` show a list: a view `{element, update, dispose}` per item, made once per key
-   * and updated only where its item changed, so that what a reader opened, chose or focused stays as it is.
+   * and updated only if its item changed, so that the reader's open, chosen or focused elements keep their state.
    */
   function keyed(parent, keyOf, make) {
     let views = new Map();

@@ -1,5 +1,5 @@
-// Draws a run's timeline: a lane per worker, its spans as boxes, or the share of its time where boxes would be too
-// small. A source gives it windows of time; one group's way is followed on a click or by its number.
+// Draws a run's timeline: a lane per worker, its spans as boxes, or shares of its time if boxes would be too
+// small. A source returns windows of time. A click, or a group's number, highlights that group's way.
 
 omniAsync.lanes = (() => {
   const { element } = omniAsync.elements;
@@ -17,7 +17,7 @@ omniAsync.lanes = (() => {
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
   const seconds = (value) => `${Number(value.toPrecision(3))} s`;
 
-  /** A source of windows that were embedded in the page: all spans there are. */
+  /** A source of windows from the spans embedded in the page. */
   function embedded(data) {
     const window = { ...data, boxes: { ...data.boxes } };
     return {
@@ -30,7 +30,7 @@ omniAsync.lanes = (() => {
         if (!known && !own.length) return null;
         const first = (kind, times, among) => Math.min(Infinity, ...among.filter((i) => data.kinds[boxes.kind[i]] === kind).map((i) => times[i]));
         const since = first("generate", boxes.end, own);
-        // A group that was not trained was scored before the next one of its prompt was drawn.
+        // A group that was not trained was scored before the next group of its prompt was generated.
         const later = Object.keys(groups).map(Number).filter((one) => one > number && groups[one].entry.prompt === known?.entry?.prompt);
         const trained = first("train", boxes.start, own);
         const until = trained < Infinity || !later.length ? trained : first("generate", boxes.end, all(Math.min(...later)));
@@ -116,7 +116,7 @@ omniAsync.lanes = (() => {
       changed();
     }
 
-    /** Draw what is there at once, and ask for what is not. */
+    /** Draw the available data at once, and request missing data. */
     function changed() {
       keepInside();
       newest.setAttribute("aria-pressed", String(view.follow));
@@ -126,7 +126,7 @@ omniAsync.lanes = (() => {
 
     // ---- data -------------------------------------------------------------------------------------------------------
 
-    /** Ask for the window that is looked at, with as much on each side; the one shown stays until it has come. */
+    /** Request the visible window, with as much on each side; the old one is shown until the answer arrives. */
     async function ask() {
       if (pending) {
         stale = true;
@@ -432,7 +432,7 @@ omniAsync.lanes = (() => {
     canvas.addEventListener("pointercancel", released);
     canvas.addEventListener("pointerleave", () => tip.classList.add("hidden"));
     canvas.addEventListener("wheel", (event) => {
-      // A page that is scrolled past stays a page that scrolls.
+      // The wheel scrolls the page unless the canvas has the focus.
       if (!event.ctrlKey && document.activeElement !== canvas) return;
       event.preventDefault();
       if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX || event.deltaY) / width());
@@ -461,7 +461,7 @@ omniAsync.lanes = (() => {
     const scheme = matchMedia("(prefers-color-scheme: dark)");
     scheme.addEventListener("change", redraw);
 
-    // ---- what the page gives ----------------------------------------------------------------------------------------
+    // ---- the page's elements ----------------------------------------------------------------------------------------
 
     function key() {
       const item = (kind) => {

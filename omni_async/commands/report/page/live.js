@@ -1,5 +1,5 @@
-// Keeps a page live: news come as server-sent events, the timeline is asked for in windows, and buttons change the run
-// after a question. The key that buttons need comes behind the `#` of the link, and stays in this tab.
+// Keeps a page live: news arrive as server-sent events, the timeline is requested in windows, and buttons change the
+// run after a confirmation. The key for buttons is in the link, behind the `#`, and stays in this tab.
 
 omniAsync.live = (() => {
   const { element } = omniAsync.elements;
@@ -12,14 +12,14 @@ omniAsync.live = (() => {
     history.replaceState(null, "", location.pathname);
   }
 
-  /** The JSON of an answer. Throws an error with a line for the reader if it is none. */
+  /** Return the JSON of an answer. Throws an error with one line for the reader if the request failed. */
   async function answered(response) {
     if (response.ok) return response.json();
     const { error } = await response.json().catch(() => ({ error: response.statusText }));
     throw new Error(error);
   }
 
-  /** The shares of a window, which come as base64 of one byte each. */
+  /** Return the shares of a window, which are base64 of one byte each. */
   const bytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 
   const source = {
@@ -31,7 +31,7 @@ omniAsync.live = (() => {
     group: async (number) => answered(await fetch(`api/group/${number}`)),
   };
 
-  // ---- what only a live page shows ----------------------------------------------------------------------------------
+  // ---- elements of live pages only ----------------------------------------------------------------------------------
 
   function card(...children) {
     const [title, hint] = [element("h3"), element("p", { className: "hint" })];
@@ -60,7 +60,7 @@ omniAsync.live = (() => {
     return { element: box, update(data) { head(data); list.replaceChildren(...data.items.map(item)); } };
   }
 
-  /** Ask whether something shall be done; resolves to whether it shall. */
+  /** Show a confirmation dialog; resolves to whether the reader confirmed. */
   function confirmed(question, yes) {
     const [go, no] = [element("button", { type: "submit", value: "yes", className: "danger" }, yes), element("button", { type: "submit", value: "no", autofocus: true }, "Cancel")];
     const dialog = element("dialog", { className: "confirm", "aria-label": yes }, element("p", {}, question),
@@ -118,7 +118,7 @@ omniAsync.live = (() => {
         for (const [role, count] of Object.entries(data.roles)) {
           if (!inputs.has(role)) row(role);
           const held = inputs.get(role);
-          // What a reader has written and not sent stays.
+          // Keep a number that the reader has typed and not sent.
           const isOwn = held.input.value !== String(held.count);
           if (!isOwn && document.activeElement !== held.input) held.input.value = count;
           if (!isOwn || held.input.value === String(count)) held.count = held.input.value;
@@ -155,7 +155,7 @@ omniAsync.live = (() => {
     }
   }
 
-  /** A browser gives up where the server refuses: too many pages are open, or it was started anew and wants the token. */
+  /** Reconnect: a browser gives up if too many pages are open, or if a restarted server requires the token. */
   async function again() {
     const { status } = await fetch("api/group/0").catch(() => ({}));
     if (status === 401) location.reload();
@@ -167,7 +167,7 @@ omniAsync.live = (() => {
     const news = new EventSource("events");
     news.addEventListener("open", () => {
       state.textContent = "live";
-      report = -1; // another start of the server counts anew
+      report = -1; // a restarted server counts from the start
     });
     news.addEventListener("error", () => {
       state.textContent = "not connected: trying again";

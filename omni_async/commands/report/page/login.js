@@ -1,4 +1,4 @@
-// Gives the token to the server, once; what it answers begins a session and has the key of the buttons.
+// Sends the token to the server, once; the answer begins a session and contains the key for buttons.
 
 document.getElementById("login").addEventListener("submit", async (event) => {
   event.preventDefault();

@@ -1,5 +1,5 @@
 // Shows a page's data: `render(page)` once, `update(page)` whenever some of it changed. Both may be called again with the
-// same data, and `update` with some sections alone; what a reader chose, opened or focused stays as it is.
+// same data, and `update` with only some sections; the reader's chosen, open or focused elements keep their state.
 
 omniAsync.page = (() => {
   const { element, keyed, choice } = omniAsync.elements;
@@ -21,7 +21,7 @@ omniAsync.page = (() => {
       return { element: box, update: keyed(box, keyOf, block) };
     }
 
-    /** The blocks of each run, of which one is shown. */
+    /** Return the view of each run's blocks; one run is shown at a time. */
     function tabbed() {
       const [box, own] = [element("div"), blocks()];
       let [tabs, chosen] = [[], null];
@@ -111,13 +111,13 @@ omniAsync.page = (() => {
 
   let show = null;
 
-  /** Draw a page from the start. */
+  /** Draw a new page. */
   function render(page) {
     show = create();
     show(page);
   }
 
-  /** Draw what changed; sections that `page` does not have stay. */
+  /** Draw changes; sections that `page` lacks remain. */
   function update(page) {
     if (show === null) render(page);
     else show(page);

@@ -69,7 +69,7 @@ omniAsync.tables = (() => {
     };
   }
 
-  /** Bars from the middle, all on one scale; what is not sure is paler. */
+  /** Return bars from the middle, all on one scale; uncertain bars are paler. */
   function gains() {
     const [title, hint] = [element("h3"), element("p", { className: "hint" })];
     const list = element("ul", { className: "gains" });
@@ -98,7 +98,7 @@ omniAsync.tables = (() => {
     };
   }
 
-  /** Copy a command; where a page may not write to the clipboard it is selected, ready to be copied. */
+  /** Copy a command; if the page may not write to the clipboard, select the command instead. */
   async function copy(code, button) {
     getSelection().selectAllChildren(code);
     try {

@@ -1,4 +1,4 @@
-// Tells a group's way through a run in words: prompt, denoising steps with their versions, media, scores, update.
+// Describes a group's way through a run in words: prompt, denoising steps with their versions, media, scores, update.
 
 omniAsync.way = (() => {
   const { element } = omniAsync.elements;
@@ -6,7 +6,7 @@ omniAsync.way = (() => {
   const at = (time) => `${Number(time.toFixed(2))} s`;
   const size = (bytes) => (bytes >= 2 ** 20 ? `${(bytes / 2 ** 20).toFixed(1)} MiB` : `${Math.ceil(bytes / 1024)} KiB`);
 
-  /** Say which versions took a sample's denoising steps: "6 steps by version 20, 4 by 21". */
+  /** Describe the versions of a sample's denoising steps: "6 steps by version 20, 4 by 21". */
   function steps(args) {
     if (!Array.isArray(args.version_steps)) return args.versions ? `versions ${args.versions}` : "versions unknown";
     return args.version_steps.map(([version, count], i) => (i ? `${count} by ${version}` : `${plural(count, "step")} by version ${version}`)).join(", ");
@@ -60,7 +60,7 @@ omniAsync.way = (() => {
       line(`Admitted at version ${entry.admitted_version}, staleness ${plural(entry.staleness, "update")}, trained steps drawn by ${drawers}.`));
   }
 
-  /** Show a group in `panel`; `close` is called when the reader has seen enough. */
+  /** Show a group in `panel`; `close` is called when the reader closes it. */
   function show(panel, found, lanes, close) {
     const of = (...kinds) => found.spans.filter((span) => kinds.includes(span.kind));
     const shut = element("button", { type: "button", "aria-label": "Close" }, "×");
