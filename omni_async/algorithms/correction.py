@@ -224,7 +224,7 @@ def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
 
     `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1."""
     if not 0 < ess_target < 1:
-        raise ValueError(f"ess_target must lie in (0, 1), got {ess_target}")
+        raise ValueError(f"ess_target must be in (0, 1), got {ess_target}")
     values = log_ratio.flatten()
 
     def enough(gamma: float) -> bool:

@@ -13,15 +13,15 @@ from omni_async.config import load, resolved_yaml
 _CHECK = """\
 Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
 scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic sample (not with
---no-probe). Then print the recipe with every default filled in. What is printed is a recipe itself (credentials are
+--no-probe). Then print the recipe with every default filled in. The output is itself a recipe (with credentials
 masked):
 
   omni-async check recipes/quickstart/quickstart.yaml
   omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
 
 With --device, estimate the memory of every role on such an accelerator instead, and refuse what does not fit. This
-needs no accelerator, no prompts and no weights: where model.path has no checkpoint, the configuration of the published
-model of that name is taken:
+needs no accelerator, no prompts and no weights. Without a checkpoint at model.path it uses the configuration of the
+published model of that name:
 
   omni-async check recipes/qwen_image_ocr/flow_grpo_lora.yaml --device h100-80g
   omni-async check recipes/qwen_image_ocr/flow_grpo_full.yaml --device h200 trainer.workers=4

@@ -35,18 +35,18 @@ from omni_async.types import LedgerEntry, count, finite
 from omni_async.worker import BUILT_IN_ROLES
 
 _STATUS = """\
-Say how a job is. Of a running one: its update and the time left, reward, staleness and the last validation round,
-what became of its groups, what a role told last and when (that its scorer is down, say), its parts with their
-processes and the versions its engines hold, and its buffers. Of one that is over or was cut off: what it left behind.
+Show the state of a job. For a running job: update and time left, reward, staleness, the last validation round, how
+groups ended, the last message of a role with its time (a scorer is down, for example), workers with their processes
+and the versions that engines hold, and buffers. For a job that ended or was killed: the files that it left.
 
   omni-async status runs/quickstart-20260101-120000
   omni-async status runs/quickstart-20260101-120000 --json
 """
 
 _SCALE = """\
-Change how many engines, reward workers or workers of an installed role a running job has. New engines get work once
-they hold the newest weights, and the command waits for that and says so; those that leave finish what they have.
-Training goes on meanwhile:
+Change the number of engines, reward workers or workers of an installed role of a running job. New engines get work
+once they hold the newest weights; the command waits for this and reports it. Engines that leave finish their samples
+first. Training continues meanwhile:
 
   omni-async scale runs/quickstart-20260101-120000 rollout=3
   omni-async scale runs/quickstart-20260101-120000 rollout=1 reward=2
@@ -54,8 +54,8 @@ Training goes on meanwhile:
 
 
 _STOP = """\
-End a running job as Ctrl-C would: it leaves a checkpoint, and the same recipe with checkpoint.resume=auto goes on
-with it:
+Stop a running job as Ctrl-C does: it writes a checkpoint, and the same recipe with checkpoint.resume=auto resumes
+from it:
 
   omni-async stop runs/quickstart-20260101-120000
 """
@@ -93,13 +93,13 @@ def operate(options: argparse.Namespace) -> int:
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:
-        return _say(["it stops when it has written a checkpoint"])
+        return _say(["the run stops after it has written a checkpoint"])
     if getattr(options, "json", False):
         return _say([json.dumps(status, indent=2)])
     try:
         lines = [*map(one_line, running_lines(status))]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{options.run}: its answer is none that this version knows: {error!r}; use --json") from None
+        raise ConfigError(f"{options.run}: this version does not know its answer: {error!r}; use --json") from None
     return _say(lines)
 
 
@@ -320,7 +320,7 @@ def _ended(summary: Summary) -> list[str]:
 
 def _goes_on(found: LeftBehind) -> list[str]:
     if found.checkpoint is None:
-        return ["it left no checkpoint to go on from"]
+        return ["it left no checkpoint to resume from"]
     more = " and a larger trainer.updates" if found.summary is not None and found.summary.status == "done" else ""
-    way = f"the same recipe with checkpoint.resume={Path(found.checkpoint).parents[1]}{more} goes on with it"
+    way = f"the same recipe with checkpoint.resume={Path(found.checkpoint).parents[1]}{more} resumes it"
     return [f"its newest checkpoint is {found.checkpoint}; {way}"]

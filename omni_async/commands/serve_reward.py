@@ -15,8 +15,8 @@ from omni_async.commands.command_line import add_command, print_error
 
 _SERVE = """\
 Serve scorers over HTTP, for the scorer `http` of runs on other machines or in other environments. The file has the
-section `reward` of a recipe and a section `server` (docs/rewards/http.md has both, and the protocol). It listens on
-this machine alone unless server.host says otherwise, which needs a token:
+section `reward` of a recipe and a section `server` (docs/rewards/http.md has both, and the protocol). By default it
+listens on this machine only; another server.host needs a token:
 
   omni-async serve-reward scorers.yaml
   omni-async serve-reward scorers.yaml server.port=8701 reward.batch=32

@@ -21,31 +21,30 @@ if TYPE_CHECKING:
     from omni_async.simulation.result import Simulated
 
 _SIMULATE = """\
-Predict a job before anything runs: its real control plane (admission, buffers, staleness, publishing) in virtual
-time, with devices that take a profile's time. Neither the model nor prompt files nor scorers need to exist:
+Predict a job before anything runs: the real control plane (admission, buffers, staleness, publishing) runs in virtual
+time, on devices that take the times of a profile. The model, prompt files and scorers need not exist:
 
   omni-async simulate recipes/emulated/qwen_image_lora_h800.yaml
   omni-async simulate recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --sweep
   omni-async simulate recipe.yaml --profile qwen_image_lora_h800 staleness.max_updates=4 rollout.workers=8
   omni-async simulate runs/quickstart-20260101-120000
 
-Of a run's folder, or with --what-if: what one change would buy, a row for each: another staleness budget, larger and
-smaller buffers, one rollout engine, one reward worker or one trainer rank more. Gains are in images/s; +- is what other
-seeds of the service times change, and, of a run, how far the simulation of it is from what it took. What a change does
-to learning is not simulated.
+For a run's folder, or with --what-if, the table has a row per change: another staleness budget, larger and smaller
+buffers, one more rollout engine, reward worker or trainer rank. Gains are in images/s. +- is the spread over seeds of
+the service times and, for a run, the difference between its simulation and its measured time. The effect of a change
+on learning is not simulated.
 
-A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with
+A profile contains the times of the stages: every run writes one (profile.json), some are shipped, and a recipe with
 `emulation` names its own. Seconds are the profile's; emulation.time_scale plays no role. Validation rounds and
 checkpoints are left out, and no group is rejected.
 
-Printed are the law of overlap beside the simulation, images/s over all devices, what each role does (starved: it
-waits for input; backpressured: the staleness budget or a full buffer holds it up), how old the samples are that are
-trained on, and how full the buffers are. law / simulated close to 1: nothing but the law's bottleneck holds the job
-up. Below 1: buffers, publishes, uneven batches or varying service times cost something. With --sweep: a row per
-schedule, and for async one per staleness budget.
+The output has the law of overlap next to the simulation, images/s over all devices, the activity of each role (starved:
+it waits for input; backpressured: the staleness budget or a full buffer blocks it), the staleness of trained samples,
+and the fill of the buffers. law / simulated near 1: only the bottleneck of the law limits the job. Below 1: buffers,
+publishes, uneven batches or varying service times cost time. With --sweep: a row per schedule, and for async a row per
+staleness budget.
 
-Very large jobs are simulated in bundles, samples of a group that stay together; --bundle sets how many (1: every sample
-alone).
+Very large jobs are simulated in bundles of samples of a group; --bundle sets their size (1: every sample separately).
 """
 
 _QUIET_S = 5.0
@@ -76,8 +75,10 @@ def add_simulate(commands: Any) -> None:
     either = parser.add_mutually_exclusive_group()
     sweep = "compare all schedules, and staleness budgets 0, 1, 2, 4 and 8"
     either.add_argument("--sweep", action="store_true", help=sweep)
-    either.add_argument("--what-if", action="store_true", help="what one change would buy (default of a run's folder)")
-    add("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
+    either.add_argument(
+        "--what-if", action="store_true", help="the gain of single changes (default for a run's folder)"
+    )
+    add("--json", type=Path, metavar="FILE", help="also write everything as JSON")
 
 
 def add_job(parser: argparse.ArgumentParser, overrides: str, recipe: str = "a YAML file") -> None:

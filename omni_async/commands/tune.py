@@ -18,25 +18,26 @@ if TYPE_CHECKING:
     from omni_async.simulation.tune.search import Point
 
 _TUNE = """\
-Find out, before anything runs, how to deal N devices to rollout, reward and trainer, how much staleness that needs,
-and how large the buffers have to be. The law of overlap ranks the splits, simulations of the real control plane in
-virtual time do the rest:
+Find, before anything runs, the best split of N devices over rollout, reward and trainer, the staleness that it needs
+and the sizes of the buffers. The law of overlap ranks the splits; simulations of the real control plane in virtual
+time choose among them:
 
   omni-async tune recipes/emulated/qwen_image_lora_h800.yaml --devices 5
   omni-async tune recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --devices 2 --plot
   omni-async tune recipe.yaml trainer.groups_per_update=64 --profile remote_judge --devices 16 --keep trainer.workers
   omni-async train recipe.tuned.yaml
 
-A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with
-`emulation` names its own. Devices are accelerators if the recipe's placement uses any, else CPUs; a worker takes what
-placement.<role> says. The roles share CPUs that are fewer than that; their numbers then stay the recipe's.
+A profile contains the times of the stages: every run writes one (profile.json), some are shipped, and a recipe with
+`emulation` names its own. Devices are accelerators if the recipe's placement uses any, else CPUs. A worker takes the
+resources of placement.<role>. If there are fewer CPUs, the roles share them, and the numbers of workers stay as in the
+recipe.
 
-Printed are the front of throughput against staleness, the smallest S within 2 % of the best with a reason for every
-key that was chosen, and how that compares with the recipe and the law. The chosen keys are written as a recipe that
-extends yours and is no slower. Of values that are within 0.5 % of each other the plainer wins: smaller buffers,
-windows and intervals, swap: step.
+The output has the front of throughput against staleness, the smallest S within 2 % of the best with a reason for every
+chosen key, and a comparison with the recipe and the law. The chosen keys are written as a recipe that extends yours
+and is no slower. Among values within 0.5 % of each other the plainer wins: smaller buffers, windows and intervals,
+swap: step.
 
-The profile knows time, not memory: keep what your memory decides (--keep trainer.workers, with the number in the
+A profile has times, not memory: keep the keys that your memory decides (--keep trainer.workers, with the number in the
 recipe or as trainer.workers=4). Keys that can be kept: {keys}.
 """
 
@@ -59,15 +60,15 @@ def add_tune(commands: Any) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="a key that stays as the recipe says; may be given several times",
+        help="a key that keeps the recipe's value; may be repeated",
     )
     add("--budget", type=int, default=120, metavar="N", help="most simulations (default: 120)")
     add("--seed", type=int, default=0, help="of the simulated service times (default: 0)")
     add(
         "--out", type=Path, metavar="FILE", help="recipe to write (default: RECIPE.tuned.yaml in the working directory)"
     )
-    add("--plot", action="store_true", help="draw the front, as a PNG beside the written recipe")
-    add("--json", type=Path, metavar="FILE", help="write everything that was found and simulated as JSON, too")
+    add("--plot", action="store_true", help="plot the front as a PNG next to the written recipe")
+    add("--json", type=Path, metavar="FILE", help="also write all results and simulations as JSON")
 
 
 def tune_recipe(options: argparse.Namespace) -> int:

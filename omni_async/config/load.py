@@ -213,7 +213,7 @@ def read_model_index(folder: Path) -> dict[str, Any]:
         raise ConfigError(no_checkpoint(folder))
     index = read_model_json(folder / INDEX)
     if wrong := next((name for name, part in index.items() if isinstance(part, list) and not _is_part(name)), None):
-        raise ConfigError(f"model.path: {folder / INDEX}: expected names of folders beside it, got {wrong[:200]!r}")
+        raise ConfigError(f"model.path: {folder / INDEX}: expected names of folders next to it, got {wrong[:200]!r}")
     return index
 
 

@@ -180,9 +180,9 @@ class Checkpoint(Section, kw_only=True, frozen=True):
     compared over the samples that both have scored; one with less than 90 % of its samples scored does not count.
     0: none, and validation has no checkpoints of its own."""
     resume: Plain | None = None
-    """`auto`: go on with the newest run of this name that is not done and has a checkpoint to go on from, or start one,
-    and say what was passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run from
-    it."""
+    """`auto`: go on with the newest run of this name that is not done and has a checkpoint to resume from, or start
+    one, and say what was passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run
+    from it."""
 
 
 class Mlflow(Section, kw_only=True, frozen=True):

@@ -210,7 +210,7 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
     if not counted.lines and not counted.size:
         return
     if not counted.digest:
-        raise LedgerDamaged(f"the checkpoint counts {counted.lines} lines of the ledger and does not say which")
+        raise LedgerDamaged(f"the checkpoint counts {counted.lines} lines of the ledger without their digest")
     lines, size, digest = 0, 0, ""
     with contextlib.suppress(FileNotFoundError), open_file(path, within=path.parent) as file:
         # A line that is cut off, or longer than the counted bytes, does not count.
@@ -221,7 +221,7 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
     if (size, digest) != (counted.size, counted.digest):
         found = _first_damage(path, counted.lines) or "lines are missing, doubled, swapped or changed"
         which = f"the first {counted.lines} lines of the ledger"
-        raise LedgerDamaged(f"{which} are not those that the checkpoint counts: {found}")
+        raise LedgerDamaged(f"{which} differ from the lines that the checkpoint counts: {found}")
 
 
 def _first_damage(path: Path, lines: int) -> str | None:

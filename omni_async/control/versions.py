@@ -81,7 +81,7 @@ class Versions:
             return  # its digest may be forgotten already
         if report.engine not in self.engines:
             raise WeightMismatch(
-                f"engine {report.engine} is none of this run's: {', '.join(self.engines) or 'it has none'}"
+                f"engine {report.engine} is not an engine of this run: {', '.join(self.engines) or 'it has none'}"
             )
         expected = self._digests.get(report.version)
         if expected is None:

@@ -128,7 +128,7 @@ def _check_pages(file: BinaryIO, chunk: _Chunk, leaf: Any, where: str) -> Pages:
         if any(not isinstance(number, int) or number < 0 for number in numbers):
             raise ConfigError(f"{where}: the header of a page is damaged")
         if held > _PAGE and held > _MOST_RATIO * stored:
-            raise ConfigError(f"{where}: a page of {stored} bytes stands for {held}; write it with smaller pages")
+            raise ConfigError(f"{where}: a page of {stored} bytes encodes {held}; write it with smaller pages")
         if grows and data and data.get(2 if 5 in header else 4, 0) not in _APART:
             raise ConfigError(f"{where}: texts in lists are in delta encoding; write it without")
         largest, num_values = max(largest, held), num_values + data.get(1, 0)

@@ -73,7 +73,7 @@ def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Bac
     if offload and not backend.offload:
         which = ", which 'auto' is on one CPU rank," if name == "auto" else ""
         raise ValueError(
-            f"trainer.offload: the backend {backend.name!r}{which} leaves weights where they are used; use"
+            f"trainer.offload: the backend {backend.name!r}{which} does not offload weights; use"
             " trainer.backend: fsdp2, or offload: false"
         )
     return backend

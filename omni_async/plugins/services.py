@@ -105,5 +105,5 @@ def find_service(name: str) -> ServiceRole:
     if name in _TAKEN:
         raise ValueError(f"roles: {name!r} is a role that every run has; a package's role needs another name")
     if not registered_names(GROUP):
-        raise ValueError(f"roles: no installed package brings a role; install the one that brings {name!r}")
+        raise ValueError(f"roles: no installed package brings a role; install the package that brings {name!r}")
     return find_registered(name, GROUP, ServiceRole, "roles", also=", which the installed packages bring")

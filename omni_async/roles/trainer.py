@@ -197,7 +197,7 @@ class Trainer:
             raise TrainingError(
                 f"the first update's samples are not the policy's: under the same weights, log-probs of engine and"
                 f" trainer differ by up to {mismatch:.2g} per latent element (trainer.max_mismatch is {most:g});"
-                f" `omni-async parity` shows where they part"
+                f" `omni-async parity` shows where they differ"
             )
 
     async def _compare(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -41,7 +41,7 @@ def check_request(request: SampleRequest) -> None:
     if r.window.size < 1 or r.window.start < 0 or r.window.start + r.window.size > r.num_inference_steps - 1:
         last = r.num_inference_steps - 2
         raise ValueError(
-            f"{where}: trained steps must lie in 0..{last} (the last step is never trained), got {list(r.window.steps)}"
+            f"{where}: trained steps must be in 0..{last} (the last step is never trained), got {list(r.window.steps)}"
         )
     if r.sde_kind not in KINDS:
         raise ValueError(f"{where}: sde_kind must be one of {list(KINDS)}, got {r.sde_kind!r}")

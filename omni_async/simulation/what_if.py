@@ -24,7 +24,7 @@ from omni_async.simulation.result import Simulated, not_measured
 from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.sweep import choose_bundle
 
-LEARNING = "What a change does to learning is unknown until it is measured: only time is simulated."
+LEARNING = "Only time is simulated: the effect of a change on learning must be measured."
 
 _SEEDS = 3
 # Of one simulation. A tenth of a second of one core, or 24 updates where those are more.

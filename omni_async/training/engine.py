@@ -136,7 +136,7 @@ class TrainEngine:
         if not math.isfinite(norm):
             raise TrainingError(
                 f"optimizer step {self.optimizer_steps}: the gradient norm is {norm}; no weight was changed, and the"
-                " run's checkpoints are sound: go on with checkpoint.resume=auto and, if it happens again, a lower"
+                " run's checkpoints are sound: resume with checkpoint.resume=auto and, if it happens again, a lower"
                 " trainer.optimizer.lr or reward.max_abs"
             )
         factor = loss_scale * clip_factor(norm, self.config.trainer.optimizer.max_grad_norm)

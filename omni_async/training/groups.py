@@ -191,7 +191,7 @@ def _check_schedule(trajectory: TensorDict, sigmas: Tensor) -> None:
             f" {sigmas[i].item()!r}; rollout and trainer must build them alike"
         )
     if len(steps) and (steps.min() < 0 or steps.max() > len(sigmas) - 2):
-        raise ValueError(f"steps must lie in [0, {len(sigmas) - 2}], got {steps.tolist()}")
+        raise ValueError(f"steps must be in [0, {len(sigmas) - 2}], got {steps.tolist()}")
 
 
 Largest = Callable[[list[int]], list[int]]

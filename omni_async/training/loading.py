@@ -111,7 +111,9 @@ def _indexed(index: Path) -> list[str]:
     """Return the files of weights that an index lists. Raises ValueError, one line, if it is damaged."""
     where = read_model_json(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(f, str) and Path(f).name == f for f in where.values()):
-        raise ValueError(f"model.path: {index}: expected a weight_map, tensors to files beside it; copy it again")
+        raise ValueError(
+            f"model.path: {index}: expected a weight_map from tensors to files in its folder; copy it again"
+        )
     return sorted(set(where.values()))
 
 

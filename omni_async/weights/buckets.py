@@ -78,7 +78,7 @@ class BucketSet:
             known, target = self._targets[number] if number < len(self._targets) else ("absent", torch.empty(0))
             if (name, tensor.shape) != (known, target.shape):
                 raise ValueError(
-                    f"tensor {number} of the weights was {known!r} {tuple(target.shape)}, and is {name!r}"
+                    f"tensor {number} of the weights: expected {known!r} {tuple(target.shape)}, got {name!r}"
                     f" {tuple(tensor.shape)}"
                 )
             targets.append(target)

@@ -168,7 +168,7 @@ def test_only_differences_between_log_ratios_count_and_all_of_them_alike_whateve
     assert tempering_exponent(torch.full((4,), -300.0, dtype=torch.float64), 0.99) == 1.0
     assert tempering_exponent(log_ratio.reshape(20, 3), 0.7) == tempering_exponent(log_ratio, 0.7)
     for target in (0.0, 1.0, math.nan):
-        with pytest.raises(ValueError, match=r"ess_target must lie in \(0, 1\)"):
+        with pytest.raises(ValueError, match=r"ess_target must be in \(0, 1\)"):
             tempering_exponent(log_ratio, target)
 
 

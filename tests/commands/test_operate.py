@@ -169,7 +169,7 @@ def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys
     folder = left(tmp_path / "run", summary=over("done"))
     assert main(["status", str(folder)]) == 0
     checkpoint = f"its newest checkpoint is {folder}/checkpoints/update-000002"
-    goes_on = f"the same recipe with checkpoint.resume={folder} and a larger trainer.updates goes on with it"
+    goes_on = f"the same recipe with checkpoint.resume={folder} and a larger trainer.updates resumes it"
     assert capsys.readouterr().out.splitlines() == [
         "run: done after 2 updates, 3 min 20 s after loading",
         "reward 0.500 -> 0.500 (means of the first and the last 5 updates)",
@@ -192,7 +192,7 @@ def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys
     assert main(["status", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(r"run: failed (the judge is \x1b[2J down) after 2 updates")
-    assert "it left no checkpoint to go on from" in said
+    assert "it left no checkpoint to resume from" in said
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_run_that_was_killed_is_shown_from_its_metrics(tmp_path, capsys, numbe
     assert lines[0] == "run: it is not running, and it left no summary: it was killed, or the machine went down"
     assert lines[1].startswith("the last update was 2, at ") and lines[1].endswith(f", {shown}, staleness/mean 0.5")
     assert lines[2] == "validation of version 2: reward 0.520, ocr_exact 0.500"
-    assert lines[3].endswith(f"checkpoint.resume={folder} goes on with it")
+    assert lines[3].endswith(f"checkpoint.resume={folder} resumes it")
 
 
 def test_a_run_that_was_killed_counts_the_groups_of_its_ledger_that_were_not_trained(tmp_path, capsys):

@@ -164,8 +164,8 @@ def test_lines_that_were_changed_since_the_attempt_began_are_left_and_reported(l
     changed = ledger.read_bytes().replace(b"trained", b"Trained", 1)
     ledger.write_bytes(changed)
     books.end(entry(4))
-    assert books.problem is not None and "are not those that the checkpoint counts" in books.problem
-    with pytest.raises(OSError, match="are not those that the checkpoint counts"):
+    assert books.problem is not None and "differ from the lines that the checkpoint counts" in books.problem
+    with pytest.raises(OSError, match="differ from the lines that the checkpoint counts"):
         sink.sync()
     assert ledger.read_bytes() == changed
 
@@ -311,7 +311,7 @@ def test_more_than_a_run_writes_behind_the_counted_lines_is_left_where_it_is(tmp
 
 def test_what_does_not_say_which_lines_it_counts_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "ledger.jsonl", b"".join(LINES))
-    with pytest.raises(LedgerDamaged, match="counts 4 lines of the ledger and does not say which"):
+    with pytest.raises(LedgerDamaged, match="counts 4 lines of the ledger without their digest"):
         require_prefix(path, msgspec.structs.replace(KNOWN, size=0, digest=""))
 
 

@@ -29,7 +29,7 @@ def versions(*engines: str, published: int = 0) -> Versions:
 
 def test_reports_of_unknown_engines_and_of_wrong_weights_are_refused_and_change_nothing() -> None:
     v = versions("a", published=1)
-    with pytest.raises(WeightMismatch, match="engine z is none of this run's: a"):
+    with pytest.raises(WeightMismatch, match="engine z is not an engine of this run: a"):
         v.report(WeightReport("z", 0, "d0"))
     for version, digest in ((1, "x"), (7, "d7")):
         with pytest.raises(WeightMismatch):

@@ -143,7 +143,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     state = read_state(folder)
     assert state.version == version == state.engine["optimizer_steps"]
     assert str(interrupted.path) in rest, "a user learns where everything is"
-    assert "checkpoint.resume=auto goes on with it" in rest
+    assert "checkpoint.resume=auto resumes it" in rest
 
     copy = shutil.copytree(folder, recipe.parent / "copy")
     again = [*overrides[1:], f"trainer.updates={version + 2}"]

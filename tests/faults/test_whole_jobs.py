@@ -43,7 +43,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(tmp_path, 
         (lines[:-1], "were not made of 32 groups"),
         (lines[:-1], "the ledger has 1919 lines, the checkpoint counts 1920"),
         ([*lines, lines[5]], "1921 lines for groups 0 to 1919, 1920 of them different"),
-        ([*lines[:5], lines[6], lines[5], *lines[7:]], "are not those that the checkpoint counts"),
+        ([*lines[:5], lines[6], lines[5], *lines[7:]], "differ from the lines that the checkpoint counts"),
         ([*lines[:5], b"\n", *lines[5:]], "ledger.jsonl, line 6: "),
     ):
         ledger.write_bytes(b"".join(tampered))

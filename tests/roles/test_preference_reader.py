@@ -177,7 +177,7 @@ async def test_latents_that_are_not_numbers_and_what_a_dataset_does_not_hold_are
         assert desk.failed == [("g4.s0", "ValueError: pair 4: the VAE's latents are not finite")]
     asked = sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")
     desk = await read(*asked, sample_of_pair(1, 0))
-    named = "ValueError: a preference dataset has two training samples per prompt; sample {} is none of them"
+    named = "ValueError: a preference dataset has two training samples per prompt; sample {} is neither of them"
     assert desk.failed == [(name, named.format(name)) for name in ("g0.s2", "v0.p0.s0")]
 
 

@@ -275,7 +275,9 @@ def test_a_recipe_whose_role_no_package_brings_or_two_is_refused_whatever_the_or
     path = recipe(tmp_path, COUNTER)
     with monkeypatch.context() as patched:
         patched.setattr(lookup, "entry_points", lambda **_: EntryPoints())
-        with pytest.raises(ConfigError, match=r"no installed package brings a role; install the one that brings .coun"):
+        with pytest.raises(
+            ConfigError, match=r"no installed package brings a role; install the package that brings .coun"
+        ):
             load(path)
     register(tmp_path / "other", "other", counter="NONE")
     monkeypatch.syspath_prepend(tmp_path / "other")

@@ -35,7 +35,7 @@ def test_auto_is_plain_on_one_cpu_rank_alone():
 
 def test_what_a_backend_cannot_do_is_refused(package):
     for name, workers, offload, message in (
-        ("summing", 2, True, r"^trainer\.offload: the backend 'summing' leaves weights where they are used; use"),
+        ("summing", 2, True, r"^trainer\.offload: the backend 'summing' does not offload weights; use"),
         ("other", 1, False, r"^trainer\.backend: expected one of \['broken', .*'summing'\] or 'auto', got 'other'$"),
         ("broken", 1, False, r"^trainer\.backend: 'broken' is registered as .* cannot be imported: AttributeError"),
         ("plain", 2, False, r"^trainer\.backend: 'plain' is one rank, got trainer\.workers = 2; use"),

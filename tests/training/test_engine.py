@@ -143,7 +143,7 @@ def test_non_finite_gradients_stop_the_run_and_leave_the_weights():
         ("latents", lambda t: t * float("nan"), "latents has values that are not finite"),
         ("sigmas", lambda t: torch.nextafter(t, t + 1), r"differ from the trainer's schedule: sigmas\[0\]"),
         ("sigmas", lambda t: t[1:], "sigmas must be torch.float32 of shape"),
-        ("steps", lambda t: t + 3, r"steps must lie in \[0, 4\]"),
+        ("steps", lambda t: t + 3, r"steps must be in \[0, 4\]"),
     ],
 )
 def test_unusable_trajectories_are_refused_before_any_gradient(field, change, message):

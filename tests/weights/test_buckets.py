@@ -137,10 +137,10 @@ def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"other": torch.ones(5)}, "tensor 1 of the weights was 'b' (2, 2), and is 'other' (5,)"),
-        ({"b": torch.ones(4)}, "tensor 1 of the weights was 'b' (2, 2), and is 'b' (4,)"),
+        ({"other": torch.ones(5)}, "tensor 1 of the weights: expected 'b' (2, 2), got 'other' (5,)"),
+        ({"b": torch.ones(4)}, "tensor 1 of the weights: expected 'b' (2, 2), got 'b' (4,)"),
         ({}, "the weights had 2 tensors, and have 1"),
-        ({"b": torch.ones(2, 2), "c": torch.ones(1)}, "tensor 2 of the weights was 'absent' (0,), and is 'c' (1,)"),
+        ({"b": torch.ones(2, 2), "c": torch.ones(1)}, "tensor 2 of the weights: expected 'absent' (0,), got 'c' (1,)"),
     ],
 )
 def test_versions_are_of_the_same_tensors(change, message):

@@ -37,12 +37,12 @@ other recipe really generates and trains. Arms that a recipe rules out are skipp
 out the first max(2, S + 2) and the last S updates of a run.
 
 The table has, per arm: seconds per update (median and quartiles over the repeats), the law's and the simulator's
-prediction, images/s over all devices, speed-ups, what the trainer's time went into, how busy each role was, and the
-staleness of what was trained. The law of emulated devices is their profile's; otherwise it is that of the service
-times measured in the sync arm.
+prediction, images/s over all devices, speed-ups, the parts of the trainer's time, how busy each role was, and the
+staleness of trained samples. The law uses the profile of emulated devices; otherwise it uses the service times measured
+in the sync arm.
 
-OUT gets overlap.json (everything, each run's numbers included), overlap.md, overlap.png and runs/. Ctrl-C keeps the
-runs that are done, and the same command goes on with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong
+OUT gets overlap.json (everything, each run's numbers included), overlap.md, overlap.png and runs/. Ctrl-C keeps
+finished runs, and the same command resumes with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong
 configuration or usage, 130 interrupted.
 """
 
@@ -93,7 +93,7 @@ def add_bench(commands: Any) -> None:
     add(
         "--report",
         action="store_true",
-        help="run nothing: show an earlier result again, and write its table and figure into --out or beside it",
+        help="run nothing: show an earlier result again, and write its table and figure into --out or its folder",
     )
 
 

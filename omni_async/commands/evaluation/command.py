@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from omni_async.commands.evaluation.settings import Settings
 
 _SAMPLE = """\
-Draw samples with a model: a diffusers folder (a base model, or what `omni-async export` wrote), a run or a checkpoint.
+Generate samples with a model: a diffusers folder (a base model or an export), a run or a checkpoint.
 
   omni-async sample recipes/quickstart/checkpoint --prompt "the digit 7" height=64 width=64
   omni-async sample runs/quickstart-20260101-120000
   omni-async sample runs/quickstart-20260101-120000 --which best --against base --limit 8 --out before_after
   omni-async sample my_export --against runs/quickstart-20260101-120000 --prompts prompts.txt --seeds 4 --out drawn
 
-Samples are drawn without noise between steps, as a run's validation is, by the diffusers engine in this process. A run
-brings its own settings: sampling, validation's steps, prompts and noise. A prompt of its validation has the noise that
-it had there, so its sample is the run's own. A folder alone has its family's defaults; key=value changes what is in
-rollout.sampling, as in `height=64`, and other keys of a recipe by their whole name, as in `model.dtype=bfloat16`.
+The diffusers engine generates the samples in this process, without noise between steps, as validation does. A run
+brings its own sampling settings, validation steps, prompts and noise. A prompt of its validation gets the same noise
+as in the run, so the sample is the run's own. A plain folder uses the defaults of its family. key=value changes a key
+of rollout.sampling, such as `height=64`, or any key of a recipe by its whole name, such as `model.dtype=bfloat16`.
 
-DIR gets grid.png, and for every model a folder with its files and samples.jsonl, a table that `omni-async score` takes.
-With --against every model gets the same prompts and the same noise, and the grid has them side by side.
+DIR gets grid.png, and for every model a folder with its files and samples.jsonl, a table that `omni-async score` reads.
+With --against every model gets the same prompts and the same noise, and the grid shows the models side by side.
 
-What was interrupted goes on where it stopped, with the same command.
+The same command resumes an interrupted one.
 
 Exit codes: 0 done, 1 drawing failed or a file could not be written, 2 wrong arguments, 130 Ctrl-C (samples are kept).
 """
@@ -57,17 +57,17 @@ Compare models on the same prompts with the same noise, by the reward that the r
   omni-async eval runs/a-20260101-120000 runs/b-20260101-130000 --which last --prompts prompts.jsonl --out compared
   omni-async eval recipes/quickstart/checkpoint my_export --recipe recipes/quickstart/quickstart.yaml --out compared
 
-Of a run, its base and all its checkpoints are compared, or those that --which names. Settings, prompts and the reward
-are the first run's, or those of --recipe. The first model is what the others are compared with.
+A run contributes its base and all its checkpoints, or the ones named by --which. Settings, prompts and the reward
+come from the first run, or from --recipe. Every other model is compared with the first.
 
 DIR gets filmstrip.png (a row per prompt, a column per model), results.json and results.csv (of the reward and all its
 parts: mean, 95 % interval, difference from the first model with its interval and p), scores.csv (a row per sample), and
-what `omni-async sample` leaves. Intervals and tests count prompts and not samples, because those of one prompt are
-alike; p values are corrected for the number of models by Holm's procedure. A sample without a score is left out, and
-named with the reason.
+the files of `omni-async sample`. Intervals and tests count prompts and not samples, because samples of one prompt are
+alike. Holm's procedure corrects p values for the number of models. A sample without a score is left out, and listed
+with the reason.
 
-What was interrupted goes on where it stopped, with the same command: nothing is drawn or scored twice. Models may be
-added to DIR; with other settings it is refused.
+The same command resumes an interrupted one: no sample is generated or scored twice. Models can be added to DIR; other
+settings are refused.
 
 Exit codes: 0 done, 1 nothing could be scored, drawing failed or a file could not be written, 2 wrong arguments, 130
 Ctrl-C (samples and scores are kept).
@@ -91,7 +91,7 @@ def add_sample(commands: Any) -> None:
     add("what", metavar="WHAT", help="a model in diffusers layout, an export, a run, or a checkpoint")
     _add_overrides(parser)
     add("--which", metavar="W", help="of a run: best (by validation), last, or a number of updates (default: last)")
-    more = "draw with this model, too: `base`, what WHAT was trained from, or as WHAT"
+    more = "also generate with this model: `base` (the base of WHAT), or anything that WHAT can be"
     add("--against", metavar="WHAT2", help=more)
     _add_drawing(parser, "1", _DRAWN)
 
@@ -123,7 +123,9 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def _add_drawing(parser: argparse.ArgumentParser, seeds: str, folder: Path) -> None:
     add = parser.add_argument
-    more = "of checkpoints, as in `omni-async export`: the policy that drew the run's samples (default), the one in"
+    more = (
+        "of checkpoints, as in `omni-async export`: the policy that generated the run's samples (default), the one in"
+    )
     more += " training, DiffusionNFT's old one, or the moving average of trainer.ema"
     add("--policy", choices=("drawing", "trained", "old", "ema"), default="drawing", help=more)
     add("--recipe", type=Path, metavar="FILE", help="a recipe for settings, prompts and reward in place of the run's")
@@ -133,10 +135,10 @@ def _add_drawing(parser: argparse.ArgumentParser, seeds: str, folder: Path) -> N
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt file, .txt or .jsonl")
     add("--limit", type=positive, metavar="N", help="the first N prompts alone")
     add("--seeds", type=positive, metavar="N", help=f"samples per prompt (default: {seeds})")
-    add("--seed", type=int, metavar="N", help="what their noise is made of (default: the recipe's run.seed)")
+    add("--seed", type=int, metavar="N", help="seed of their noise (default: the recipe's run.seed)")
     add("--steps", type=positive, metavar="N", help="denoising steps (default: those of validation)")
-    add("--guidance", type=float, metavar="G", help="guidance scale, whatever the family calls it")
-    add("--device", metavar="NAME", help="torch's name of one (default: the accelerator, or the CPU if there is none)")
+    add("--guidance", type=float, metavar="G", help="guidance scale, under any family's name for it")
+    add("--device", metavar="NAME", help="a torch device (default: the accelerator, else the CPU)")
     add("--out", type=Path, metavar="DIR", help=f"a folder for everything (default: {folder}/NAME, NAME being WHAT's)")
 
 
@@ -224,13 +226,13 @@ def _interruptible(work: Coroutine[Any, Any, Any]) -> int:
     try:
         asyncio.run(work)
     except KeyboardInterrupt:
-        print_error("interrupted; what was made is kept, and the same command goes on")
+        print_error("interrupted; finished samples are kept, and the same command resumes")
         return 130
     except OSError as error:
-        print_error(f"a file could not be written: {error}; what was made is kept, and the same command goes on")
+        print_error(f"a file could not be written: {error}; finished samples are kept, and the same command resumes")
         return 1
     except (EngineError, ScorerHangs) as error:
-        print_error(f"given up: {error}")
+        print_error(f"stopped: {error}")
         return 1
     return 0
 

@@ -132,7 +132,7 @@ def base_of(model: Model) -> Model:
     if model.trained is not None:
         return _base(model.trained)
     if model.adapter is None:
-        raise ConfigError(f"--against base: {model.base} is a whole model; name the one that it was trained from")
+        raise ConfigError(f"--against base: {model.base} is a whole model; name the model that it was trained from")
     return Model(BASE, model.base)
 
 
@@ -174,7 +174,7 @@ def _base_of_adapter(folder: Path) -> Path:
     """Return the base model of exported adapters, from their recipe."""
     recipe = folder / EXPORTED_RECIPE
     if not recipe.is_file():
-        raise ConfigError(f"{folder}: adapters without {EXPORTED_RECIPE}, which says what model they are for")
+        raise ConfigError(f"{folder}: adapters without {EXPORTED_RECIPE}, which names their model")
     return Path(load(recipe).model.path)
 
 

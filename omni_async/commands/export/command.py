@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from omni_async.records.read.chosen import Chosen
 
 _EXPORT = """\
-Make of a checkpoint what diffusers loads: a whole model, or the adapters of a run with model.lora. The folder has a
-model card (README.md) with the recipe, the curves and samples of the run:
+Convert a checkpoint into files that diffusers loads: a whole model, or the adapters of a run with model.lora. The
+folder has a model card (README.md) with the recipe, the curves and samples of the run:
 
   omni-async export runs/quickstart-20260101-120000 --out trained
   omni-async export runs/quickstart-20260101-120000 --which best --out trained
@@ -28,7 +28,7 @@ model card (README.md) with the recipe, the curves and samples of the run:
 
 A run with model.lora gives its adapters (pytorch_lora_weights.safetensors, for load_lora_weights, and comfyui/ for
 ComfyUI), or with --merged a whole model. Files that training left alone are copied from the base model, or with --link
-hard-linked to it. The folder must not exist; whatever ends the command, it is there whole or not at all.
+hard-linked to it. The folder must not exist. It appears whole or not at all, however the command ends.
 
 Exit codes: 0 done, 2 there is nothing to export, the base model is missing, or --out cannot be written.
 """
@@ -56,8 +56,8 @@ def add_export(commands: Any) -> None:
         "--policy",
         choices=("drawing", "trained", "old", "ema"),
         default="drawing",
-        help="the policy that drew the samples and was validated (default); the one in training; DiffusionNFT's old"
-        " policy; the moving average of trainer.ema",
+        help="the policy that generated the samples and was validated (default); the one in training; DiffusionNFT's
+        old" " policy; the moving average of trainer.ema",
     )
     parser.add_argument(
         "--dtype",

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 ENGINES = ("diffusers", "vllm_omni")
 
 _PARITY = """\
-Show that a model family computes what it should: the policy what diffusers' pipeline of the same checkpoint computes,
-and a rollout engine what the trainer computes.
+Show that a model family computes the right numbers: the policy equals diffusers' pipeline of the same checkpoint, and
+a rollout engine equals the trainer.
 
   omni-async parity qwen_image
   omni-async parity stable_diffusion_3 --engine vllm_omni
   omni-async parity recipes/quickstart/quickstart.yaml --engine all
   omni-async parity my_family --engine none --json parity.json
 
-A family's name stands for the tiny checkpoints that it builds itself, a recipe for its own checkpoint and sampling
-settings, of which both the pipeline's denoisers and the trainer's are in memory then, in float32 on the CPU. Printed is
-what was measured beside the most that is allowed. Where samples part from the pipeline's, the first argument or layer
-that differs is named.
+A family's name selects the tiny checkpoints that the family builds; a recipe selects its own checkpoint and sampling
+settings. Memory then holds the denoisers of both the pipeline and the trainer, in float32 on the CPU. The output has
+every measured value next to its bound. If samples differ from the pipeline's, it names the first argument or layer that
+differs.
 
 Exit codes: 0 all is within bounds, 1 something is not, 2 wrong usage.
 """
@@ -60,9 +60,9 @@ def add_parity(commands: Any) -> None:
     add = parity.add_argument
     add("target", metavar="FAMILY|RECIPE", help="the name of a family (`omni-async list`), or a YAML file")
     add("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe")
-    chosen = "the engine to compare besides the policy (default: diffusers)"
+    chosen = "the engine to compare in addition to the policy (default: diffusers)"
     add("--engine", choices=(*ENGINES, "all", "none"), default="diffusers", help=chosen)
-    add("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
+    add("--json", type=Path, metavar="FILE", help="also write the table as JSON")
 
 
 def parity(options: argparse.Namespace) -> int:

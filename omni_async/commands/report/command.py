@@ -15,9 +15,9 @@ from omni_async.config.redact import one_line
 from omni_async.config.section import size_text
 
 _REPORT = """\
-Make a page of one or several runs: what was learned and what it cost, samples over time, who waited for whom,
-staleness, drift, faults and the configuration. It is one HTML file that opens in a browser without a network, and can
-be sent as it is. A run that is under way, was killed or was resumed has one, too:
+Write a page about one or several runs: learning curves and their cost, samples over time, waits between roles,
+staleness, drift, faults and the configuration. It is one HTML file that opens in a browser without a network and can
+be sent to others. Running, killed and resumed runs have a page too:
 
   omni-async report runs/quickstart-20260101-120000
   omni-async report runs/quickstart-20260101-120000 runs/sync-20260101-130000 --out comparison.html
@@ -55,7 +55,7 @@ def report(options: argparse.Namespace) -> int:
     folders = [*dict.fromkeys(real_path(path) for path in options.runs)]
     out: Path = options.out or folders[0] / DEFAULT
     if out.is_dir():
-        raise ConfigError(f"--out: {out} is a folder; name a file in it, {out / DEFAULT} say")
+        raise ConfigError(f"--out: {out} is a folder; name a file in it, such as {out / DEFAULT}")
     require_no_input("--out", out, [part for folder in folders for part in RunDirectory(folder).parts])
     runs = [read_run(folder) for folder in folders]
     named = (run.setting(key) for run in runs for key in ("data.prompts", "data.preferences", "validation.prompts"))

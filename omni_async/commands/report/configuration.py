@@ -51,5 +51,5 @@ def next_steps(shown: Sequence[Shown]) -> Section:
         if one.run.status in ("killed", "interrupted", "failed") and one.run.checkpoints:
             items.append((f"omni-async train RECIPE checkpoint.resume={run}", f"Go on from its last checkpoint{of}"))
     if not items:
-        return Section("next", "What comes next", blocks=[Text("There is no checkpoint to go on with.", "nothing")])
+        return Section("next", "What comes next", blocks=[Text("There is no checkpoint to resume from.", "nothing")])
     return Section("next", "What comes next", blocks=[Commands(items)])

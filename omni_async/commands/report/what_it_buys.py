@@ -13,7 +13,7 @@ from omni_async.config import ConfigError
 from omni_async.simulation.run_folder import read_measured
 from omni_async.simulation.what_if import LEARNING, Prospect, WhatIf, what_if
 
-TITLE = "What would it buy"
+TITLE = "Gains of single changes"
 _MOST_SIMULATED = 500_000  # bundles of samples: some 15 s; the shipped recipes have up to 420,000
 
 

@@ -43,7 +43,7 @@ class Defaults:
     ) -> T:
         value = default if given is None else given
         if value is None:
-            raise ConfigError(f"{flag}: required where nobody is asked: {hint or question}")
+            raise ConfigError(f"{flag}: required without a terminal: {hint or question}")
         return read(value)
 
     def say(self, text: str) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 from omni_async.commands.command_line import add_command
 
 _INIT = """\
-Write a commented recipe for your model, prompts and reward. On a terminal it asks for what the options leave open, and
-proposes what fits; without one, or with --yes, it takes the proposals. What is written passes `omni-async check`, but
-perhaps for accelerators that another machine has:
+Write a commented recipe for your model, prompts and reward. On a terminal it asks for every choice that the options
+leave open, with a proposal; without a terminal, or with --yes, it takes the proposals. The recipe passes
+`omni-async check`, unless it needs accelerators that this machine lacks:
 
   omni-async init my_recipe.yaml
   omni-async init my_recipe.yaml --model recipes/quickstart/checkpoint --prompts recipes/quickstart/prompts_train.jsonl
   omni-async init my_recipe.yaml --model models/Qwen-Image --prompts posters.txt --reward scene_text --devices 8 --yes
   omni-async init my_recipe.yaml --reward pick_score --param path=models/PickScore_v1 rollout.sampling.height=1024
 
-Every value of the recipe can be given as key.path=value. A judge (vlm_judge) is given --param model=FOLDER, which the
-run then serves, or a server's name and --param urls=[http://...].
+key.path=value sets any value of the recipe. A judge (vlm_judge) takes --param model=FOLDER, which the run then serves,
+or a server's name and --param urls=[http://...].
 """
 
 
@@ -31,9 +31,13 @@ def add_init(commands: Any) -> None:
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
     add("--model", metavar="PATH", help="checkpoint folder in diffusers layout, or owner/name in a hub's cache here")
     add("--prompts", metavar="FILE", help="prompts to train on, .txt or .jsonl")
-    add("--validation", metavar="FILE", help="prompts never trained on (default: test.txt beside train.txt, say)")
+    add(
+        "--validation",
+        metavar="FILE",
+        help="prompts that are not trained on (default: for train.txt, test.txt in the same folder)",
+    )
     add("--reward", metavar="NAME", help="a scorer; `omni-async list scorers` shows them")
     add("--param", action="append", default=[], metavar="KEY=VALUE", help="a parameter of the scorer (YAML)")
     add("--algorithm", metavar="NAME", help="an objective (default: flow_grpo); `omni-async list algorithms`")
-    add("--devices", metavar="N", help="accelerators to share out, 0: none (default: this machine's)")
+    add("--devices", metavar="N", help="accelerators to assign, 0: none (default: this machine's)")
     add("--yes", "--no-input", dest="ask", action="store_false", help="ask nothing")

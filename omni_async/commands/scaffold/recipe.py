@@ -83,7 +83,7 @@ def share_out(devices: int, reward: Reward) -> Split:
     judge = int(reward.judge is not None and devices > 0)
     if judge and devices < 3:
         raise ValueError(
-            f"--devices: a judge that the run serves has a device of its own, expected 3 or more, got {devices}; or"
+            f"--devices: a judge that the run serves needs a separate device, expected 3 or more, got {devices}; or"
             " give --param urls=[...] of a server that is there"
         )
     if devices <= 1:

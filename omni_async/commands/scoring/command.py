@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from omni_async.commands.scoring.scoring import Scored
 
 _SCORE = """\
-Score images, videos and sound with a recipe's reward, as a run would: to see what a reward does before training on it.
-The model is not loaded, and need not exist; judge servers that the reward names are started, and ended:
+Score images, videos and sound with a recipe's reward, as a run does, to examine a reward before training on it. The
+model is not loaded and need not exist. Judge servers that the reward names are started and stopped:
 
   omni-async score recipes/quickstart/quickstart.yaml recipes/tiny/images 'reward.scorers=[{name: jpeg_size}]'
   omni-async score recipes/quickstart/quickstart.yaml runs/quickstart-20260101-120000 --grid extremes.png
   omni-async score my_recipe.yaml images/ table.jsonl --repeat 5 --out scores.csv --json scores.json
 
 A PATH is a media file, a folder of them, the folder of a run (its samples), or a table (.jsonl, .csv, .parquet) with
-columns prompt, image, video or audio (files in its folder or below), perhaps target; other columns are metadata. The
-prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or prompts.jsonl,
-a line per file in the order of their names.
+columns prompt, image, video or audio (files in its folder or below) and optionally target; other columns are metadata.
+The prompt of a.png is in a.txt or a.json (an object as in a prompt file), or in the folder's prompts.txt or
+prompts.jsonl, with a line per file in the order of their names.
 
-Printed are mean, standard deviation and quantiles of the reward and of its parts, a histogram, the best and the worst
-samples, and why samples could not be scored. With --repeat every sample is scored so often; own std is the judge's
-own noise, beside the standard deviation between samples, which it should be small against. Answers of deterministic
-scorers are kept where reward.cache.path=FILE says, and not asked for again (but with --repeat).
+The output has mean, standard deviation and quantiles of the reward and of its parts, a histogram, the best and the
+worst samples, and the reasons why samples could not be scored. --repeat N scores every sample N times; `own std` is
+then the judge's noise, and should be small against the standard deviation between samples. The file
+reward.cache.path=FILE keeps scores of deterministic scorers, and later calls reuse them (not with --repeat).
 
-Exit codes: 0 done, 1 nothing could be scored or a result not be written, 2 wrong arguments, 130 Ctrl-C (what was scored
-is printed and written).
+Exit codes: 0 done, 1 nothing could be scored or a result could not be written, 2 wrong arguments, 130 Ctrl-C (finished
+scores are printed and written).
 """
 
 
@@ -67,10 +67,10 @@ def add_score(commands: Any) -> None:
     more = "what to score; and values of the recipe to override, as key.path=value (YAML)"
     add("paths", nargs="+", action=PathsAndOverrides, metavar="PATH", help=more)
     parser.set_defaults(overrides=[])
-    add("--repeat", type=positive, default=1, metavar="N", help="score every sample so often (default: 1)")
+    add("--repeat", type=positive, default=1, metavar="N", help="times that every sample is scored (default: 1)")
     add("--out", type=Path, metavar="FILE", help="write a row per sample, as .csv or .parquet")
     add("--json", type=Path, metavar="FILE", help="write statistics and rows as JSON")
-    add("--grid", type=Path, metavar="FILE", help="write the worst and the best samples as an image, .png say")
+    add("--grid", type=Path, metavar="FILE", help="write the worst and the best samples as an image, such as .png")
 
 
 def score(options: argparse.Namespace) -> int:

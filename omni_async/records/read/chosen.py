@@ -156,7 +156,7 @@ def _run_of(given: Path, which: str | None) -> RunDirectory:
     run = RunDirectory(real_path(given).parent.parent)
     if not run.config_yaml.is_file():
         raise ConfigError(
-            f"{given}: {run.config_yaml} is missing, which says what the checkpoint is of; it belongs into the folder"
+            f"{given}: {run.config_yaml} is missing, which describes the checkpoint; it belongs into the folder"
             " of its run, as RUN/checkpoints/update-N"
         )
     return run

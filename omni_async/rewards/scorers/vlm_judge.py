@@ -187,7 +187,7 @@ class VlmJudgeScorer:
             return reply
         raise _OtherModelError(
             f"answered as {reply.model[:200]!r}, asked for {self._model!r};"
-            " if that is the same model, say so in params.answers_as"
+            " if it is the same model, set params.answers_as"
         )
 
     def _encoded(self, media: Media) -> list[str]:

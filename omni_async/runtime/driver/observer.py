@@ -119,8 +119,8 @@ class Observer:
         updates = range(start.version - len(start.rewards) + 1, start.version + 1)
         if (gaps := self._run.metrics_gaps(updates, [one.version for one in start.rounds])) is not None:
             self._console.note(
-                f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from"
-                " that file is not"
+                f"warning: {self._run.metrics} {gaps}; the run continues and its summary is right, but pages made from"
+                " that file are incomplete"
             )
 
     def take_over(self) -> None:

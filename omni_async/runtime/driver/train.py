@@ -246,7 +246,7 @@ class _Run:
         for note in refused:
             self._console.note(note)
         if point is None and refused:
-            raise CheckpointError(f"{self._run.path} has no checkpoint to go on from; the console says why")
+            raise CheckpointError(f"{self._run.path} has no checkpoint to resume from; see the console for the reason")
         start = self._inputs.start if point is None else point.state.control
         resume = self._config.checkpoint.resume if point is None else str(point.folder)
         untouched = self._inputs.untouched and not (self._observer is not None and self._observer.owns)
@@ -299,5 +299,5 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Si
     lines += [f"  {label:<9} {where}" for label, where in sinks.where]
     lines += next_steps(run)
     if summary.status != "done" and any(newest_first(run.checkpoints)):
-        lines.append("the same command with checkpoint.resume=auto goes on with it")
+        lines.append("the same command with checkpoint.resume=auto resumes it")
     return lines

@@ -78,7 +78,7 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
             continue  # a checkpoint may go without, as Wan2.2 TI2V does without a second expert
         heads = read_model_json(file).get(family.attention_heads)
         if not isinstance(heads, int) or heads < 1:
-            raise ConfigError(f"model.path: {file} does not say its {family.attention_heads}, got {heads!r}")
+            raise ConfigError(f"model.path: {file} does not name its {family.attention_heads}, got {heads!r}")
         if heads % degree:
             raise ConfigError(
                 f"{_DEGREE}: {degree} ranks share a sequence, and do not divide the {heads} attention heads of"

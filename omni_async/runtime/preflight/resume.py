@@ -1,7 +1,7 @@
 """Finds where a run goes on: resolves `checkpoint.resume` before anything heavy starts. Imports no torch.
 
 null     a new run
-auto     the newest run of this name in run.dir that is neither done nor running and has a checkpoint to go on from, in
+auto     the newest run of this name in run.dir that is neither done nor running and has a checkpoint to resume from, in
          its own folder; a new run if there is none. What is passed over is logged
 RUN      that run, in its own folder
 FOLDER   a checkpoint: a new run that starts from it
@@ -33,7 +33,7 @@ from omni_async.records.write.summary import read_ending
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to go on from.
+    """A checkpoint to resume from.
 
     `run`: the folder of the run that continues; None: it gets a new one. `notes` are for the console. `changes`: the
     differences between the recipe and the one that the checkpoint states."""
@@ -166,7 +166,7 @@ def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
 
 def _of_run(asked: _Asked, run: Path) -> ResumePoint:
     if (problem := RunDirectory(run).problem()) is not None:
-        raise ConfigError(f"checkpoint.resume: cannot go on in {run}: {problem}")
+        raise ConfigError(f"checkpoint.resume: cannot resume in {run}: {problem}")
     search = _Search()
     if (point := next(search.points(asked, run), None)) is None:
         raise ConfigError(f"checkpoint.resume: {run} {search.why()}; checkpoint.resume=null starts a new run")
@@ -180,7 +180,7 @@ def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
     if point.state.version > config.trainer.updates:
         raise ConfigError(
             f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates ="
-            f" {config.trainer.updates}; trainer.updates=N with N above {point.state.version} goes on with it,"
+            f" {config.trainer.updates}; trainer.updates=N with N above {point.state.version} resumes it,"
             " checkpoint.resume=null starts a new run"
         )
     return point
@@ -216,7 +216,7 @@ class _Search:
         newest, *older = [line.removeprefix("warning: ") for line in self.refused] or ["it has none"]
         reasons = newest + (f"; and {len(older)} older cannot be used either" if older else "")
         way_out = f"; checkpoint.resume={self.orphan} starts a new run from its weights" if self.orphan else ""
-        return f"has no checkpoint to go on from ({reasons}){way_out}"
+        return f"has no checkpoint to resume from ({reasons}){way_out}"
 
 
 def _not_from(folder: Path, why: str) -> str:

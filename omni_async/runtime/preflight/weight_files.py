@@ -153,7 +153,7 @@ def _tensors_of(file: Path) -> set[str]:
         why = f"({size} bytes) is cut off or no safetensors file; copy it again"
         raise ConfigError(f"model.path: {file} {why}") from None
     if size != header.end:
-        raise ConfigError(f"model.path: {file} has {size} bytes, its header says {header.end}; copy it again")
+        raise ConfigError(f"model.path: {file} has {size} bytes, expected from its header {header.end}; copy it again")
     _require_opened(file)
     return set(header.tensors)
 

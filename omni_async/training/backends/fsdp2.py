@@ -88,7 +88,7 @@ def _mesh(device: torch.device, layout: ParallelLayout) -> DeviceMesh:
         init_lone_process_group(device)
     if dist.get_world_size() != layout.world_size or dist.get_rank() != layout.rank:
         raise TrainingError(
-            f"the engine is rank {layout.rank} of {layout.world_size}, but the process group says rank"
+            f"the engine is rank {layout.rank} of {layout.world_size}, but the process group has rank"
             f" {dist.get_rank()} of {dist.get_world_size()}"
         )
     if layout.replicas == 1:

@@ -33,7 +33,7 @@ def build_components(*, vocab_size: int = 1024, **shape: Any) -> QwenImageEditPi
     num_dropped = len(parts["tokenizer"](EDIT_TEMPLATE.partition(_SEEN)[0])["input_ids"])
     if num_dropped != NUM_EDIT_TEMPLATE_TOKENS:
         raise ValueError(
-            f"the template's system part takes {num_dropped} tokens, of which {NUM_EDIT_TEMPLATE_TOKENS} are dropped:"
+            f"the template's system part takes {num_dropped} tokens, expected {NUM_EDIT_TEMPLATE_TOKENS}:"
             f" raise vocab_size (now {vocab_size})"
         )
     pixels = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}

@@ -176,7 +176,7 @@ def test_ctrl_c_while_scoring_keeps_the_scores_and_the_same_command_scores_the_r
     judging.impatient.append(4)
     words = (finished.path, "--which", "base,last", "reward.batch=1")
     out = evaluated(*words, code=130)
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
     kept = len((out / "scores.jsonl").read_text().splitlines())
     assert 1 <= kept < 12
     judging.calls.clear()

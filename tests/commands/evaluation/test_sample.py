@@ -218,7 +218,7 @@ def test_a_full_disk_ends_it_in_one_line_and_the_same_command_draws_only_what_is
         patched.setattr(Gallery, "add", _failing_after(1, lambda: OSError(errno.ENOSPC, "No space left on device")))
         out = sampled(finished.path, code=1)
     [line] = capsys.readouterr().err.splitlines()
-    assert "No space left on device" in line and "the same command goes on" in line
+    assert "No space left on device" in line and "the same command resumes" in line
     there = [row["image"] for row in rows(out / "update-000003" / "samples.jsonl")]
     assert len(there) == 1
     drawn.clear()
@@ -249,7 +249,9 @@ def test_ctrl_c_keeps_what_was_drawn_and_ends_with_130(
 ) -> None:
     monkeypatch.setattr(Gallery, "add", _failing_after(2, KeyboardInterrupt))
     out = sampled(finished.path, code=130)
-    assert capsys.readouterr().err == "omni-async: interrupted; what was made is kept, and the same command goes on\n"
+    assert (
+        capsys.readouterr().err == "omni-async: interrupted; finished samples are kept, and the same command resumes\n"
+    )
     assert len(rows(out / "update-000003" / "samples.jsonl")) == 2
 
 

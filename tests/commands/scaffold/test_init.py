@@ -245,13 +245,13 @@ def test_input_that_ends_is_one_line(workplace, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--model: required where nobody is asked: Checkpoint folder in diffusers layout"),
-        (DIGITS[:2], "--prompts: required where nobody is asked: Prompts to train on (.txt or .jsonl)"),
+        ([], "--model: required without a terminal: Checkpoint folder in diffusers layout"),
+        (DIGITS[:2], "--prompts: required without a terminal: Prompts to train on (.txt or .jsonl)"),
         (["--model", "nowhere"], "--model: there is no folder nowhere; "),
         ([*DIGITS[:2], "--prompts", "none.txt"], "--prompts: no such file: none.txt"),
         (
             [*DIGITS[:2], "--prompts", "lines.txt"],
-            "--param path=VALUE: required where nobody is asked: pick_score needs",
+            "--param path=VALUE: required without a terminal: pick_score needs",
         ),
         ([*DIGITS, "--reward", "ocrr"], "--reward: scorer 'ocrr': "),
         ([*DIGITS, "--algorithm", "ppo"], "--algorithm: expected one of ['awm', "),

@@ -196,7 +196,7 @@ DELTA = {"n.list.element": "DELTA_BYTE_ARRAY", "image": "PLAIN", "prompt": "PLAI
             "lists of 2097152 values, at most 1000000",
         ),
         (pa.nulls(1_000_001, pa.int8()), {}, "1000001 rows, at most 1000000 are read"),
-        (pa.array(["z" * 67_200_000]), {"compression": "zstd", "use_dictionary": False}, "stands for 6720"),
+        (pa.array(["z" * 67_200_000]), {"compression": "zstd", "use_dictionary": False}, "encodes 6720"),
         (pa.array([None], pa.binary(2**17)), {}, "values of 131072 bytes, at most 65536"),
         (pa.array([[1] * 9], pa.list_(pa.int8(), 9)), {}, "expected a list of any length"),
         (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())), {}, "expected plain values, got map"),

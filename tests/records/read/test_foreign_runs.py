@@ -418,7 +418,7 @@ def test_a_run_that_does_not_answer_or_answers_another_version_s_way_is_reported
         assert "does not answer within 0.01 s" in capsys.readouterr().err
     monkeypatch.setattr(operate, "ask", lambda *_, **__: {"progress": {"update": None}})
     assert main(["status", str(folder)]) == 2
-    assert "its answer is none that this version knows" in capsys.readouterr().err
+    assert "this version does not know its answer" in capsys.readouterr().err
 
 
 # ---- continuing in it ------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_where_none_can_be_used_the_run_
     folder = tmp_path / "all"
     attempts = Attempts(folder, monkeypatch, trainer(dies_after(folder, 1, then=damage_all)), trainer(ends_well))
     assert (attempts.summary.status, len(attempts.inputs)) == ("failed", 1)
-    assert "has no checkpoint to go on from" in (attempts.summary.reason or "")
+    assert "has no checkpoint to resume from" in (attempts.summary.reason or "")
     assert any("line 1 is blank" in note for note in attempts.console.notes)
     assert (attempts.run.checkpoints / folder_name(1)).is_dir() and attempts.run.ledger.read_bytes().startswith(b"\n")
 

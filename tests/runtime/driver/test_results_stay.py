@@ -203,7 +203,7 @@ def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(interrupted, ca
     (run / name).unlink()
     (run / name).mkdir()
     assert cli.main(["train", str(interrupted.recipe), *interrupted.overrides, f"checkpoint.resume={run}"]) == 2
-    said = f"omni-async: checkpoint.resume: cannot go on in {run}: it is a folder, not a file ({run / name})\n"
+    said = f"omni-async: checkpoint.resume: cannot resume in {run}: it is a folder, not a file ({run / name})\n"
     assert capsys.readouterr().err == said
 
 

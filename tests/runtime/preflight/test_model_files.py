@@ -199,8 +199,8 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
         (remove(WEIGHTS), "transformer has no weights (diffusion_pytorch_model.safetensors, or "),
         (write(WEIGHTS, b""), f"{WEIGHTS} (0 bytes) is cut off or no safetensors file; copy it again"),
         (write(WEIGHTS, safetensors(100)[:20]), f"{WEIGHTS} (20 bytes) is cut off or no safetensors file"),
-        (write(WEIGHTS, safetensors(100)[:-1]), "its header says "),
-        (write(WEIGHTS, safetensors(100) + b"x"), "its header says "),
+        (write(WEIGHTS, safetensors(100)[:-1]), "expected from its header "),
+        (write(WEIGHTS, safetensors(100) + b"x"), "expected from its header "),
         (write(WEIGHTS, b"\xff" * 50), "is cut off or no safetensors file"),
         (write(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "is cut off or no safetensors file"),
         (
@@ -355,7 +355,7 @@ DEGREE = "trainer.sequence_parallel"
     [
         ("wan2_2", LARGE, (24, 20), 4, 8, f"{DEGREE}: 8 ranks share a sequence, and do not divide the 20 attention he"),
         ("wan2_2", LARGE, (24, 20), 4, 9, f"{DEGREE}: 9 ranks share a sequence, and do not divide the 24 attention he"),
-        ("qwen_image", QWEN, (None,), 1, 2, "model.path: .* does not say its num_attention_heads, got None"),
+        ("qwen_image", QWEN, (None,), 1, 2, "model.path: .* does not name its num_attention_heads, got None"),
         (
             "qwen_image",
             QWEN,

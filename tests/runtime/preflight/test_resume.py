@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_run_without_another_is_refuse
     assert note.endswith("from update 1")
     (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
     message = refusal(recipe(tmp_path, str(run)))
-    assert "no checkpoint to go on from (not resumed from update-000002" in message
+    assert "no checkpoint to resume from (not resumed from update-000002" in message
     assert message.endswith("checkpoint.resume=null starts a new run")
 
 
@@ -129,7 +129,7 @@ def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over
     assert runs == "passed over test-20260106-000000: it is running"
     assert nothing == "passed over test-20260104-000000: it has no checkpoint"
     assert broken.startswith(
-        "warning: passed over test-20260103-000000: has no checkpoint to go on from (not resumed f"
+        "warning: passed over test-20260103-000000: has no checkpoint to resume from (not resumed f"
     )
     assert done.startswith("passed over, because done: test-20260107-000000, test-20260105-000000 (checkpoint.resume=<")
 
@@ -151,7 +151,7 @@ def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path:
 def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000", 2, 12)
-    beyond = f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 goes on with it"
+    beyond = f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 resumes it"
     for resume in ("auto", str(run)):
         assert beyond in refusal(recipe(tmp_path, resume))
     said = refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000012")))
@@ -186,7 +186,7 @@ def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
     (run / "latest").symlink_to(tmp_path)
     assert f"is not a whole checkpoint: it has no manifest.json{expected}" in refusal(recipe(tmp_path, str(run)))
     (run / "config.yaml").touch()
-    removed = f"{run} has no checkpoint to go on from (it has none)"
+    removed = f"{run} has no checkpoint to resume from (it has none)"
     assert removed in refusal(recipe(tmp_path, str(run)))
 
 
@@ -243,7 +243,7 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     double_line(run / "ledger.jsonl", 3)
     point = found(config)
     assert point.state.version == 1
-    assert "are not those that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
+    assert "differ from the lines that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
     double_line(run / "ledger.jsonl", 1)
     said = refusal(recipe(tmp_path, str(run)))
     assert "line 2 is of group 0, and so is line 1; and 1 older cannot be used either)" in said
