@@ -1,4 +1,4 @@
-"""Plans where every actor runs: in which bundle of the job's placement group, and with which resources.
+"""Plans where every actor runs: its bundle of the job's placement group, and its resources.
 
 Pure arithmetic on the configuration.
 

@@ -129,7 +129,7 @@ class Session:
         return unrecorded
 
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Answer `omni-async status` and `scale`; `tell` receives what is being waited for.
+        """Answer `omni-async status` and `scale`; `tell`: callback for progress lines.
 
         Raises ValueError, one line, if the request cannot be fulfilled."""
         for role, workers in request.scale.items():

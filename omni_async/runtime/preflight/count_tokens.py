@@ -11,14 +11,14 @@ import json
 import sys
 from typing import Any
 
-_AT_ONCE = 1000  # texts, whose tokens are in memory
+_AT_ONCE = 1000  # texts per call, to bound the tokens in memory
 
 
 def _counts(folder: str, cls: str, texts: list[Any]) -> list[int]:
     import transformers
     from transformers.utils.logging import set_verbosity_error
 
-    set_verbosity_error()  # or every text longer than the tokenizer's own limit is a warning
+    set_verbosity_error()  # otherwise every text longer than the tokenizer's own limit causes a warning
     tokenizer: Any = getattr(transformers, cls).from_pretrained(folder, local_files_only=True)
 
     def written(text: Any) -> str:
@@ -38,7 +38,7 @@ def _counts(folder: str, cls: str, texts: list[Any]) -> list[int]:
 
 
 def main() -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none of its seconds and memory
+    sys.modules["torch"] = None  # type: ignore[assignment] # tokenizers do not need it, and it costs seconds and memory
     asked, counts = json.load(sys.stdin), []
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # libraries print
