@@ -2,7 +2,7 @@
 
 The driver uses `cluster.Cluster`, with its errors `StartError` and `PeerLost`. Two classes implement it:
 `inprocess.InProcessCluster` and `on_ray.cluster.RayCluster`. Both share:
-- `inputs.RunInputs`, from them `builders` builds every role of `omni_async.config.role_table`,
+- `RunInputs` of `omni_async.roles`, the input of the builders of every role of `omni_async.config.role_table`,
 - `plan_placements`, which assigns resources to actors,
 - `keeper.Keeper`, which replaces lost workers.
 """
