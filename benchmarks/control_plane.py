@@ -105,7 +105,7 @@ class Results(msgspec.Struct, frozen=True):
 
 
 def make_config(shape: Shape, updates: int, max_updates: int = 1) -> Config:
-    """Return a configuration whose buffers have room for all admitted groups: only the staleness budget delays roles."""
+    """Return a configuration whose buffers have room for all admitted groups: only the budget delays roles."""
     live = (max_updates + 1) * shape.groups_per_update
     raw = {
         "model": {"path": "none"},

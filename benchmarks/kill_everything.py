@@ -130,8 +130,8 @@ def end_job(job: subprocess.Popen[str]) -> None:
 def problems(job: Job, updates: int | None = None) -> list[str]:
     """List the problems in the files of a finished job.
 
-    Empty if every group ended once and every update was made once. `updates`: their expected number, in place of the
-    recipe's."""
+    Empty if every group ended once and every update was made once. `updates`: the expected number of updates, in place
+    of the recipe's."""
     try:
         config, ledger, metrics = job.config, job.lines("ledger.jsonl"), job.lines("metrics.jsonl")
     except ValueError as error:

@@ -158,7 +158,7 @@ class Cluster(ABC):
         """Notify the trainer that the run stops, so no update is worth waiting for."""
         await self.trainer.preempt()
 
-    # ---- workers that come and go ------------------------------------------------------------------------------------
+    # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     async def remove_worker(self, name: str, reason: str) -> None:
         """End the worker, and notify the roles that depend on it."""

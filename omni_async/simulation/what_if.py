@@ -227,7 +227,7 @@ def _size(config: Config) -> tuple[int, int]:
 
 
 def _enough(config: Config, updates: int) -> int:
-    """Return the number of updates to simulate for so many steady ones."""
+    """Return the number of updates to simulate for a given number of steady ones."""
     return updates + 2 * (config.staleness.max_updates + 1)
 
 

@@ -56,7 +56,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of the answer, with exactly one of the fields.
 
-    `doing`: the answer takes a while, and this is what the run waits for, empty if unchanged; another line follows."""
+    `doing`: the reason why the answer takes a while, empty if unchanged; another line follows."""
 
     status: dict[str, Any] | None = None
     error: str | None = None

@@ -260,7 +260,7 @@ class Observer:
     ) -> None:
         buffers, slots = data["buffers"], data["buffers"]["slots"]
         held = {name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")}
-        # In preference pairs the chosen sample earns 1 and the other 0, whatever is learned: that is no reward to
+        # In preference pairs the chosen sample always earns 1 and the other 0, so that is no reward to
         # watch.
         reward: UpdateView = {"reward": numbers["reward"]} if self._config.data.preferences is None else {}
         self._console.update(

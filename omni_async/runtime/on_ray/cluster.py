@@ -229,7 +229,7 @@ class RayCluster(Cluster):
         where = ((name, self._where[name]) for name in self._actors if name in self._where)
         return {name: {"pid": one.pid, "node": one.node} for name, one in where}
 
-    # ---- workers that come and go ------------------------------------------------------------------------------------
+    # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     async def _start_late(self, name: str) -> Proxy:
         """Start a worker. Raises StartError if it is not ready in time, for example for lack of resources."""

@@ -84,7 +84,7 @@ def connect(
         cluster: the cluster to join, from `cluster_address`; None: a local Ray.
         cpus: number requested by the job; a Ray of this machine has at least the machine's number.
         timeout_s: seconds during which a failed start is retried.
-        stop: set when the connection is not wanted any more.
+        stop: set when the connection is no longer wanted.
         store_bytes: size of the object store of a started Ray; None: Ray's choice.
 
     Raises:

@@ -68,7 +68,7 @@ class LocalRay:
     def address(self, seconds: float, stop: threading.Event) -> str:
         """Return the address once Ray is up.
 
-        Raises StartFailed if that takes longer than `seconds`, fails, or is not wanted any more."""
+        Raises StartFailed if that takes longer than `seconds`, fails, or is no longer wanted."""
         answer = self._answer(seconds, stop)
         if "address" not in answer:
             raise StartFailed(answer.get("error") or answer["lost"], final=answer.get("final", False))

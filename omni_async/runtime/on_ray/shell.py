@@ -7,7 +7,7 @@ its own loop, in its own thread, and the actor's methods forward calls to it:
   the role's loop is responsive.
 
 There is only one named group. Ray starts the threads of named groups with a variable that it reassigns for the next
-group, so on a busy machine two threads may run the same loop, and calls to the other wait for ever ("this event loop is
+group, so on a busy machine two threads may run the same loop, and calls to the other never return ("this event loop is
 already running").
 """
 

@@ -1,4 +1,4 @@
-"""Counts tokens with a checkpoint's tokenizers, in a process without torch: `prompt_tokens` runs this file.
+"""Counts tokens with a checkpoint's tokenizers, in a process without torch: `prompt_limits` runs this file.
 
 Reads a JSON list of `{"folder", "cls", "texts"}` from standard input; a text is a string, or a chat of messages
 `[role, content]`. Writes `{"counts": [[...], ...]}`, or `{"folder", "error"}` of a tokenizer that cannot be used.

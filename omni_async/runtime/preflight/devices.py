@@ -22,7 +22,7 @@ _SMALLEST_STORE = 75 * 2**20  # Ray's
 def check_shares(config: Config) -> None:
     """Refuse accelerators that an actor would hold and leave idle."""
     users = {"rollout": "an engine", "trainer": "a rank"}
-    if config.placement.colocated:  # Ray divides an accelerator, but not several among actors that all want all
+    if config.placement.colocated:  # Ray divides one accelerator, but not several, among actors that want all
         users["reward"] = "a reward worker"
     for role, user in users.items():
         gpus = getattr(config.placement, role).gpus

@@ -22,7 +22,7 @@ _COUNTER = Path(__file__).with_name("count_tokens.py")
 # Total size of the texts that a tokenizer counts, at about 1 MB/s on one core; the largest come first.
 _MOST_BYTES = 2**25
 _TIMEOUT_S = 600.0
-_USUAL = (1024, 1024)  # pixels of an image with which a negative prompt is tried
+_USUAL = (1024, 1024)  # pixels of the image that a negative prompt is tried with
 
 
 class PromptLimits:
