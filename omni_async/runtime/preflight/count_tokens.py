@@ -38,7 +38,7 @@ def _counts(folder: str, cls: str, texts: list[Any]) -> list[int]:
 
 
 def main() -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it costs seconds and memory
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none of its seconds and memory
     asked, counts = json.load(sys.stdin), []
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # libraries print
