@@ -1,4 +1,4 @@
-"""Makes the command lines of benchmarks alike, and what they write."""
+"""Gives benchmarks uniform command lines and output files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EMULATED = Path(__file__).parents[1] / "recipes" / "emulated"
 
 
 def command_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Returns a parser for `python -m benchmarks.<name>`; `description` is shown as it is."""
+    """Return a parser for `python -m benchmarks.<name>`; `description` is shown unchanged."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -24,7 +24,7 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def benchmark_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Returns a `command_parser` with the option `--out`."""
+    """Return a `command_parser` with the option `--out`."""
     parser = command_parser(name, description)
     folder = Path("runs/bench") / name
     parser.add_argument("--out", type=Path, default=folder, help=f"folder for results.json (default: {folder})")
@@ -32,13 +32,13 @@ def benchmark_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_emulated(parser: argparse.ArgumentParser) -> None:
-    """Adds the names of emulated recipes, all of them by default."""
+    """Add the names of emulated recipes, all of them by default."""
     names = ", ".join(emulated_names())
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {names} (default: all)")
 
 
 def parse_emulated(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses arguments, with `add_emulated`; ends the process as the parser does for a recipe that there is not."""
+    """Parse arguments, with `add_emulated`; an unknown recipe ends the process with the parser's error."""
     options, known = parser.parse_args(arguments), emulated_names()
     if unknown := [name for name in options.recipes if name not in known]:
         parser.error(f"no emulated recipe is called {unknown[0]!r}; there are {', '.join(known)}")
@@ -51,11 +51,11 @@ def emulated_names() -> list[str]:
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options as plain values, for the results."""
+    """Return the options as plain values, for the results."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 def write_json(path: Path, results: Any) -> Path:
-    """Writes results in a form that people can read, too, whole or not at all; returns the path."""
+    """Write results atomically, in a form that people can read, too; return the path."""
     write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     return path

@@ -1,7 +1,7 @@
-"""Measures what trajectories and media of live samples hold in a job of videos, with `buffer.max_bytes` and without.
+"""Measures the bytes of live samples' trajectories and media in a job of videos, with and without `buffer.max_bytes`.
 
-Roles are the real ones of one process, devices are emulated and time is virtual; the payloads are real memory. Held is
-what the store's values occupy until the last reference to them is gone, measured without asking the coordinator.
+The roles are the real ones of one process, devices are emulated and time is virtual; the payloads are real memory. The
+store's values count until the last reference to them is gone, measured without the coordinator.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ Curve = list[tuple[float, int]]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One run: `curve` are (virtual seconds, bytes held) after every change; `counted` is the coordinator's own
-    highest number."""
+    """One run.
+
+    `curve`: (virtual seconds, bytes held) after every change; `counted`: the coordinator's own highest number."""
 
     max_bytes: int | None
     status: str
@@ -79,8 +80,9 @@ class Results(msgspec.Struct, frozen=True):
 
 
 class MeasuredStore(LocalStore):
-    """A store that copies samples into memory of their own, as one between processes does, and measures how much of it
-    is in use. Weights pass through."""
+    """A store that copies samples into separate memory, as a store between processes does, and measures its use.
+
+    Weights are not copied."""
 
     def __init__(self, clock: Callable[[], float], curve: Curve) -> None:
         self._clock = clock
@@ -102,7 +104,7 @@ class MeasuredStore(LocalStore):
 
 
 def make_config(profile: Path, max_bytes: int | None, updates: int) -> Config:
-    """Returns a job whose engines are faster than its trainer, so that everything that may wait does."""
+    """Return a job whose engines are faster than its trainer, so that all buffers fill."""
     live = (_BUDGET + 1) * _PER_UPDATE
     raw = {
         "run": {"name": "buffer-bytes", "runtime": "inprocess"},
@@ -125,7 +127,7 @@ def make_config(profile: Path, max_bytes: int | None, updates: int) -> Config:
 
 
 def measure(trajectory: int, media: int, max_bytes: int | None, updates: int) -> Record:
-    """Runs the job to its end, in virtual time."""
+    """Run the job to its end, in virtual time."""
     profile = Profile(
         name="videos",
         source="made up: an update takes 16 s to draw on both engines, 8 s to score and 24 s to train",
@@ -175,7 +177,7 @@ def measure(trajectory: int, media: int, max_bytes: int | None, updates: int) ->
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Returns the most that was held in each of some stretches of time, a column per run."""
+    """Return the most bytes held in each of several periods, a column per run."""
     made = Table(title="most bytes held, by virtual time", title_justify="left")
     made.add_column("seconds", justify="right")
     for record in records:
@@ -198,7 +200,7 @@ def _name(record: Record) -> str:
 
 
 def _most(curve: Curve, since: float, until: float) -> int | None:
-    """Returns the most that was held between two times; None when the run was over."""
+    """Return the most bytes held between two times; None if the run was over."""
     if since >= curve[-1][0]:
         return None
     before = [held for at, held in curve if at <= since][-1:]

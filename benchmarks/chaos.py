@@ -1,5 +1,7 @@
-"""Kills a part of a running job every few seconds: does it finish its updates, does its ledger account for every
-group once, and what did each fault cost?"""
+"""Kills a part of a running job every few seconds, and checks the result.
+
+Does the job finish its updates, does its ledger account for every group once, and what did each fault cost?
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Run:
     code: int | None = None
 
     def execute(self, plan: Sequence[tuple[float, str, str]]) -> None:
-        """Runs the job to its end. `plan`: (seconds after the first update, role, SIGKILL or SIGSTOP) of each kill."""
+        """Run the job to its end. `plan`: (seconds after the first update, role, SIGKILL or SIGSTOP) of each kill."""
         with self._begun() as process:
             begun = time.monotonic()
             for number, (after, role, how) in enumerate(plan, 1):
@@ -68,7 +70,7 @@ class Run:
 
     @contextmanager
     def _begun(self) -> Iterator[subprocess.Popen[str]]:
-        """Starts the job and yields its process after the first update."""
+        """Start the job and yields its process after the first update."""
         log = self.job.folder.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
         _log(f"{self.job.folder.name} run: see {log}")
@@ -82,7 +84,7 @@ class Run:
                 end_job(process)
 
     def _kill(self, role: str, how: str, begun: float) -> str | None:
-        """Kills one worker of the role that is running. Returns its name; None if all of them are being replaced."""
+        """Kill one running worker of the role. Return its name; None if all of them are being replaced."""
         try:
             parts = self.job.parts()
         except (ControlError, ValueError):
@@ -100,12 +102,12 @@ class Run:
 
 
 def _log(text: str) -> None:
-    """Writes progress to stderr; the report alone is on stdout."""
+    """Write progress to stderr; stdout contains only the report."""
     sys.stderr.write(f"{text}\n")
 
 
 def plan(every: float, seconds: float, trainers: int, dice: random.Random) -> list[tuple[float, str, str]]:
-    """Returns (seconds, role, signal) of each kill. The trainer's kills lie apart, none of them first."""
+    """Return (seconds, role, signal) of each kill. The trainer's kills are spread out, none of them first."""
     times = [every * (i + 1) for i in range(int(seconds // every))]
     trainer_kills = {(k + 1) * len(times) // (trainers + 1) for k in range(trainers)}
     kinds = [("trainer" if i in trainer_kills else dice.choice(("rollout", "reward"))) for i in range(len(times))]

@@ -1,4 +1,4 @@
-"""Builds random checkpoints of the families' architectures, without what libraries print about that."""
+"""Builds random checkpoints of the families' architectures, without the libraries' output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def tiny_checkpoint(family: str, folder: Path, **shape: Any) -> str:
-    """Builds the family's tiny checkpoint, of this shape, and returns its path."""
+    """Build the family's tiny checkpoint, of this shape, and return its path."""
     tiny = import_module(
         f"omni_async_pipelines.{family}.tiny"
     )  # imports what follows in an order that a mixed torch needs

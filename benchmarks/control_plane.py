@@ -1,9 +1,8 @@
-"""Measures how many prompt groups one coordinator handles: the real control plane on one event loop, with roles that do
-nothing but talk to it.
+"""Measures a coordinator's throughput of prompt groups: the real control plane on one event loop, with minimal roles.
 
 Every group is admitted, made ready and trained: three group events. Engines, reward workers and the trainer answer at
-once, so the time is the coordinator's, the event loop's and the messages'; a second run of each repeat times only the
-coordinator's own calls. The ledger is a real file. Shapes are engines x groups per update x group size.
+once, so the time is spent in the coordinator, the event loop and the messages. A second run of each repeat times only
+the coordinator's own calls. The ledger is a real file. Shapes are engines x groups per update x group size.
 """
 
 from __future__ import annotations
@@ -69,8 +68,9 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One repeat: `seconds` of the whole run; `coordinator_seconds` inside the coordinator's calls, of a run of its
-    own."""
+    """One repeat.
+
+    `seconds` of the whole run; `coordinator_seconds` inside the coordinator's calls, from a separate run."""
 
     shape: Shape
     repeat: int
@@ -92,7 +92,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def coordinator_us(self) -> float:
-        """Returns microseconds per sample."""
+        """Return microseconds per sample."""
         return 1e6 * self.coordinator_seconds / self.samples
 
 
@@ -105,8 +105,7 @@ class Results(msgspec.Struct, frozen=True):
 
 
 def make_config(shape: Shape, updates: int, max_updates: int = 1) -> Config:
-    """Returns a configuration whose buffers hold everything the staleness budget admits, so that only the budget
-    delays a role."""
+    """Return a configuration whose buffers have room for all admitted groups: only the budget delays roles."""
     live = (max_updates + 1) * shape.groups_per_update
     raw = {
         "model": {"path": "none"},
@@ -175,12 +174,12 @@ class Roles:
 
 
 def _reward(job: ScoreJob) -> float:
-    """Returns a reward that is different for each sample of a group, so that no group is rejected."""
+    """Return a reward that is different for each sample of a group, so that no group is rejected."""
     return float(job.sample_id.rpartition(".s")[2])
 
 
 class Stopwatch:
-    """A coordinator whose calls are timed while they run, and not while they wait."""
+    """A coordinator whose calls are timed while they run, but not while they wait."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -216,7 +215,7 @@ def measure(shape: Shape, repeat: int, updates: int) -> Record:
 
 
 def _run(shape: Shape, updates: int, *, timed: bool) -> tuple[float, float]:
-    """Returns the seconds of a whole run, and of the calls if `timed`."""
+    """Return the seconds of a whole run, and of the calls if `timed`."""
     config = make_config(shape, updates)
     prompts = [Prompt(i, f"prompt {i}") for i in range(64)]
     with tempfile.TemporaryDirectory() as folder:
@@ -232,7 +231,7 @@ def _run(shape: Shape, updates: int, *, timed: bool) -> tuple[float, float]:
 
 
 def measure_all(shapes: Sequence[Shape], repeats: int, samples: int, say: Callable[[str], None]) -> Iterable[Record]:
-    """Measures all shapes in each repeat, each for about `samples` samples and three updates at least."""
+    """Measure all shapes in each repeat, each for about `samples` samples and at least three updates."""
     for repeat in range(repeats):
         for shape in shapes:
             record = measure(shape, repeat, max(3, samples // shape.samples_per_update))

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CopiedBytes(TorchDispatchMode):
-    """Counts the bytes of every copy and concatenation; torch copies nothing of a tensor onto itself."""
+    """Counts the bytes of every copy and concatenation; torch does not copy a tensor onto itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""Measures samples per second from a producer to a trainer: through the run's own buffers, and through three queues
-that are given the values.
+"""Measures samples per second from a producer to a trainer: through the run's buffers, and through three plain queues.
 
-Ours is all that a run does for a sample: leases from the coordinator, the object store, a reward worker's score,
-groups, updates and publishes; only the engine, the scorer and the training take no time. In every arm the trainer reads
-every page of every payload, as many samples are on their way, and each must arrive once and whole.
+Our arm does everything that a run does for a sample: leases from the coordinator, the object store, a reward worker's
+score, groups, updates and publishes; only the engine, the scorer and the training take no time. In every arm the
+trainer reads every page of every payload, the same number of samples is in flight, and each must arrive once and
+complete.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ _SIZES = ("64KiB", "1MiB", "16MiB")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
 _BYTES_PER_RUN = 2**29
 _LEAST_SAMPLES, _MOST_SAMPLES = 128, 2048
-# Twice the bytes that may be in flight, as the queues keep what they were given and what they return, for the arms of a
-# size side by side.
+# Twice the bytes that may be in flight, because queues keep both inputs and outputs, for all arms of a size together.
 _STORE_BYTES = 6 * 2**30
 _TARGETS = "targets at 1 MiB: 3x the actor queue, 2x ray.util.queue, more than TransferQueue"
 
@@ -73,7 +72,7 @@ class Results(msgspec.Struct, frozen=True):
 async def measure(
     sizes: Sequence[int], arms: Sequence[str], repeats: int, samples: int | None, done: Callable[[Record], None]
 ) -> list[Record]:
-    """Runs every arm in every repeat, after one run of each that is not counted."""
+    """Run every arm in every repeat, after one uncounted run of each."""
     from benchmarks.data_plane_arms import ARMS
 
     records: list[Record] = []
@@ -95,13 +94,13 @@ async def measure(
 
 
 def num_samples(nbytes: int) -> int:
-    """Returns enough samples for a run of some seconds; a multiple of every arm's batch."""
+    """Return enough samples for a run of some seconds; a multiple of every arm's batch."""
     wanted = _BYTES_PER_RUN // nbytes // _LEAST_SAMPLES * _LEAST_SAMPLES
     return max(_LEAST_SAMPLES, min(_MOST_SAMPLES, wanted))
 
 
 def choose_arms() -> tuple[list[str], dict[str, str]]:
-    """Returns the arms that can run here, and why the others can't."""
+    """Return the arms that can run here, and the reasons against the others."""
     from benchmarks.data_plane_arms import ARMS
     from benchmarks.data_plane_transfer_queue import installed
 
@@ -146,7 +145,7 @@ def parse_size(text: str) -> int:
         number = text.removesuffix(unit)
         if number != text and number.isdecimal():
             size = int(number) * _UNITS[unit]
-            if size >= 8:  # it carries a number
+            if size >= 8:  # it contains a sample's number
                 return size
     raise argparse.ArgumentTypeError(f"expected a size of at least 8B like 64KiB or 1MiB, got {text!r}")
 

@@ -1,5 +1,7 @@
-"""Defines the arms of the data-plane benchmark. Each has its actors for one payload size; `run` carries samples from
-its producer to its trainer."""
+"""Defines the arms of the data-plane benchmark.
+
+Each has its actors for one payload size; `run` moves samples from its producer to its trainer.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ from omni_async.runtime.on_ray.shell import Proxy, actor_class
 
 class Arm(Protocol):
     async def run(self, samples: int) -> float:
-        """Returns the seconds from the first call until the trainer has read the last sample. Raises RuntimeError if
-        one was lost, came twice or in part."""
+        """Return the seconds from the first call until the trainer has read the last sample.
+
+        Raises RuntimeError if a sample was lost, duplicated or incomplete."""
 
     async def close(self) -> None: ...
 

@@ -1,6 +1,7 @@
-"""Implements our own arm of the data-plane benchmark: the run's coordinator, producer and reward worker, with an engine
-and a scorer that take no time, and a trainer that fetches each group's trajectories. Every update is published, so that
-the staleness budget is renewed as in a run.
+"""Implements our own arm of the data-plane benchmark: the run's coordinator, producer and reward worker.
+
+The engine and the scorer take no time, and the trainer fetches each group's trajectories. Every update is published, so
+that the staleness budget is renewed as in a run.
 
 Roles end with their run; an actor hosts new ones for the next.
 """
@@ -32,8 +33,9 @@ _STEPS = 10
 
 
 def make_config(nbytes: int, samples: int) -> Config:
-    """Configures a run of `samples` samples in updates of half of what is in flight; S = 1, so that one update is
-    made while the next is trained."""
+    """Configure a run of `samples` samples in updates of half the samples in flight.
+
+    S = 1, so that one update is generated while the next is trained."""
     live = in_flight(nbytes)
     per_update = live // 2
     if samples % per_update:
@@ -91,7 +93,7 @@ class InstantEngine:
         return WeightReport(self.name, version, str(version))
 
     async def close(self) -> None:
-        """Does nothing: nothing is held."""
+        """Do nothing: there is nothing to free."""
 
 
 class InstantScorer:
@@ -119,7 +121,7 @@ class GroupTrainer:
         self._store = RayStore()
 
     async def run(self) -> int:
-        """Returns how many samples are missing in the end: none."""
+        """Return the number of samples missing at the end: 0."""
         tally = Tally(self._nbytes, self._samples)
         await self._publish(0)
         for version in range(self._plan.updates):

@@ -1,6 +1,7 @@
-"""Implements the two queues of the data-plane benchmark: `ray.util.queue.Queue`, and an actor around an
-asyncio.Queue, which is given values and returns them. Producer and trainer keep as many calls under way as the other
-arms do."""
+"""Implements two queues of the data-plane benchmark: `ray.util.queue.Queue`, and an actor around an asyncio.Queue.
+
+The queues receive values and return them. Producer and trainer keep as many calls in flight as in the other arms.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class QueueTrainer:
         self._nbytes = nbytes
 
     async def run(self, samples: int) -> int:
-        """Returns how many samples are missing in the end: none."""
+        """Return the number of samples missing at the end: 0."""
         tally = Tally(self._nbytes, samples)
         wanted = iter(range(samples))
         await asyncio.gather(*(self._get_each(wanted, tally) for _ in range(GROUP)))

@@ -1,6 +1,8 @@
-"""Implements the TransferQueue arm of the data-plane benchmark: its default storage (two units, over ZeroMQ), with
-the best of the settings tried: batches of 32 samples both ways, four times the group of the other arms, two of them
-on their way in. The producer is not held back: it may run ahead by the whole run. Needs the extra `bench`."""
+"""Implements the TransferQueue arm of the data-plane benchmark, with its default storage (two units, over ZeroMQ).
+
+The settings are the best of those tried: batches of 32 samples both ways, four times the group of the other arms, two
+incoming batches in flight. The producer is not held back: it may run ahead by the whole run. Needs the extra `bench`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from benchmarks.data_plane_work import Source, Tally
 _FIELD = "payload"
 _BATCH = 32
 _CONCURRENT_PUTS = 2
-# Asked again after this long when a batch is not complete; the queue's own loaders wait a second.
+# Delay before an incomplete batch is requested again; the queue's own loaders wait a second.
 _POLL_S = 0.001
 
 
@@ -23,8 +25,7 @@ def installed() -> bool:
 
 
 def open_queue() -> None:
-    """Starts TransferQueue's controller and storage, named actors of the Ray that runs. Called once, before the
-    first role."""
+    """Start TransferQueue's controller and storage as named actors of the current Ray. Call once, before any role."""
     import transfer_queue
     from omegaconf import OmegaConf
 
@@ -73,7 +74,7 @@ class TransferTrainer:
         self._nbytes = nbytes
 
     async def run(self, samples: int, partition: str) -> int:
-        """Returns how many samples are missing in the end: none."""
+        """Return the number of samples missing at the end: 0."""
         tally = Tally(self._nbytes, samples)
         while tally.left:
             batch = await asyncio.to_thread(self._client.get_meta, [_FIELD], _BATCH, partition, task_name="train")

@@ -1,5 +1,7 @@
-"""Implements the work of producer and trainer in every arm of the data-plane benchmark: to send numbered payloads,
-and to read every page of each once."""
+"""Implements the work of producer and trainer in every arm of the data-plane benchmark.
+
+The producer sends numbered payloads; the trainer reads every page of each once.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,16 @@ _STAMP = 8  # bytes that hold a sample's number
 
 
 def in_flight(nbytes: int) -> int:
-    """Returns how many samples are between producer and trainer at a time, in every arm: as many as fit into a fixed
-    memory, between one and four times CONCURRENT_PUTS. A power of two, so that it divides every number of samples."""
+    """Return the number of samples between producer and trainer at a time, in every arm.
+
+    It is as many as fit into a fixed memory, between one and four times CONCURRENT_PUTS; a power of two, so that it
+    divides every number of samples."""
     fitting = max(1, _BYTES_IN_FLIGHT // nbytes)
     return max(CONCURRENT_PUTS, min(_MOST_IN_FLIGHT, 1 << (fitting.bit_length() - 1)))
 
 
 class Source:
-    """Payloads of `nbytes` bytes, in memory for `count` of them that is used again and again: by then the payload must
-    have been copied."""
+    """Payloads of `nbytes` bytes, in reused memory for `count` payloads; a payload must be copied before its reuse."""
 
     def __init__(self, nbytes: int, count: int | None = None) -> None:
         if nbytes < _STAMP:
@@ -40,8 +43,7 @@ class Source:
         return self.batch(number, 1)[0]
 
     def batch(self, first: int, count: int) -> Payload:
-        """Returns payloads number `first` and on, (count, nbytes); the pool is a multiple of `count`, and so is
-        `first`."""
+        """Return payloads from number `first`, (count, nbytes); the pool and `first` are multiples of `count`."""
         start = first % len(self._pool)
         batch = self._pool[start : start + count]
         for row, payload in enumerate(batch):
@@ -50,7 +52,7 @@ class Source:
 
 
 class Tally:
-    """A count of the samples 0, 1, ..., `samples` - 1 that are expected in any order, each once and whole."""
+    """A count of the samples 0, 1, ..., `samples` - 1, expected in any order, each once and complete."""
 
     def __init__(self, nbytes: int, samples: int) -> None:
         self._nbytes = nbytes
@@ -59,7 +61,7 @@ class Tally:
         self._sum = 0
 
     def take(self, payload: Any) -> None:
-        """Touches every page. Raises RuntimeError if the payload is not whole or came before."""
+        """Touch every page. Raises RuntimeError if the payload is incomplete or a duplicate."""
         array = np.asarray(payload)
         if array.nbytes != self._nbytes:
             raise RuntimeError(f"a payload of {array.nbytes} bytes arrived, expected {self._nbytes}")

@@ -1,9 +1,11 @@
-"""Measures what an engine saves that keeps encoded prompts: a real diffusers engine draws the groups and validation
-rounds of a run, of several epochs of its prompts.
+"""Measures the savings of an engine that keeps encoded prompts.
 
-Three engines draw the same samples in turns: one with the default `rollout.conditioning_cache`; one with the least, in
-which a single prompt stays, so that only samples that follow each other share it; and one built here that encodes the
-prompt of every sample, as an engine without any of it does."""
+A real diffusers engine generates the groups and validation rounds of a run, for several epochs of its prompts. Three
+engines generate the same samples in turns:
+- with the default `rollout.conditioning_cache`;
+- with the smallest cache, for a single prompt, so that only consecutive samples share it;
+- without a cache (built here): it encodes the prompt of every sample.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+# First of all: importing omni_async makes torchvision importable with a CPU build of torch.
 import omni_async  # noqa: F401  # isort: skip
 import msgspec
 import torch
@@ -55,7 +57,7 @@ class Forgetful(ConditioningCache):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What one arm drew for one update, or for one validation round. `new`: prompts that had not been drawn before."""
+    """The samples of one arm for one update, or for one validation round. `new`: prompts not used before."""
 
     arm: str
     update: int
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _measure(folder: Path, options: argparse.Namespace) -> list[Record]:
-    """Draws every update's samples with one engine after the other."""
+    """Generate every update's samples with one engine after the other."""
     policy = load_policy(find_family("qwen_image"), tiny_checkpoint("qwen_image", folder, hidden=options.hidden))
     engines = {
         arm: DiffusersEngine(
@@ -121,7 +123,7 @@ async def _measure(folder: Path, options: argparse.Namespace) -> list[Record]:
 
 
 def _requests(options: argparse.Namespace) -> Iterator[tuple[int, bool, list[SampleRequest]]]:
-    """Yields the number of an update, whether it is a validation round after it, and the samples: what a run draws."""
+    """Yield the samples of a run: the update's number, whether it is a validation round after it, and the samples."""
     spec = find_family("qwen_image").sampling(height=64, width=64)
 
     def request(sample: str, prompt: Prompt, seed: int) -> SampleRequest:

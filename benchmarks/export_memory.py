@@ -1,9 +1,10 @@
-"""Measures the memory that an export takes of every trainer rank: its own rows of the weights, beside a rank 0 that
-gathers all of them, as trainers do that publish a whole state dict.
+"""Measures each trainer rank's memory for an export: for its own rows only, or with all weights gathered on rank 0.
 
-Each arm runs in processes of its own, one per rank, over gloo; a thread watches their anonymous memory, which leaves
-out the shared memory that versions travel in. glibc gives what is freed back to the system (`MALLOC_MMAP_THRESHOLD_`),
-so that what is measured is what is held, not the holes between.
+Trainers that publish a whole state dict gather it on rank 0.
+
+Each arm runs in separate processes, one per rank, over gloo; a thread watches their anonymous memory, which excludes
+the shared memory of the versions. glibc returns freed memory to the system (`MALLOC_MMAP_THRESHOLD_`), so that the
+result contains only memory in use, not the holes between.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ them and one tensor, 1 one did, 2 wrong usage.
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The export of one rank, in megabytes: the most it took, its own `rows` as they are published, and the largest
-    tensor in float32, in which adapters are merged. `lora_rank`: 0 where there are none."""
+    """The export of one rank, in megabytes.
+
+    The peak, its own published `rows`, and the largest tensor in float32 (adapters are merged in float32). `lora_rank`:
+    0 without adapters."""
 
     arm: Arm
     dtype: str
@@ -95,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(arm: Arm, megabytes: float, ranks: int, dtype: str, lora_rank: int) -> list[Record]:
-    """Exports once from as many new processes, and returns what every rank took."""
+    """Export once from as many new processes, and return every rank's memory."""
     os.environ.update(_ENVIRONMENT)  # of the processes that are started
     return on_ranks(ranks, _work, arm, megabytes, dtype, lora_rank)
 
@@ -114,7 +117,7 @@ def _work(rank: int, ranks: int, init_method: str, arm: Arm, megabytes: float, d
 
 
 def _sharded(megabytes: float, lora_rank: int, mesh: DeviceMesh) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the weights of a model of that size in float32, spread by FSDP2, and adapters for all of them."""
+    """Return float32 weights of a model of that size, sharded by FSDP2, and adapters for all of them."""
     [(component, module)] = SizedPolicy(str(megabytes)).load_components(torch.float32).items()
     fully_shard(module, mesh=mesh)
     base: dict[str, Tensor] = {f"{component}.{name}": p for name, p in module.named_parameters()}
@@ -145,8 +148,7 @@ def _export(
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Gives a list whose one number is, at the end, by how many bytes this process's anonymous memory was above that of
-    the beginning when it was highest."""
+    """Yield a list; at the end its one number is the peak rise of this process's anonymous memory, in bytes."""
     before, peak, over = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -164,7 +166,7 @@ def watched() -> Iterator[list[int]]:
 
 
 def anonymous_bytes() -> int:
-    """Returns this process's resident memory that no file backs."""
+    """Return this process's resident memory without a backing file, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

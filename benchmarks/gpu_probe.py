@@ -24,7 +24,7 @@ Measure on one accelerator what the project's code costs, at Qwen-Image's publis
 OUT gets JSON after every reading, and at the end a Markdown table of the same name. Exit codes: 0 every section ended
 (memory that does not suffice is a reading), 1 a section failed or was stopped, 2 wrong usage.
 """
-# Together less than 10 minutes, with some 10 s a section to start. The readings that decide most come first.
+# Together less than 10 minutes, plus some 10 s a section to start. The most important readings come first.
 SECTIONS = {
     "machine": Section("benchmarks.gpu_probe_machine:machine", 20.0, "card, driver, versions, memory, a collective"),
     "attention": Section("benchmarks.gpu_probe_machine:attention", 20.0, "attention kernels in bfloat16 and float32"),
@@ -82,7 +82,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _require_out(parser: argparse.ArgumentParser, out: Path) -> None:
-    """Refuse a place for the readings that does not exist, or whose table would replace another file."""
+    """Refuse an output path in a missing folder, or whose table would replace another file."""
     if not out.parent.is_dir():
         parser.error(f"--out: there is no folder {out.parent}")
     if out.suffix != ".json":

@@ -1,4 +1,4 @@
-"""Holds what every section of the probe measures with: the device, a random Qwen-Image and its inputs, and a clock."""
+"""Holds the measuring tools of every probe section: the device, a random Qwen-Image and its inputs, and a clock."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ STEPS, PROMPT_TOKENS, NEGATIVE_TOKENS = 10, 64, 6
 
 
 class Bench:
-    """What a section measures with. `report` takes each of its readings.
+    """The tools of a section. `report` receives each of its readings.
 
-    device: the current device. accelerated: whether it is no CPU. rows: the batch sizes of a
-    denoising step. spec: the recipe's resolution and guidance. sigmas (11,): the recipe's schedule."""
+    device: the current device. accelerated: whether it is not a CPU. rows: the batch sizes of a denoising step. spec:
+    the recipe's resolution and guidance. sigmas (11,): the recipe's schedule."""
 
     def __init__(self, settings: Settings, report: Report) -> None:
         self.settings = settings
@@ -50,7 +50,7 @@ class Bench:
         self._generator = torch.Generator().manual_seed(0)
 
     def load_denoiser(self) -> dict[str, nn.Module]:
-        """Return the components in bfloat16, none of them trained."""
+        """Return the components in bfloat16, all frozen."""
         components = dict(self.policy.load_components(torch.bfloat16))
         for component in components.values():
             component.requires_grad_(False)
@@ -66,7 +66,7 @@ class Bench:
 
     @contextmanager
     def arm(self, name: str) -> Iterator[None]:
-        """Report that the block failed or did not fit in place of its readings; the section continues."""
+        """Report a failed block, or one out of memory, as a reading; the section continues."""
         try:
             yield
         except torch.OutOfMemoryError:

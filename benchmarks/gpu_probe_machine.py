@@ -1,4 +1,4 @@
-"""Reads what the machine is, and which attention kernels its card runs."""
+"""Reports the machine, and which attention kernels its card runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHARED = Path("/dev/shm")
 
 
 def machine(settings: Settings, report: Report) -> None:
-    """Reports the card and its driver, the host's memory, and that a collective of one rank runs."""
+    """Report the card and its driver, the host's memory, and that a collective of one rank runs."""
     bench = Bench(settings, report)
     described = describe_machine(with_gpus=bench.accelerated)
     bench.note("host", cpu=described.cpu, cpus=described.cpus, python=described.python, system=described.system)
@@ -83,7 +83,7 @@ def _gib(nbytes: int) -> float:
 
 
 def attention(settings: Settings, report: Report) -> None:
-    """Reports, for each kernel and dtype, what an attention of the model's shape takes, or that the kernel refuses."""
+    """Report each kernel's cost of an attention of the model's shape, by dtype, or its refusal."""
     bench = Bench(settings, report)
     heads, tokens = (2, 32) if bench.small else (24, 1088)
     shape = (bench.rows[0], heads, tokens, 128)
@@ -118,7 +118,7 @@ def _by(backend: SDPBackend) -> Callable[[Tensor], object]:
 
 
 def flash_attention_3(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the attention (B, heads, L, D) of tensors of that shape, by vLLM-Omni's library for Hopper."""
+    """Return the attention of tensors (B, heads, L, D), by vLLM-Omni's library for Hopper; same shape."""
     from fa3_fwd_interface import flash_attn_func
 
     found = flash_attn_func(*(tensor.transpose(1, 2).contiguous() for tensor in (query, key, value)))

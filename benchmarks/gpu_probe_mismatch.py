@@ -1,9 +1,9 @@
-"""Measures how far the same bfloat16 weights are apart when other kernels compute them.
+"""Measures the differences between results of the same bfloat16 weights with different kernels.
 
-A difference d of the means of two Gaussians of the same scale, over that scale, makes a log-ratio of standard deviation
-|d| and mean -|d|^2 / 2 nats. Random weights give velocities of any size, so all are divided by the root mean square of
-the base's. The quickstart's trained model has one of 1.1 to 1.8 at steps 0 to 4, and its nats are as much larger. The
-relative error of the velocity depends on neither that size nor the number of latents.
+A difference d of the means of two Gaussians of the same scale, relative to that scale, makes a log-ratio of standard
+deviation |d| and mean -|d|^2 / 2 nats. Random weights give velocities of any size, so all are divided by the root mean
+square of the base's. The quickstart's trained model has a root mean square of 1.1 to 1.8 at steps 0 to 4, and its nats
+are larger by that factor. The relative error of the velocity depends on neither that size nor the number of latents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way to compute a velocity: the context of its kernels, and how many rows go at once."""
+    """A way to compute a velocity: the context of its kernels, and the number of rows at once."""
 
     context: Callable[[], AbstractContextManager[object]]
     rows: int = _ROWS
@@ -51,7 +51,7 @@ class Way(NamedTuple):
 
 @torch.no_grad()
 def mismatch(settings: Settings, report: Report) -> None:
-    """Reports relative velocity errors and log-ratios of several kernels against the default ones."""
+    """Report relative velocity errors and log-ratios of several kernels against the default ones."""
     bench = Bench(settings, report)
     components = bench.load_denoiser()
     [transformer] = components.values()
@@ -70,7 +70,7 @@ def mismatch(settings: Settings, report: Report) -> None:
         **{f"{backend.name.lower()}": Way(lambda b=backend: sdpa_kernel(b)) for backend in _backends(bench)},  # type: ignore[misc]
         **({"fa3_fwd": Way(by_flash_attention_3)} if bench.accelerated else {}),
         "float32 arithmetic": Way(lambda: in_float32(transformer)),
-        "compiled": Way(compile_once),  # the last: there is no way back
+        "compiled": Way(compile_once),  # last, because it cannot be undone
     }
     for name, way in ways.items():
         for point in points:
@@ -87,7 +87,7 @@ def _backends(bench: Bench) -> list[SDPBackend]:
 
 @contextmanager
 def by_flash_attention_3() -> Iterator[None]:
-    """Compute attention by the library that vLLM-Omni's engines take on Hopper, in place of torch's."""
+    """Compute attention with the library of vLLM-Omni's engines on Hopper, in place of torch's."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
         if attn_mask is not None:

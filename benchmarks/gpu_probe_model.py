@@ -1,4 +1,4 @@
-"""Measures an engine's half at published size: guided denoising steps, their launches, and decoding."""
+"""Measures the engine's work at published size: guided denoising steps, their launches, and decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = Callable[[], Tensor]
 
 @torch.no_grad()
 def steps(settings: Settings, report: Report) -> None:
-    """Reports guided steps of several batch sizes, eager and then compiled, and what the host takes to launch one."""
+    """Report guided steps of several batch sizes, eager and then compiled, and the host's time to launch one."""
     bench = Bench(settings, report)
     components = bench.load_denoiser()
     [transformer] = components.values()
@@ -41,14 +41,14 @@ def steps(settings: Settings, report: Report) -> None:
 
 
 def guided_step(bench: Bench, components: dict[str, nn.Module], rows: int, scale: float) -> Step:
-    """Return the velocity of so many rows at the third sigma, as an engine computes it."""
+    """Return a function that computes the velocity of so many rows at the third sigma, as an engine does."""
     latents, conditioning = bench.latents(rows), bench.conditioning(rows)
     sigma, spec, needs = bench.sigmas[2].expand(rows).to(bench.device), bench.guided_by(scale), [*components] * rows
     return lambda: compute_velocity(bench.policy, components, latents, sigma, conditioning, spec, needs)
 
 
 def compile_blocks(bench: Bench, transformer: nn.Module) -> None:
-    """Have the repeated blocks compiled at their first call; a CPU traces them only, which takes seconds less."""
+    """Compile the repeated blocks at their first call; a CPU only traces them, which saves seconds."""
     for block in repeated_layers(transformer):
         block.compile(backend="inductor" if bench.accelerated else "eager")
 
@@ -93,7 +93,7 @@ def _host_waits(step: Step) -> int:
 
 @torch.no_grad()
 def vae(settings: Settings, report: Report) -> None:
-    """Reports the decoding of one image, and of as many as an engine finishes together, through the family's codec."""
+    """Report the decoding of one image, and of as many as an engine finishes together, through the family's codec."""
     bench = Bench(settings, report)
     codec = bench.policy.load_codec(torch.bfloat16)
     for rows in sorted({1, bench.rows[0]}):

@@ -1,6 +1,6 @@
 """Runs each section of the probe in a new process.
 
-A device fault, an out-of-memory kill or a hang ends one section alone, and no section inherits another's memory.
+A device fault, an out-of-memory kill or a hang ends only one section, and no section inherits another's memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 from benchmarks.arguments import write_json
 
 _STARTED = "started"
-_START_S = 120.0  # of a process and its imports, which no section's limit counts
-_GRACE_S = 10.0  # of a process that has been killed
+_START_S = 120.0  # for a process and its imports; no section's limit counts it
+_GRACE_S = 10.0  # for a process that has been killed
 
 Report = Callable[[dict[str, Any]], None]
 Status = Literal["done", "failed", "out of memory", "stopped"]
@@ -30,7 +30,7 @@ TABLE = "| section | reading |"  # the first line of `to_markdown`
 
 
 class Section(msgspec.Struct, frozen=True):
-    """A part of the probe: `module:name` of its function (Settings, Report), and the most seconds it may take."""
+    """A part of the probe: `module:name` of its function (Settings, Report), and its most seconds."""
 
     function: str
     limit_s: float
@@ -38,7 +38,7 @@ class Section(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a section is measured with. layers: of the transformer. device: torch's name; None: the accelerator."""
+    """The settings of a section. layers: of the transformer. device: torch's name; None: the accelerator."""
 
     layers: int
     small: bool = False
@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct):
     """A section's status, seconds and readings: a `name` with numbers or texts.
 
-    gib: the most memory that the device held in a reading, in GiB; None on a CPU."""
+    gib: the most memory of the device during a reading, in GiB; None on a CPU."""
 
     status: Status = "done"
     seconds: float = 0.0
@@ -70,7 +70,7 @@ class Results(msgspec.Struct):
 
 def run(sections: Mapping[str, Section], settings: Settings, results: Results, out: Path | None = None) -> Results:
     """Measure the sections one after the other; print every reading, and write all to `out`, as soon as it is known."""
-    context = multiprocessing.get_context("spawn")  # a forked process could not use a device that its parent asked for
+    context = multiprocessing.get_context("spawn")  # a forked process could not use a device that its parent has used
     began = time.monotonic()
 
     def line(text: str) -> None:
@@ -92,7 +92,7 @@ def run(sections: Mapping[str, Section], settings: Settings, results: Results, o
             process.join(_GRACE_S)
             outcome.status, outcome.error = "failed", f"its process ended with exit code {process.exitcode}"
         finally:
-            process.kill()  # it has no more to send, and a device may hold up an orderly end
+            process.kill()  # it sends no more, and a device may block an orderly end
             process.join(_GRACE_S)
         ended = outcome.status if outcome.error is None else f"{outcome.status}: {outcome.error}"
         line(f"{name}: {ended} ({outcome.seconds:.1f} s)")
@@ -100,7 +100,7 @@ def run(sections: Mapping[str, Section], settings: Settings, results: Results, o
 
 
 def _follow(receiving: Connection, section: Section, outcome: Outcome, tell: Report) -> None:
-    """Take in a section's readings until its last message or its limit. EOFError if its process ended before."""
+    """Receive a section's readings until its last message or its limit. EOFError if its process ended before."""
     if not receiving.poll(_START_S) or receiving.recv() != _STARTED:
         outcome.status, outcome.error = "failed", f"its process did not start within {_START_S:g} s"
         return

@@ -1,4 +1,4 @@
-"""Measures new weights on their way to the device: adapters merged into a base, and a version that came in pieces.
+"""Measures the transfer of new weights to the device: adapters merged into a base, and a version in pieces.
 
 Every way ends with the weights in the live parameters. The base is a file in the temporary folder, and in the page
 cache, as after a run's first swap.
@@ -59,7 +59,7 @@ class _Weights:
 
 
 def swap(settings: Settings, report: Report) -> None:
-    """Reports GB/s of live weights, by way of the base and of the pieces."""
+    """Report GB/s of live weights, via the base and via the pieces."""
     bench = Bench(settings, report)
     with tempfile.TemporaryDirectory(prefix="gpu-probe-") as folder:
         weights = _Weights(bench, Path(folder))
@@ -84,7 +84,7 @@ def _adapters(bench: Bench, weights: _Weights) -> None:
 
 
 def _pieces(bench: Bench, weights: _Weights) -> None:
-    """Measures a whole version whose tensors came from several ranks, each with its rows."""
+    """Measure a whole version whose tensors came from several ranks, each with its rows."""
     pieces = {name: list(tensor.chunk(_PIECES)) for name, tensor in weights.base.items()}
     as_bytes = {name: [piece.view(torch.uint8).numpy() for piece in found] for name, found in pieces.items()}
 

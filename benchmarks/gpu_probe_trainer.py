@@ -1,4 +1,4 @@
-"""Measures the trainer's half at published size: a rank's `TrainEngine` with LoRA, and optimizer steps alone."""
+"""Measures the trainer's work at published size: a rank's `TrainEngine` with LoRA, and optimizer steps alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WINDOW = (1, 2)  # the trained steps of every sample
 
 
 def trainer(settings: Settings, report: Report) -> None:
-    """Reports micro-batches of two sizes with their proximal pass, the optimizer's step, the export and its digest."""
+    """Report micro-batches of two sizes with their proximal pass, the optimizer's step, the export and its digest."""
     bench = Bench(settings, report)
     most = 4 if bench.small else 8
     engine = TrainEngine(_config(bench, most), bench.policy, ParallelLayout(), bench.device)
@@ -41,7 +41,7 @@ def trainer(settings: Settings, report: Report) -> None:
 
 def _export(bench: Bench, engine: TrainEngine) -> None:
     buckets = engine.bucket_set()
-    engine.snapshot(1, buckets)  # the first makes its memory
+    engine.snapshot(1, buckets)  # the first one allocates its memory
     seconds, gib = bench.once(lambda: engine.snapshot(2, buckets))
     snapshot = engine.snapshot(3, buckets)
     assert snapshot is not None  # rank 0 has it
@@ -104,9 +104,9 @@ def _group(bench: Bench, config: Config, rows: int) -> GroupBatch:
 
 
 def optimizer(settings: Settings, report: Report) -> None:
-    """Reports an AdamW step over a rank's share of all weights (of 8 ranks), foreach and fused, and what it takes.
+    """Report an AdamW step over a rank's share of all weights (of 8 ranks), foreach and fused, and its cost.
 
-    over_gib: memory that the step takes on top of weights, gradients and moments."""
+    over_gib: additional memory of the step, beyond weights, gradients and moments."""
     bench = Bench(settings, report)
     count, shape = (4, (64, 64)) if bench.small else (68, (12288, 3072))
     for way in ("foreach", "fused"):

@@ -1,5 +1,7 @@
-"""Kills a whole job with kill -9 at random moments, and resumes it each time: does the ledger still account for
-every group once, and what did it cost?"""
+"""Kills a whole job with kill -9 at random moments, resumes it each time, and checks the result.
+
+Does the ledger still account for every group once, and what did it cost?
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _QUICK = ("run.runtime=inprocess", "emulation.time_scale=0.001", "trainer.update
 
 @dataclass
 class Job:
-    """The command, run again and again. `overrides` name a run.dir of its own."""
+    """The command, run repeatedly. `overrides` set a separate run.dir."""
 
     recipe: Path
     overrides: Sequence[str]
@@ -52,8 +54,9 @@ class Job:
     said: list[str] = field(default_factory=list)
 
     def attempt(self, until: float | None) -> int | None:
-        """Makes one attempt: runs to its end, or is killed `until` seconds after its first update. Returns its exit
-        code; None if it was killed."""
+        """Make one attempt: run to the end, or kill the job `until` seconds after its first update.
+
+        Returns its exit code; None if it was killed."""
         self.attempts += 1
         began = time.monotonic()
         job = self.start(subprocess.PIPE, "checkpoint.resume=auto")
@@ -73,7 +76,7 @@ class Job:
             self.seconds += time.monotonic() - began
 
     def start(self, out: int | IO[str], *more: str) -> subprocess.Popen[str]:
-        """Starts the command with `more` overrides; what it says goes to `out`."""
+        """Start the command with `more` overrides; its output is written to `out`."""
         command = [sys.executable, "-m", "omni_async.cli", "train", str(self.recipe), *self.overrides, *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -95,12 +98,12 @@ class Job:
         return run
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Returns the processes of the job while it runs. Raises ControlError if it does not answer."""
+        """Return the processes of the job while it runs. Raises ControlError if it does not answer."""
         status: dict[str, dict[str, Any]] = ask(self.run / "control.sock", Request(), timeout_s=30)["parts"]
         return status
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Reads a file of JSON lines. Raises ValueError, with the line's number, if one is no JSON."""
+        """Read a file of JSON lines. Raises ValueError, with the line's number, if a line is not JSON."""
         found = []
         for number, line in enumerate(read_lines(self.run / name), 1):
             try:
@@ -111,7 +114,7 @@ class Job:
 
 
 def end_job(job: subprocess.Popen[str]) -> None:
-    """Kills the job and everything it started, at once."""
+    """Kill the job and everything it started, at once."""
     try:
         family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -125,8 +128,10 @@ def end_job(job: subprocess.Popen[str]) -> None:
 
 
 def problems(job: Job, updates: int | None = None) -> list[str]:
-    """Lists what is wrong with the files of a finished job; nothing, if every group ended once and every update was
-    made once. `updates`: as many as these, in place of all that the recipe asks for."""
+    """List the problems in the files of a finished job.
+
+    Empty if every group ended once and every update was made once. `updates`: the expected number of updates, in place
+    of the recipe's."""
     try:
         config, ledger, metrics = job.config, job.lines("ledger.jsonl"), job.lines("metrics.jsonl")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Measures what memory each trainer rank takes while it loads a model: whole on every rank, and its shards alone."""
+"""Measures each trainer rank's memory while it loads a model: all weights on every rank, or only its shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+# First of all: importing omni_async makes torchvision importable with a CPU build of torch.
 import omni_async  # noqa: F401  # isort: skip
 import msgspec
 import torch
@@ -44,7 +44,7 @@ _TIMEOUT_S = 600.0
 
 
 class Load(NamedTuple):
-    """What loading took of a rank: anonymous bytes above what it had before, and seconds. The digest is rank 0's."""
+    """The cost of loading on a rank: anonymous bytes above those before, and seconds. The digest is rank 0's."""
 
     above: int
     seconds: float
@@ -52,7 +52,7 @@ class Load(NamedTuple):
 
 
 class Whole:
-    """What loading asks of a policy: all weights at once."""
+    """The policy interface needed for loading: all weights at once."""
 
     components = ("transformer",)
 
@@ -71,7 +71,7 @@ class Shards(Whole):
 
 
 def write_checkpoint(path: str, layers: int) -> None:
-    """Writes about 19 MB a layer, in several files."""
+    """Write about 19 MB a layer, in several files."""
     torch.manual_seed(0)
     model: Any = QwenImageTransformer2DModel(
         patch_size=2,
@@ -87,7 +87,7 @@ def write_checkpoint(path: str, layers: int) -> None:
 
 
 class Peak:
-    """The highest anonymous memory, in bytes above what it was before."""
+    """The highest anonymous memory, in bytes above the initial value."""
 
     def __init__(self) -> None:
         self._before = self.most = _anonymous()
@@ -113,7 +113,7 @@ class Peak:
 
 
 def _anonymous() -> int:
-    """Returns the bytes of this process that no file backs."""
+    """Return the bytes of this process without a backing file."""
     text = Path("/proc/self/status").read_text()
     return int(text.split("RssAnon:")[1].split()[0]) * 1024
 

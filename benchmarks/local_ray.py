@@ -1,4 +1,4 @@
-"""Starts a Ray of this machine for a measurement: none of the project's own care for a run's Ray is wanted there."""
+"""Starts a Ray of this machine for a measurement, without the project's own supervision of a run's Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ray
 from omni_async.config.role_table import BUILT_IN
 from omni_async.runtime.on_ray.connection import reread_environment
 
-# Of all roles together: the hosts here stand for several.
+# The calls of all roles together, because a host here represents several roles.
 WAITING_CALLS = frozenset().union(*(spec.waiting_calls for spec in BUILT_IN))
 
 
@@ -25,9 +25,10 @@ def local_ray(
     gpus: int | None = None,
     **environment: str,
 ) -> Iterator[None]:
-    """Starts a local Ray, whose workers take their packages from where this process does, and ends it. Does nothing
-    where this process has joined one already. `environment`: of the workers, beside this process's.
-    `resources` and `gpus`: invented ones, in addition to the machine's."""
+    """Start a local Ray and end it; its workers import packages from this process's path.
+
+    Does nothing if this process has joined one already. `environment`: variables of the workers, in addition to this
+    process's. `resources` and `gpus`: pretended ones, in addition to the machine's."""
     if ray.is_initialized():
         yield
         return

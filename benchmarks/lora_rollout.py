@@ -1,8 +1,9 @@
-"""Measures how fast a real engine draws with the base's weights, with adapters merged into them, and with adapters that
-are not: in the last arm every adapted layer computes B(A(x)) besides, as peft does.
+"""Measures a real engine's speed with the base's weights, with merged adapters, and with unmerged adapters.
 
-Base and merged are one engine, to which a full payload and a LoRA payload are pushed in turns; the unmerged arm is an
-engine of the same kind whose denoisers got the same adapters by peft. All arms draw the same requests."""
+In the last arm every adapted layer also computes B(A(x)), as peft does. Base and merged are one engine, which receives
+a full payload and a LoRA payload in turns. The unmerged arm is an engine of the same kind; peft added the same adapters
+to its denoisers. All arms generate the same requests.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+# First of all: importing omni_async makes torchvision importable with a CPU build of torch.
 import omni_async  # noqa: F401  # isort: skip
 import msgspec
 import torch
@@ -49,7 +50,7 @@ OUT gets results.json; the table is printed. Exit codes: 0 merged adapters draw 
 by processor seconds, and merged and unmerged samples agree; 1 they do not; 2 wrong usage.
 """
 _LEAST = 0.95
-_AGREE = 1e-2  # of the samples' largest latent
+_AGREE = 1e-2  # relative to the samples' largest latent
 # Features of a head in the family's builder, and samples with some two hundred tokens.
 _FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen_image": (24, {"height": 256, "width": 256}),
@@ -64,7 +65,7 @@ _FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One draw of one arm. `processor_s`: of this process, with all its threads."""
+    """One measurement of one arm. `processor_s`: of this process, with all its threads."""
 
     family: str
     arm: str
@@ -75,7 +76,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct, frozen=True):
-    """All results. `differences`: between merged and unmerged samples, by family, of the largest latent."""
+    """All results. `differences`: between merged and unmerged samples, by family, relative to the largest latent."""
 
     machine: Machine
     settings: dict[str, Any]
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _measure(
     family: PipelineFamily, folder: Path, options: argparse.Namespace
 ) -> tuple[list[Record], float | None]:
-    """Takes the arms in turns and returns their draws, and how far merged samples are from unmerged ones."""
+    """Run the arms in turns; return their measurements, and the distance of merged from unmerged samples."""
     head, sampling = _FAMILIES[family.name]
     path = tiny_checkpoint(family.name, folder, layers=options.layers, heads=options.width // head)
     policy = load_policy(family, path)
@@ -134,7 +135,7 @@ async def _measure(
     for engine in {id(e): e for e in engines.values()}.values():
         await engine.start()
     try:
-        for repeat in range(-1, options.repeats):  # the first round warms up, and is compared
+        for repeat in range(-1, options.repeats):  # the first round warms up, and its samples are compared
             first: dict[str, torch.Tensor] = {}
             turn = repeat % len(engines)
             for arm in [*engines][turn:] + [*engines][:turn]:
@@ -171,7 +172,7 @@ def _engine(family: PipelineFamily, path: str, options: argparse.Namespace) -> R
 
 @torch.no_grad()
 def _drawn_adapters(adapted: nn.Module) -> dict[str, torch.Tensor]:
-    """Draws the adapters' matrices, as small as training leaves them, and returns them by diffusers names."""
+    """Sample the adapters' matrices, as small as training leaves them, and return them by diffusers names."""
     torch.manual_seed(1)
     found: dict[str, torch.Tensor] = {}
     for name, parameter in adapted.named_parameters():
@@ -208,7 +209,7 @@ def _request(sample: str, seed: int, spec: Any, steps: int) -> SampleRequest:
 
 
 def _ratio(records: Sequence[Record], family: str, arm: str, of: str) -> Spread | None:
-    """Returns how many times as fast as the base an arm draws, by repeat."""
+    """Return the speed of an arm relative to the base, by repeat."""
     times = {(r.arm, r.repeat): getattr(r, of) for r in records if r.family == family}
     found = [times["base", repeat] / time for (one, repeat), time in times.items() if one == arm]
     return spread(found) if found else None
@@ -252,7 +253,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, bound in least.items():
         if getattr(options, name) < bound:
             parser.error(f"--{name}: expected at least {bound}")
-    if options.width % 96:  # of all families' heads
+    if options.width % 96:  # the heads of all families
         parser.error("--width: expected a multiple of 96")
     options.families = options.families or [*_FAMILIES]
     if options.engine == "vllm_omni" and len(options.families) > 1:

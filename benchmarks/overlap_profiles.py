@@ -1,7 +1,7 @@
-"""Measures what overlap gains on every shipped profile: `omni-async bench overlap` of each emulated recipe, and one
-table of all.
+"""Measures the gain of overlap on every shipped profile, and prints one table.
 
-Real Ray actors, buffers and payloads; the devices replay the profile.
+Runs `omni-async bench overlap` for each emulated recipe. Real Ray actors, buffers and payloads; the devices replay the
+profile.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def markdown(found: dict[str, Overlap]) -> str:
-    """Returns a row per recipe; one without a round in which both arms finished is left out."""
+    """Return a row per recipe; a recipe is omitted unless both arms finished in some round."""
     rows = [_COLUMNS, ("---", *("---:" for _ in _COLUMNS[1:]))]
     for name, overlap in found.items():
         summaries = compare(overlap)

@@ -1,5 +1,7 @@
-"""Compares what the law allows with what the control plane reaches in virtual time, for every emulated recipe: in
-step, and with staleness budgets."""
+"""Compares the law's limit with the control plane's result in virtual time, for every emulated recipe.
+
+Both in step, and with staleness budgets.
+"""
 
 from __future__ import annotations
 

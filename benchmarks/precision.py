@@ -1,4 +1,4 @@
-"""Measures what the rounding of a bfloat16 engine costs, by the policy that importance ratios are taken to.
+"""Measures the cost of a bfloat16 engine's rounding, by the reference policy of importance ratios.
 
 The quickstart runs in one process, with a float32 trainer and an engine whose bfloat16 error is amplified
 (`precision_engine`), so that its log-ratios have the nats of a published recipe: its transition, its clip range in
@@ -188,7 +188,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a Markdown table: a line per factor and correction, the seeds side by side."""
+    """Yield the lines of a Markdown table: a line per factor and correction, with the seeds next to each other."""
     yield "| factor | correction | L before any update, nats | rows clipped before any update | reward at the end |"
     yield "|---|---|---|---|---|"
     for factor, correction in dict.fromkeys((row.factor, row.correction) for row in sorted(rows, key=_order)):

@@ -1,18 +1,19 @@
-"""Builds the shipped profiles from published figures: `python -m benchmarks.profiles` writes them and prints the steps
-they reproduce.
+"""Builds the shipped profiles from published figures.
 
-A published step is one number. What is published beside it fixes some of its stages; the rest is split by counting the
-transformer's passes (g = 2 with guidance, else 1; N steps, W of them trained) and by assumptions, each of which the
-profile lists under `assumed`:
+`python -m benchmarks.profiles` writes the profiles and prints the steps that they reproduce.
+
+A published step is one number. Other figures of the publication fix some of its stages. The rest is split by counting
+the transformer's passes (g = 2 with guidance, else 1; N steps, W of them trained) and by assumptions, which the profile
+lists under `assumed`:
 
     generation                                       N g   forward
     log-probs of the samples, before an update       W g   forward
     an update, gradient checkpointing                W g   forward, recomputed forward, and backward: as long as one
-                                                           forward through frozen weights, as two where these have
-                                                           gradients of their own
+                                                           forward through frozen weights, as two if these have
+                                                           their own gradients
 
 `REPRODUCED` lists the published arrangements, as overrides of the recipe that uses the profile; `law_s` is the law's
-step of each. The reader is `docs/profiles.md`.
+step of each. `docs/profiles.md` explains them.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "omni_async" / "performance" / "profiles"
 RECIPES = ROOT / "recipes" / "emulated"
 
-_SAMPLES = 512  # of a step, in every published run: 32 prompts of 16 images, or 64 of 8 videos
+_SAMPLES = 512  # samples of a step, in every published run: 32 prompts of 16 images, or 64 of 8 videos
 _HAND_OVER_S = 12.0  # a GPU unloads one role's model and loads another's (20 to 55 GB between host and device)
 _JUDGE_BATCH = 8
 
-# Qwen-Image's transformer and what a 512 x 512 sample of it carries; conditioning in bfloat16.
+# Qwen-Image's transformer and the data of one of its 512 x 512 samples; conditioning in bfloat16.
 _PARAMETERS = 20_430_401_088
 _LORA_PARAMETERS = 424_673_280  # rank 64 on the 720 linear layers that the recipe names
 _LATENTS = (2 + 1) * 1024 * 64 * 4  # two trained steps: three float32 latents of 1024 tokens x 64 channels
@@ -56,8 +57,9 @@ _VARIATION = (
 
 @dataclass(frozen=True)
 class Reproduced:
-    """A published step, and the recipe with the overrides that arrange it as published. `hand_overs`: times a GPU
-    changes roles in a step that the arrangement has and the keys cannot express."""
+    """A published step, and the recipe with overrides for the published arrangement.
+
+    `hand_overs`: a GPU's changes of roles in a step of the arrangement that the keys cannot express."""
 
     profile: str
     title: str
@@ -127,14 +129,14 @@ REPRODUCED = (
             "reward.workers=1",
             "reward.streaming=true",
             "placement.colocated=true",
-            "placement.reward.gpus=0",  # beside the NPUs that the others share
+            "placement.reward.gpus=0",  # not on the NPUs that the others share
         ),
     ),
 )
 
 
 def law_s(arrangement: Reproduced, profile: Profile | None = None) -> float:
-    """Returns the law's seconds per step of a published arrangement."""
+    """Return the law's seconds per step of a published arrangement."""
     config = load(RECIPES / f"{arrangement.profile}.yaml", arrangement.overrides)
     profile = profile or load_profile(arrangement.profile)
     return async_step(times_of(config, profile), 0) + arrangement.hand_overs * profile.switch.mean()
@@ -146,12 +148,11 @@ def shipped() -> tuple[Profile, ...]:
 
 
 def qwen_image_lora_h800() -> Profile:
-    """Solves two equations, sync and async reward on 4 GPUs, for two unknowns: the seconds of scoring an image, and
-    the rest, for training."""
+    """Solve two equations, sync and async reward on 4 GPUs, for the seconds of scoring an image and of the training."""
     gpus, sync, async_reward, one_by_one, in_batches = 4, 420.0, 360.0, 226.4, 107.9
     single, batch = one_by_one * gpus / _SAMPLES, 32 * in_batches * gpus / _SAMPLES
     unit = (batch - single) / 31
-    # Scoring hides behind generation on a GPU of its own, but for its last batch, and costs no hand-over there.
+    # Scoring on a separate GPU overlaps with generation, except for its last batch, and costs no hand-over there.
     score = (sync - async_reward - _HAND_OVER_S) / (_SAMPLES / gpus - _JUDGE_BATCH)
     export, publish, swap, step = 1.0, 2.0, 0.5, 0.5
     passes = sync - one_by_one - score * _SAMPLES / gpus - 3 * _HAND_OVER_S - export - publish - swap - 2 * step
@@ -183,8 +184,9 @@ def qwen_image_lora_h800() -> Profile:
 
 
 def qwen_image_full_h200() -> Profile:
-    """Splits the step without scoring, hand-overs, optimizer and weights by passes: 10 to generate, 2 for log-probs,
-    8 to train."""
+    """Split the step without scoring, hand-overs, optimizer and weights by passes.
+
+    10 to generate, 2 for log-probs, 8 to train."""
     gpus, seconds, score, step = 4, 250.0, 0.4, 4.0
     export, publish, swap = 4.0, 8.0, 1.0
     passes = seconds - score * _SAMPLES / gpus - 3 * _HAND_OVER_S - export - publish - swap - 2 * step
@@ -216,8 +218,9 @@ def qwen_image_full_h200() -> Profile:
 
 
 def qwen_image_full_h100_64(four: Profile) -> Profile:
-    """Takes the same work as on `four` H200, sixteen times as fast; what then is missing of the step does not shrink
-    with the number of GPUs."""
+    """Take the same work as on `four` H200, sixteen times as fast.
+
+    The remaining time of the step does not shrink with the number of GPUs."""
     seconds, groups, node = 100.0, 32, 8
     step = four.step.mean() * 4 / 64
     weights = four.export.mean() + four.publish.mean() + four.swap.mean()
@@ -250,7 +253,7 @@ def qwen_image_full_h100_64(four: Profile) -> Profile:
 
 
 def wan22_dance() -> Profile:
-    """Takes the log's stages; its generation phase ends long after the last video is made and scored."""
+    """Take the log's stages; its generation phase ends long after the last video is generated and scored."""
     npus, phase, log_probs, update, weights = 8, 869.4, 548.9, 735.3, 6.8
     generated, last_score = 403.6, 246.5
     unit = generated * npus / _SAMPLES
@@ -291,8 +294,9 @@ def wan22_dance() -> Profile:
 
 
 def remote_judge(lora: Profile) -> Profile:
-    """Takes the judge's latencies at 50 probabilities from 1 % to 99 %, of a log-normal with the given median and 99
-    % quantile."""
+    """Take the judge's latencies at 50 probabilities from 1 % to 99 %.
+
+    They are of a log-normal distribution with the given median and 99 % quantile."""
     median, slow, count = 3.0, 60.0, 50
     sigma = math.log(slow / median) / NormalDist().inv_cdf(0.99)
     seconds = [median * math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
@@ -315,7 +319,7 @@ def _rounded(seconds: float) -> float:
 
 
 def table(profiles: dict[str, Profile] | None = None) -> str:
-    """Returns published steps beside the law's, as markdown."""
+    """Return published steps and the law's, as markdown."""
     lines = ["| profile | published arrangement | published s | law s | difference |", "|---|---|---|---|---|"]
     for arrangement in REPRODUCED:
         seconds = law_s(arrangement, (profiles or {}).get(arrangement.profile))

@@ -1,9 +1,9 @@
-"""Probes what weight publishes cost in samples: a real vLLM-Omni engine, kept full with samples of several sizes, gets
-new versions from a real trainer rank while it draws.
+"""Measures the cost of weight publishes in samples: a busy vLLM-Omni engine receives versions from a real trainer rank.
 
-Three arms of one run draw the same samples and meet the same publishes: `swap` as the framework does, between two
-denoising steps; `drain` and `abort` as trainers do that pause their engine (`publish_loss_engine`). The denoising steps
-are counted in the engine's worker (`publish_loss_worker`): lost are those that no finished trajectory has.
+The engine is kept full with samples of several sizes. Three arms of one run generate the same samples and receive the
+same publishes: `swap` as the framework does, between two denoising steps; `drain` and `abort` as trainers do that pause
+their engine (`publish_loss_engine`). The denoising steps are counted in the engine's worker (`publish_loss_worker`).
+Steps are lost if no finished trajectory contains them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ in mid-generation; 1 it did, or none was; 2 wrong usage.
 """
 WAYS: tuple[Way, ...] = get_args(Way)
 TRANSPORT = "object_store"
-# Sizes that the tiny checkpoints take, with and without guidance.
+# Sizes that the tiny checkpoints support, with and without guidance.
 _SAMPLING: dict[str, list[dict[str, Any]]] = {
     "qwen_image": [
         {"height": 256, "width": 256},
@@ -63,7 +63,7 @@ _PROMPTS = ("the digit 7", "a photo of a red circle on a white background")
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One arm: its outcome, the versions that were published meanwhile, and its seconds."""
+    """One arm: its outcome, the versions published meanwhile, and its seconds."""
 
     way: Way
     publishes: int
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     family: PipelineFamily, specs: Sequence[SamplingSpec], options: argparse.Namespace, log: Callable[[str], None]
 ) -> list[Record]:
-    """Builds the checkpoint, starts trainer and engine, and takes one arm after the other."""
+    """Build the checkpoint, start trainer and engine, and run one arm after the other."""
     from benchmarks.weights_measure import hosts, ray_session
 
     with tempfile.TemporaryDirectory(prefix="publish-loss-", dir=options.out) as name, ray_session(0):
@@ -137,7 +137,7 @@ async def _take_arms(
 
 
 async def _take_arm(way: Way, trainer: Any, engine: Any, requests: Sequence[SampleRequest], publishes: int) -> Record:
-    """Draws the samples, and publishes whenever another share of their steps has been computed."""
+    """Generate the samples, and publish whenever another share of their steps has been computed."""
     steps = sum(request.num_inference_steps for request in requests)
     started = time.perf_counter()
     await engine.begin(way, requests)
@@ -170,8 +170,10 @@ def make_config(family: PipelineFamily, checkpoint: str, options: argparse.Names
 
 
 def make_requests(config: Config, specs: Sequence[SamplingSpec], samples: int) -> list[SampleRequest]:
-    """Makes training requests with everything a trainer may ask for. Sizes take turns, and so do three step counts:
-    samples end one by one, so that every publish finds the others under way."""
+    """Create training requests with everything that a trainer may request.
+
+    Sizes take turns, and so do three step counts: samples end one by one, so that every publish finds others in flight.
+    """
     factory = RequestFactory(config)
     factory.fields = ("latents", "log_probs", "final", "conditioning")
     found = []
@@ -187,7 +189,7 @@ def make_requests(config: Config, specs: Sequence[SamplingSpec], samples: int) -
 
 
 def what_was_lost(record: Record) -> list[str]:
-    """Returns a sentence for everything that an arm lost, or that keeps it from being a measurement."""
+    """Return a sentence for every loss of an arm, and for every problem that invalidates its measurement."""
     outcome, found = record.outcome, []
     if outcome.lost_samples or outcome.finished != outcome.asked:
         found.append(f"{outcome.lost_samples} samples were lost, {outcome.finished} of {outcome.asked} finished")

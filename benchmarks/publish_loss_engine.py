@@ -1,8 +1,8 @@
-"""Hosts the engine of the probe of publishes: kept full with requests, it meets each new version in one of three ways.
+"""Hosts the engine of the probe of publishes: kept full with requests, it handles new versions in one of three ways.
 
-- swap: the framework's; samples go on, their next step is taken by the new version
-- drain: nothing begins until all that runs is done; then the version is staged and swapped in
-- abort: what runs is thrown away, the version is staged and swapped in, and those samples begin anew
+- swap: as in the framework; samples continue, and the new version computes their next step
+- drain: nothing begins until all running samples are done; then the version is staged and swapped in
+- abort: running samples are discarded, the version is staged and swapped in, and those samples restart
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ _POLL_S = 0.005
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the samples of one arm. `aborted` and `failed` count attempts that brought nothing; `mixed` the
-    samples whose steps were taken by more than one version. `computed` are the steps of single samples that the worker
-    has computed, `used` those of finished trajectories."""
+    """The outcome of the samples of one arm.
+
+    - `aborted`, `failed`: attempts without a result.
+    - `mixed`: samples whose steps were computed by more than one version.
+    - `computed`: steps of single samples that the worker has computed.
+    - `used`: steps of finished trajectories."""
 
     asked: int
     finished: int
@@ -37,7 +40,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost_samples(self) -> int:
-        """Returns the attempts that brought no trajectory."""
+        """Return the attempts without a trajectory."""
         return self.aborted + self.failed
 
     @property
@@ -46,13 +49,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusyHost(EngineHost):
-    """An engine host that always holds `rollout.max_inflight` samples, as long as there are any."""
+    """An engine host that always has `rollout.max_inflight` samples in flight, as long as there are any."""
 
     _way: Way = "swap"
     _filling: asyncio.Task[None] | None = None
 
     async def begin(self, way: Way, requests: Sequence[SampleRequest]) -> None:
-        """Begins to draw all samples, meeting every version that `receive` brings meanwhile in this way."""
+        """Begin to generate all samples; handle every version that `receive` brings meanwhile in this way."""
         self._way, self._waiting, self._num_asked = way, deque(requests), len(requests)
         self._open = asyncio.Event()
         self._open.set()
@@ -63,7 +66,7 @@ class BusyHost(EngineHost):
         self._filling = asyncio.create_task(self._fill())
 
     async def outcome(self) -> Outcome:
-        """Waits for the last sample, and counts."""
+        """Wait for the last sample, and count."""
         assert self._filling is not None
         await self._filling
         return Outcome(
@@ -86,7 +89,7 @@ class BusyHost(EngineHost):
                 slots.create_task(self._slot())
 
     async def _slot(self) -> None:
-        """Draws one sample after the other. One that was thrown away begins anew; one that failed does not."""
+        """Generate one sample after the other. Restart a discarded sample, but not a failed one."""
         while True:
             await self._open.wait()
             if not self._waiting:
@@ -105,7 +108,7 @@ class BusyHost(EngineHost):
                 self._made.append(attempt.result())
 
     async def reach(self, steps: int) -> bool:
-        """Waits until so many steps are computed. Returns whether there were samples under way then."""
+        """Wait until so many steps are computed. Return whether samples were in flight then."""
         while self._busy and await self._steps_computed() - self._computed_before < steps:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)  # only the worker knows
         return self._busy

@@ -1,5 +1,7 @@
-"""Counts, inside vLLM-Omni's worker, the denoising steps that it computes: what a trajectory says of its steps would
-leave out those that were thrown away."""
+"""Counts, inside vLLM-Omni's worker, the denoising steps that it computes.
+
+A trajectory's own steps would not include discarded ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from omni_async.rollout.vllm_worker import RolloutWorkerExtension
 
 class CountingExtension(RolloutWorkerExtension):
     def steps_computed(self) -> dict[str, Any]:
-        """Returns the steps of single samples that were computed since the first call."""
+        """Return the steps of single samples computed since the first call."""
         pipeline = self.model_runner.pipeline
         if not hasattr(self, "_num_steps"):
             self._num_steps = 0

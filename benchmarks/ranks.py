@@ -16,10 +16,10 @@ _NOT_CONNECTED = "connectFullMesh failed"
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what `work(rank, ranks, init_method, *args)`, a function of a module, returns on each of `ranks` new
-    processes of one thread each. `work` makes the process group; the ranks leave it together.
+    """Return the results of `work(rank, ranks, init_method, *args)` on each of `ranks` new single-threaded processes.
 
-    Should gloo close a connection while a group is made, all is done once more."""
+    `work`, a function of a module, creates the process group; the ranks leave it together. If gloo closes a connection
+    while a group is created, everything is repeated once."""
     for may_fail in (True, False):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             try:
@@ -37,8 +37,8 @@ def _run(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tup
     result = work(rank, ranks, f"file://{folder}/rendezvous", *args)
     _result(folder, rank).write_bytes(pickle.dumps(result))
     if dist.is_initialized():
-        # A rank whose own connections stand can be done with a group while another still makes its: to that one, a
-        # rank that leaves then is a connection lost. On the CPU, where every group has gloo.
+        # A rank with complete connections can finish with a group while another rank still connects. If it left, the
+        # other rank would see a lost connection. On the CPU, because every group has gloo there.
         dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
-"""Measures what a reward server costs: images/s of `ocr` in this process and over loopback, and the server's memory.
+"""Measures the cost of a reward server: images/s of `ocr` in this process and over loopback, and the server's memory.
 
-Both arms take turns. In this process one thread scores batch after batch, as a reward worker does; over loopback the
-server is a process of its own, and threads of this one are its clients. No two images are alike, so that none is
-answered from memory.
+Both arms take turns. In this process one thread scores batch after batch, as a reward worker does. Over loopback the
+server is a separate process, and threads of this process are its clients. No two images are alike, so that no answer
+comes from a cache.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _MIB = 2**20
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """One arm of one repeat: images/s, and the milliseconds of processor time that an image took where it was scored.
+    """One arm of one repeat: images/s, and the milliseconds of processor time per image where it was scored.
 
-    Other processes of the machine lengthen the seconds, and hardly the processor time."""
+    Other processes of the machine lengthen the seconds, but hardly the processor time."""
 
     images_per_s: float
     cpu_ms: float
@@ -67,7 +67,7 @@ class Results(msgspec.Struct, frozen=True):
 
 
 class Samples:
-    """Images of digits with their prompts; the first pixels are a number that no other image has."""
+    """Images of digits with their prompts; the first pixels are a unique number."""
 
     def __init__(self) -> None:
         self._count = itertools.count()
@@ -93,7 +93,7 @@ def _digits(text: str) -> tuple[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _serving(scorer: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server of its own process; yields its address and the process."""
+    """Start a server in a separate process; yield its address and the process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scorers.yaml"
         server = {"port": 0, "requests_per_s": 1e6, "burst": 1_000_000}
@@ -119,7 +119,7 @@ def _in_process(scorer: OcrScorer, samples: Samples, batch: int, seconds: float)
 async def _over_loopback(
     scorer: HttpScorer, samples: Samples, server: psutil.Process, options: argparse.Namespace, seconds: float
 ) -> Arm:
-    """Let all clients ask for so long, and wait for their last answers."""
+    """Let all clients send requests for so long, and wait for their last answers."""
     ends = time.perf_counter() + seconds
 
     async def client() -> int:
@@ -135,7 +135,7 @@ async def _over_loopback(
 
 
 async def _memory(requests: int, clients: int) -> tuple[float, int, int]:
-    """Return requests/s, and the server's memory when a tenth of them and when all are answered."""
+    """Return requests/s, and the server's memory after a tenth and after all of the requests."""
     with _serving("jpeg_size", 16) as (url, process):
         scorer, samples, found = HttpScorer(urls=(url,), connections=clients), Samples(), []
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Writes the folder of a run that never was, with the writers of real runs: as many groups and engines as asked for."""
+"""Writes the folder of a fictitious run, with the writers of real runs, with any number of groups and engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METRICS = ("loss", "grad_norm", "approx_kl", "ess", "masked", "clip_fraction", 
 
 @dataclass
 class MadeRun:
-    """What is in the folder: `samples` of a group, `per_update` groups, and seconds between updates."""
+    """The contents of the folder: `samples` of a group, `per_update` groups, and seconds between updates."""
 
     groups: int
     engines: int = 2
@@ -104,7 +104,7 @@ class MadeRun:
             yield Span("publisher", "publish", train, train + 0.3, {"version": update, "megabytes": 2.5})
 
     def write(self, folder: Path, over: bool = False) -> RunDirectory:
-        """Write the lines of groups from `first` to `groups`; a folder that has the former ones may be gone on with."""
+        """Write the lines of groups from `first` to `groups`; the folder may already contain earlier groups."""
         self.rng.seed(self.seed)
         folder.mkdir(parents=True, exist_ok=True)
         run = RunDirectory(folder)
@@ -135,5 +135,5 @@ class MadeRun:
         if self.first == 0:
             log.add(ordered)
             return
-        with run.spans.open("ab") as file:  # a log begins its file anew
+        with run.spans.open("ab") as file:  # a log would overwrite its file
             file.write(log._encoder.encode_lines(ordered))

@@ -1,10 +1,9 @@
-"""Measures stage times of Qwen-Image at its published size on one device: `python -m benchmarks.stage_profile --out
-DIR`.
+"""Measures stage times of Qwen-Image at its published size on one device.
 
-Builds the transformer and the VAE with random weights (`stage_profile_model`), measures generation, log-prob
-recomputation, training and publishing for several batch sizes (`stage_profile_measure`), and writes `profile.json`,
-`table.md` and, after every stage, `measured.json` into DIR. Needs torch, diffusers, peft and tensordict; no Ray, no
-vLLM, no checkpoint, no network.
+Run `python -m benchmarks.stage_profile --out DIR`. It builds the transformer and the VAE with random weights
+(`stage_profile_model`), measures generation, log-prob recomputation, training and publishing for several batch sizes
+(`stage_profile_measure`), and writes `profile.json`, `table.md` and, after every stage, `measured.json` into DIR. Needs
+torch, diffusers, peft and tensordict; no Ray, no vLLM, no checkpoint, no network.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "qwen_image_ocr" / "flow_grpo_l
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings to measure a model with unless the command line says otherwise. `tokens`: of a prompt, and of the
-    negative prompt."""
+    """Default settings for measuring a model. `tokens`: of a prompt, and of the negative prompt."""
 
     pixels: int
     steps: int
@@ -129,7 +127,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def device_config(options: argparse.Namespace) -> Config:
-    """Returns the full-size recipe on one device; a group of samples is one micro-batch."""
+    """Return the full-size recipe on one device; a group of samples is one micro-batch."""
     window = load(RECIPE).rollout.sde
     assert window is not None  # the recipe trains noisy steps
     rows = max(options.train_batches) * window.window.size

@@ -1,8 +1,7 @@
-"""Measures how long each stage takes on one device, with the classes that a run in one process uses: `DiffusersEngine`
-and `TrainEngine`.
+"""Measures the time of each stage on one device, with the classes of a run in one process.
 
-Every measurement ends when the device is idle. A batch too large for its memory ends the series: larger ones are not
-tried.
+These are `DiffusersEngine` and `TrainEngine`. Every measurement ends when the device is idle. A batch too large for its
+memory ends the series: larger ones are not tried.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ Say = Callable[[str], None]
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds of every repeat of a job of `units`, and the most memory the device held meanwhile (None where it does
-    not count)."""
+    """Seconds of every repeat of a job of `units`, and the device's peak memory (None if it does not count memory)."""
 
     units: int
     seconds: tuple[float, ...]
@@ -49,8 +47,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """One version: its bytes, and seconds to copy it out of the trainer, to check it at an engine, and to switch to
-    it."""
+    """One version: its bytes, and seconds to export it from the trainer, check it at an engine, and swap to it."""
 
     nbytes: int
     export_s: float
@@ -59,8 +56,9 @@ class Publish(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct):
-    """The measurements, filled stage by stage. Units are samples. `out_of_memory`: stage -> the first number of
-    samples that did not fit."""
+    """The measurements, filled stage by stage. Units are samples.
+
+    `out_of_memory`: stage -> the first number of samples that did not fit."""
 
     device: str
     generate: list[Timing] = []
@@ -81,8 +79,9 @@ class Exported:
 
 
 class Bench:
-    """A benchmark of one engine and one trainer rank of `config` on `device`, which have to fit together. `done` is
-    called after every stage."""
+    """A benchmark of one engine and one trainer rank of `config` on `device`, which have to fit together.
+
+    `done` is called after every stage."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class Bench:
             self._record("generate", n, laps)
 
     async def _samples(self, engine: DiffusersEngine, count: int) -> list[Trajectory]:
-        """Generates samples to train on, in batches that are known to fit."""
+        """Generate samples to train on, in batches that are known to fit."""
         batch = self.measured.generate[-1].units
         made: list[Trajectory] = []
         for first in range(0, count, batch):
@@ -163,13 +162,13 @@ class Bench:
         return made
 
     async def _generate(self, engine: DiffusersEngine, seeds: range) -> list[Trajectory]:
-        """Generates one batch: calls made at once share it."""
+        """Generate one batch: concurrent calls share it."""
         return await asyncio.gather(*(engine.generate(self._request(seed)) for seed in seeds))
 
     def _training(
         self, samples: Sequence[Trajectory], batches: Sequence[int], payloads: Sequence[str]
     ) -> dict[str, Exported]:
-        """Measures training and returns a version of each payload. The trainer is gone when this returns."""
+        """Measure training and return a version of each payload. The trainer is gone when this returns."""
         engine = TrainEngine(self._config, self._policy, ParallelLayout(), device=self._device)
         engine.setup()
         versions = {}
@@ -191,7 +190,7 @@ class Bench:
         return versions
 
     def _export(self, engine: TrainEngine, version: int) -> Exported:
-        """Exports into memory that is there already, as every publish of a run but the first."""
+        """Export into existing memory, as every publish of a run except the first."""
         buckets = engine.bucket_set()
         engine.snapshot(version, buckets)
         with lap(self._device) as taken:
@@ -246,7 +245,7 @@ class Bench:
         )
 
     def _full(self, stage: str, n: int) -> None:
-        """Ends a series. Raises RuntimeError if nothing smaller was measured."""
+        """End a series. Raises RuntimeError if nothing smaller was measured."""
         if not getattr(self.measured, stage):
             raise RuntimeError(
                 f"{stage}: {self.measured.device} has no memory for {n} samples, the smallest batch asked for"
@@ -261,7 +260,7 @@ class Bench:
             torch.accelerator.empty_cache()
 
     def _record(self, stage: str, units: int, laps: Sequence[Lap]) -> None:
-        """Records the laps, without the first, which warmed up."""
+        """Record the laps, without the first, which warmed up."""
         peaks = [taken.peak_bytes for taken in laps[1:] if taken.peak_bytes is not None]
         timing = Timing(units, tuple(taken.seconds for taken in laps[1:]), max(peaks, default=None))
         getattr(self.measured, stage).append(timing)
@@ -282,8 +281,7 @@ class Lap:
 
 @contextmanager
 def lap(device: torch.device) -> Iterator[Lap]:
-    """Times the block until the device is idle again, and the most memory the device held. On the CPU memory is not
-    counted."""
+    """Time the block until the device is idle again, and measure the device's peak memory (not on the CPU)."""
     taken, counts = Lap(), device.type != "cpu"
     if counts:
         torch.accelerator.synchronize(device)
@@ -297,5 +295,5 @@ def lap(device: torch.device) -> Iterator[Lap]:
 
 
 def _nbytes(tensors: Any) -> int:
-    """Counts the bytes of all tensors, nested ones included."""
+    """Count the bytes of all tensors, including nested ones."""
     return sum(value.nbytes for value in tensors.values(include_nested=True, leaves_only=True))

@@ -1,8 +1,8 @@
-"""Builds Qwen-Image with random weights on the device it runs on: the published architecture without a checkpoint, a
-download or a text encoder.
+"""Builds Qwen-Image with random weights on its device: the published architecture without a checkpoint or a download.
 
-Prompt embeddings are random too, as many as a prompt of usual length has; everything behind them is the real model's
-code. The same seed and device give the same weights, so an engine and a trainer hold the same policy.
+There is no text encoder: prompt embeddings are random too, as many as for a prompt of usual length. Everything after
+them is the real model's code. The same seed and device give the same weights, so an engine and a trainer have the same
+policy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SCHEDULER = {
 
 
 def tiny_architecture() -> Architecture:
-    """Returns the architecture of `omni_async_pipelines.qwen_image.tiny`."""
+    """Return the architecture of `omni_async_pipelines.qwen_image.tiny`."""
     from omni_async_pipelines.qwen_image.tiny import build_components
 
     parts: Any = build_components()
@@ -79,13 +79,14 @@ def tiny_architecture() -> Architecture:
 
 
 class RandomQwenImage(QwenImagePolicy):
-    """A `QwenImagePolicy` with random weights. `load_components` and `load_codec` return models that are on
-    `device` already."""
+    """A `QwenImagePolicy` with random weights.
+
+    `load_components` and `load_codec` return models that are on `device` already."""
 
     def __init__(
         self, architecture: Architecture, device: torch.device, *, prompt_tokens: int, negative_tokens: int, seed: int
     ) -> None:
-        # Not the parent's, which reads a checkpoint's configuration files.
+        # Not the parent's __init__, which reads a checkpoint's configuration files.
         self.path = f"random weights ({architecture.name})"
         self.in_channels = int(architecture.transformer["in_channels"])
         self.text_width = int(architecture.transformer["joint_attention_dim"])
@@ -132,7 +133,7 @@ class _RandomCodec(QwenImageCodec):
 
 @contextmanager
 def _made_on(device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[None]:
-    """Makes parameters on `device` in `dtype`: 20 G of them do not fit twice, nor into the host in float32."""
+    """Create parameters on `device` in `dtype`: 20 G of them do not fit twice, nor into the host in float32."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng(), device:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Reports a stage profile: a `Profile` for emulated devices, and a table beside the published throughput."""
+"""Reports a stage profile: a `Profile` for emulated devices, and a table with the published throughput."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.stage_profile_measure import Measured, Timing
 from omni_async.performance.profile import Payload, Profile, ServiceTime, fit
 
-# A GPU's share of an update where 4 of them make 512 images, and the update's optimizer steps.
+# A GPU's share of an update of 512 images on 4 GPUs, and the update's optimizer steps.
 _SAMPLES, _STEPS = 128, 2
 # Images per GPU and second, reward and hand-overs of the GPUs included: verl-project/verl-omni,
 # docs/algo/performance.md.
@@ -15,8 +15,9 @@ _PUBLISHED = (("LoRA rank 64, guidance, 4 H800", 0.305), ("all weights, no guida
 
 
 def to_profile(measured: Measured, rest: Profile, setting: str) -> Profile:
-    """Fits stages over the batch sizes; those that were not measured here (scoring, hand-overs) are `rest`'s. A
-    version is the first payload that was published."""
+    """Fit stages over the batch sizes; stages not measured here (scoring, hand-overs) are `rest`'s.
+
+    A version is the first payload that was published."""
     payload, publish = next(iter(measured.publish.items()))
     return Profile(
         name=f"stage_profile_{payload}",
@@ -43,16 +44,16 @@ def _fitted(timings: Sequence[Timing]) -> ServiceTime:
 
 
 def seconds_per_update(profile: Profile, batch: int, train_batch: int, *, recompute: bool) -> float:
-    """Returns the seconds of one device that does its share of an update, one stage after the other and each in
-    batches of its own, without reward and hand-overs."""
+    """Return the seconds of one device for its share of an update, without reward and hand-overs.
+
+    The stages run one after the other, each in its own batches."""
     trained = profile.train.mean(train_batch) + (profile.proximal.mean(train_batch) if recompute else 0.0)
     samples = _SAMPLES * (profile.generate.mean(batch) / batch + trained / train_batch)
     return samples + _STEPS * profile.step.mean() + profile.export.mean() + profile.publish.mean() + profile.swap.mean()
 
 
 def to_markdown(measured: Measured, profile: Profile, setting: str, *, published: bool) -> str:
-    """Formats the table. `published`: the model has the published size, so that published throughput can stand
-    beside it."""
+    """Format the table. `published`: the model has the published size, so the published throughput is comparable."""
     lines = [
         f"# Stages on one {measured.device}",
         "",
@@ -82,7 +83,7 @@ def _row(stage: str, timing: Timing) -> str:
 
 
 def _comparison(measured: Measured, profile: Profile) -> list[str]:
-    """Compares with the published throughput, with the largest batches that fit."""
+    """Compare with the published throughput, with the largest batches that fit."""
     batch, train_batch = max(t.units for t in measured.generate), max(t.units for t in measured.train)
     recomputed, bypassed = (
         seconds_per_update(profile, batch, train_batch, recompute=recompute) for recompute in (True, False)

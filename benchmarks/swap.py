@@ -1,8 +1,12 @@
-"""Measures the way of a published version into an engine's parameters: copies, bytes per second, opened files.
+"""Measures the path of a published version into an engine's parameters: copies, bytes per second, opened files.
 
-Each pair of arms differs in one thing, and takes turns in one process: pieces of a tensor are joined first or copied
-into place; the checkpoint that adapters are added to is opened at every swap or stays open; one thread hashes a version
-or several do. Everything is on the CPU; on an accelerator the same bytes go through pinned buffers."""
+Each pair of arms differs in one thing, and takes turns in one process:
+- Pieces of a tensor are joined first, or copied into place.
+- The base checkpoint of adapters is opened at every swap, or stays open.
+- One thread hashes a version, or several do.
+
+Everything is on the CPU; on an accelerator the same bytes go through pinned buffers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+# First of all: importing omni_async makes torchvision importable with a CPU build of torch.
 import omni_async  # noqa: F401  # isort: skip
 import msgspec
 import torch
@@ -50,8 +54,9 @@ _LAYERS = 60  # of Qwen-Image; the tiny checkpoint is narrower
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """One way, in one repeat. `copied`: bytes copied per byte of the payload; `opened`: files; `faults`: pages that
-    the kernel mapped."""
+    """One way, in one repeat.
+
+    `copied`: bytes copied per byte of the payload; `opened`: files; `faults`: pages that the kernel mapped."""
 
     part: str
     way: str
@@ -87,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _full(options: argparse.Namespace) -> list[Arm]:
-    """Measures full weights whose rows several ranks published, and their digest."""
+    """Measure full weights whose rows several ranks published, and their digest."""
     count = max(1, options.mb * 10**6 // (2 * _SIDE * _SIDE))
     names = [f"transformer.blocks.{number}.weight" for number in range(count)]
     live = {name: torch.zeros(_SIDE, _SIDE, dtype=torch.bfloat16) for name in names}
@@ -110,7 +115,7 @@ def _full(options: argparse.Namespace) -> list[Arm]:
 
     ways = {"plain copy": memcpy, "joined first": join, "into place": into_place}
     arms: list[Arm] = []
-    for repeat in range(options.repeats + 1):  # the first is not counted: pages are mapped then
+    for repeat in range(options.repeats + 1):  # the first is not counted: it maps the pages
         made = [_copied("full weights", way, nbytes, call) for way, call in ways.items()]
         for threads in sorted({1, hashing_threads()}):
             way = f"{threads} thread{'s' * (threads > 1)}"
@@ -120,7 +125,7 @@ def _full(options: argparse.Namespace) -> list[Arm]:
 
 
 def _published(names: list[str], ranks: int) -> Staged:
-    """Returns a version whose rows so many ranks hold, each in separate buckets."""
+    """Return a version whose rows are distributed over so many ranks, each in separate buckets."""
     pieces: dict[str, tuple[Piece, ...]] = dict.fromkeys(names, ())
     buckets: list[Bucket] = []
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +142,7 @@ def _published(names: list[str], ranks: int) -> Staged:
 
 
 def _base(options: argparse.Namespace) -> list[Arm]:
-    """Measures reading all weights that adapters could be added to, of a checkpoint in the page cache."""
+    """Measure reading all weights that adapters could be added to, from a checkpoint in the page cache."""
     with tempfile.TemporaryDirectory(prefix="swap-") as name:
         path = Path(tiny_checkpoint("qwen_image", Path(name), layers=_LAYERS))
         kept = BaseWeights(path, ["transformer"])
@@ -159,7 +164,7 @@ def _base(options: argparse.Namespace) -> list[Arm]:
 
 
 def _copied(part: str, way: str, nbytes: int, call: Callable[[], None]) -> Arm:
-    """Times a call, and counts in another what it copies."""
+    """Time a call, and count the copied bytes of another call."""
     timed = _timed(part, way, nbytes, call)
     with CopiedBytes() as copies:
         call()

@@ -1,4 +1,4 @@
-"""Counts what trainer ranks exchange in an update, and times copies of checkpoints, before and after each change."""
+"""Counts the data exchanged by trainer ranks in an update, and times checkpoint copies, before and after changes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 class Found(NamedTuple):
-    """What one rank did for the gradients of an update."""
+    """The work of one rank for the gradients of an update."""
 
     micro_batches: int
     gathers: int
@@ -82,7 +82,7 @@ class Collectives(TorchDispatchMode):
 
 
 def config_of(path: str, ranks: int, overrides: Sequence[str]) -> Config:
-    """Returns the quickstart's recipe for the checkpoint at `path`, guided and on so many ranks."""
+    """Return the quickstart's recipe for the checkpoint at `path`, guided and on so many ranks."""
     own = (
         *(f"model.path={path}", f"trainer.workers={ranks}", f"rollout.group_size={_SAMPLES}"),
         *(f"trainer.groups_per_update={_GROUPS}", "trainer.micro_batch_size=4", "rollout.sampling.true_cfg_scale=4"),
@@ -92,7 +92,7 @@ def config_of(path: str, ranks: int, overrides: Sequence[str]) -> Config:
 
 
 def group_of(engine: TrainEngine, number: int) -> GroupBatch:
-    """Returns this rank's share of a random group."""
+    """Return this rank's share of a random group."""
     policy, rollout = engine.policy, engine.config.rollout
     spec, generator = rollout.sampling, torch.Generator().manual_seed(number)
     shape, dealt = policy.latent_shape(spec), engine.layout.dealt(_SAMPLES, number * _SAMPLES)
@@ -149,7 +149,7 @@ def work(rank: int, ranks: int, init_method: str, configs: dict[str, Config]) ->
 
 
 def copy_checkpoints(stager: AsyncStager, parameters: dict[str, Any], optimizer: Any) -> list[tuple[float, int]]:
-    """Returns seconds of four copies of a checkpoint's tensors, and the bytes of memory that each touched first."""
+    """Return the seconds of four copies of a checkpoint's tensors, and the bytes of memory first touched by each."""
     laps = []
     for _ in range(4):
         with tempfile.TemporaryDirectory() as folder:

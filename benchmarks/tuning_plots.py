@@ -1,7 +1,7 @@
-"""Draws the figures of docs/tuning.md, from simulations of one recipe: what S buys, how many slots buffers need, and
-the front that tuning finds.
+"""Plots the figures of docs/tuning.md from simulations of one recipe.
 
-Waits for nothing but the simulator; the same recipe and profile always give the same figures.
+They show the gain from S, the slots that buffers need, and the front that tuning finds. Waits only for the simulator;
+the same recipe and profile always give the same figures.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LAW, _SIMULATED, _SCHEDULE = (
     "#0072B2",
     "#D55E00",
     "#009E73",
-)  # Okabe and Ito's colours, which colour-blind readers tell apart
+)  # Okabe and Ito's colours, which colour-blind readers can distinguish
 
 Say = Callable[[str], None]
 
@@ -90,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def staleness(recipe: Path, config: Config, profile: Profile, say: Say) -> Figure:
-    """Plots seconds per update against S, by the law and simulated, with the schedules that fix S; and how stale the
-    trained groups are."""
+    """Plot seconds per update against S: by the law, simulated, for schedules that fix S; and the groups' staleness."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     steps, ages = figure.subplots(1, 2)
     split = _split(config)
@@ -126,8 +125,7 @@ def staleness(recipe: Path, config: Config, profile: Profile, say: Say) -> Figur
 
 
 def buffers(config: Config, profile: Profile, say: Say) -> Figure:
-    """Plots images per second against the slots of either buffer, at S = 1 and S = 2, the other buffer holding
-    everything."""
+    """Plot images per second against the slots of either buffer, at S = 1 and S = 2; the other buffer is unbounded."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     by_groups, by_samples = figure.subplots(1, 2, sharey=True)
     per_update, batch = config.trainer.groups_per_update, config.rollout.max_batch

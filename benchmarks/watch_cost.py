@@ -1,9 +1,9 @@
-"""Measures what a live page that somebody looks at costs the run beside it: processor seconds, and event-loop lag.
+"""Measures the cost of a viewed live page for its run: processor seconds, and event-loop lag.
 
     python -m benchmarks.watch_cost --updates 100
 
 Trains the quickstart in one process (the diffusers engine, so that every role is on one event loop), alternately alone
-and with `omni-async watch` and a reader of its events. Lag is how late a callback that is due every 20 ms runs.
+and with `omni-async watch` and a reader of its events. Lag is the delay of a callback that is due every 20 ms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
     parser = command_parser("watch_cost", __doc__ or "")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)  # the process that trains: its folder
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)  # the training process: its folder
     options = parser.parse_args()
     if options.train:
         return _train(options.train, options.updates)
@@ -82,7 +82,7 @@ def _run_folder(folder: Path, job: subprocess.Popen[bytes]) -> Path:
 
 
 class _Viewer:
-    """A page's server, and somebody who reads all that it sends."""
+    """A page's server, and a client that reads all of its output."""
 
     def __init__(self, run: Path) -> None:
         command = [sys.executable, "-m", "omni_async.cli", "watch", str(run), "--port", "0"]
@@ -91,7 +91,7 @@ class _Viewer:
         found = re.search(r"http://[^/#\s]+", self._server.stdout.readline())
         assert found is not None
         self._process = psutil.Process(self._server.pid)
-        self._began = self.cpu_s()  # less what starting it took
+        self._began = self.cpu_s()  # without the cost of its start
         threading.Thread(target=self._read, args=(f"{found[0]}/events",), daemon=True).start()
 
     def _read(self, address: str) -> None:
@@ -113,7 +113,7 @@ class _Viewer:
 
 
 class _Timed(asyncio.DefaultEventLoopPolicy):
-    """Makes event loops that note how late a callback runs that is due every 20 ms."""
+    """Creates event loops that record the delay of a callback that is due every 20 ms."""
 
     def __init__(self) -> None:
         super().__init__()

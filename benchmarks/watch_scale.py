@@ -1,10 +1,10 @@
-"""Measures the live page of a long run: seconds until it can be used, the server's memory, and its share of a core.
+"""Measures the live page of a long run: seconds until it is usable, the server's memory, and its share of a core.
 
     python -m benchmarks.watch_scale --groups 100000 --engines 1000
     python -m benchmarks.watch_scale --groups 20000 --live 30
 
-The run's folder is written with the project's own writers. A Chromium opens the page; "interactive" is when the lanes
-are drawn and the report's verdict, or what is there of the run, can be read. With --live the folder goes on growing
+The run's folder is written with the project's own writers. A Chromium opens the page; it is "interactive" when the
+lanes are drawn and the report's verdict, or the part written so far, is readable. With --live the folder keeps growing
 meanwhile, and the server's processor seconds are compared with the time.
 """
 

@@ -1,8 +1,7 @@
-"""Measures what a publish costs: how long it blocks the trainer, when engines compute with it, and what it takes from
-generation.
+"""Measures the cost of a publish: the trainer's blocked time, the delay until engines use it, and the lost generation.
 
-Trainer and engines are Ray actors that run the framework's own rank, publisher, producers and transports on a model of
-each size (`weights_model`, `weights_roles`); all transports, and plain copies of the same bytes, take turns within a
+Trainer and engines are Ray actors with the framework's own rank, publisher, producers and transports, on a model of
+each size (`weights_model`, `weights_roles`). All transports, and plain copies of the same bytes, take turns within a
 repeat (`weights_measure`). Generation is the quickstart's.
 """
 
@@ -143,7 +142,7 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
 
 
 def _sizes(options: argparse.Namespace) -> tuple[list[float], list[str]]:
-    """Returns the sizes that fit, the smallest first; and what was left out."""
+    """Return the sizes that fit, the smallest first, and the omitted ones."""
     from benchmarks.weights_measure import needed_bytes
 
     available = psutil.virtual_memory().available
@@ -158,7 +157,7 @@ def _sizes(options: argparse.Namespace) -> tuple[list[float], list[str]]:
 
 
 def _ranks(megabytes: float, lora_rank: int) -> list[int | None]:
-    """Returns the adapters' ranks to publish; None is the full payload."""
+    """Return the adapters' ranks to publish; None is the full payload."""
     return [None, lora_rank] if lora_rank and megabytes >= 100 else [None]
 
 

@@ -1,5 +1,7 @@
-"""Runs the arms of the weight benchmark on Ray actors: every repeat takes each arm in turn, so that a busy moment of
-the machine meets all."""
+"""Runs the arms of the weight benchmark on Ray actors, in turns within every repeat.
+
+A busy moment of the machine thus affects all arms.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,13 @@ from omni_async.runtime.on_ray.shell import Proxy, actor_class
 
 Log = Callable[[str], None]
 
-# Most copies of a payload at once: the weights themselves in trainer and engine, the buckets, a copy of them
-# to time and a new one, two versions in the object store, the file in the page cache, and a receiver's own memory.
+# Most copies of a payload at once: the weights themselves in trainer and engine, the buckets, a copy of them to time
+# and a new one, two versions in the object store, the file in the page cache, and a receiver's own memory.
 _PAYLOADS_IN_MEMORY = 9
 
 
 class PublishRecord(msgspec.Struct, frozen=True):
-    """One publish, and plain copies of the same bytes made in the same process right before it (`CopyTimes`).
-    Seconds."""
+    """One publish, and plain copies of the same bytes, made just before in the same process (`CopyTimes`). Seconds."""
 
     payload: Literal["full", "lora"]
     model_mb: float
@@ -46,8 +47,9 @@ class PublishRecord(msgspec.Struct, frozen=True):
 
 
 class ThroughputRecord(msgspec.Struct, frozen=True):
-    """A window of generation: `samples` in `seconds` while `publishes` versions arrived. `arm` is quiet, periodic or
-    back_to_back."""
+    """A window of generation: `samples` in `seconds` while `publishes` versions arrived.
+
+    `arm` is quiet, periodic or back_to_back."""
 
     arm: str
     repeat: int
@@ -57,12 +59,12 @@ class ThroughputRecord(msgspec.Struct, frozen=True):
 
 
 def needed_bytes(megabytes: float) -> int:
-    """Returns the memory that a payload of this size takes on the machine."""
+    """Return the memory that a payload of this size takes on the machine."""
     return int(_PAYLOADS_IN_MEMORY * megabytes * 1e6)
 
 
 def ray_session(store_bytes: int) -> AbstractContextManager[None]:
-    """Starts a local Ray whose workers compute in one thread each; does nothing where one runs already."""
+    """Start a local Ray whose workers compute in one thread each; do nothing if one runs already."""
     return local_ray(4, max(store_bytes, 200_000_000), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 
@@ -75,7 +77,7 @@ def hosts(
     folder: Path,
     engine_host: type[EngineHost] = EngineHost,
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Starts a trainer and as many engines, in actors of their own; kills them in the end."""
+    """Start a trainer and as many engines, in separate actors; kill them at the end."""
     actors: list[Any] = []
 
     def spawn(name: str, build: Callable[[], Any]) -> Proxy:
@@ -103,8 +105,9 @@ async def measure_publishes(
     folder: Path,
     log: Log,
 ) -> list[PublishRecord]:
-    """Measures `repeats` publishes by every transport of a model of `megabytes`, after one of each that is not
-    counted. With `lora_rank` its adapters are the payload."""
+    """Measure `repeats` publishes by every transport of a model of `megabytes`, after an uncounted one of each.
+
+    With `lora_rank` its adapters are the payload."""
     config = sized_config(megabytes, lora_rank=lora_rank)
     payload = config.weights.payload
     records: list[PublishRecord] = []
@@ -141,8 +144,9 @@ async def measure_publishes(
 async def measure_throughput(
     config: Config, transport: str, *, repeats: int, window_s: float, every_s: float, folder: Path, log: Log
 ) -> list[ThroughputRecord]:
-    """Measures windows of the same number of samples, about `window_s` long: without publishes, with one every
-    `every_s`, and with one after the other."""
+    """Measure windows of the same number of samples, about `window_s` long.
+
+    Without publishes, with a publish every `every_s`, and with consecutive publishes."""
     records: list[ThroughputRecord] = []
     with hosts(config, find_family(config.model.pipeline), [transport], 1, folder) as (trainer, found):
         [engine] = found.values()

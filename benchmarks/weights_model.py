@@ -1,5 +1,4 @@
-"""Builds a model of a wanted size: the least that trainer and engines need to carry its weights, named as a
-transformer's."""
+"""Builds a model of a given size: the minimum that trainer and engines need, with a transformer's weight names."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out")
 def sized_config(
     megabytes: float, *, lora_rank: int | None = None, bucket_mb: int = 256, timeout_s: float = 120.0
 ) -> Config:
-    """Configures trainer and engines of a `SizedPolicy`; with `lora_rank` adapters are what is trained and
-    published."""
+    """Configure trainer and engines of a `SizedPolicy`; with `lora_rank`, adapters are trained and published."""
     tree: dict[str, Any] = {
         "model": {"pipeline": "qwen_image", "path": repr(float(megabytes))},
         "data": {"prompts": "none"},
@@ -40,8 +38,10 @@ def sized_config(
 
 
 class SizedPolicy:
-    """An `omni_async.diffusion.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256
-    kB up to 20 MB and of 4 MB beyond. The transformer loaded last is kept, so that it can be changed from outside."""
+    """An `omni_async.diffusion.policy.Policy` of a given size.
+
+    `path` is the megabytes of its float32 weights: square matrices of 256 kB up to 20 MB and of 4 MB beyond. The
+    transformer loaded last is kept, so that it can be changed from outside."""
 
     components: tuple[str, ...] = ("transformer",)
     sequence_plan: None = None
@@ -75,7 +75,7 @@ class SizedPolicy:
         spec: SamplingSpec,
         **_: Any,
     ) -> Tensor:
-        """Computes with the first matrix alone."""
+        """Compute with only the first matrix."""
         out: Tensor = components["transformer"](latents)
         return out
 
@@ -114,7 +114,7 @@ class _Blocks(nn.Module):
 
 
 def _size(spec: SamplingSpec) -> tuple[int, int]:
-    """Returns height and width of the spec's image."""
+    """Return height and width of the spec's image."""
     (media,) = spec.media()
     _, height, width = media.shape
     return height, width

@@ -1,5 +1,7 @@
-"""Formats tables and the results file of the weight benchmark. Ratios are taken within a repeat, so that a slow
-moment is in both of their terms."""
+"""Formats tables and the results file of the weight benchmark.
+
+Ratios are taken within a repeat, so that a slow moment affects both of their terms.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from rich.table import Table
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from omni_async.commands.bench.result import Machine, Spread, spread
 
-BLOCKED_TARGET = 1.5  # plain copies of the same tensors
+BLOCKED_TARGET = 1.5  # in plain copies of the same tensors
 THROUGHPUT_TARGET = 0.95
 R = TypeVar("R")
 
 
 class Results(msgspec.Struct, frozen=True):
-    """All results. `notes`: what was left out, and why."""
+    """All results. `notes`: omitted measurements, and why."""
 
     machine: Machine
     settings: dict[str, Any]
@@ -94,7 +96,7 @@ def _throughput(records: Sequence[ThroughputRecord]) -> Table:
 
 
 def _by(records: Sequence[R], key: Callable[[R], tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], list[R]]]:
-    """Yields the records of one key together, keys in the order in which they first appear."""
+    """Yield the records of one key together, keys in the order of their first appearance."""
     order = {k: number for number, k in enumerate(dict.fromkeys(map(key, records)))}
     for k, group in groupby(sorted(records, key=lambda r: order[key(r)]), key):
         yield k, list(group)

@@ -1,6 +1,8 @@
-"""Hosts trainer and engine of the weight benchmark, each in a Ray actor: the run's own rank, publisher, producers
-and transports, without updates and without a coordinator. Every transport has a publisher and a producer of its own,
-so that publishes by different ones can alternate."""
+"""Hosts trainer and engine of the weight benchmark, each in a Ray actor.
+
+They are the run's own rank, publisher, producers and transports, without updates and without a coordinator. Every
+transport has its own publisher and producer, so that publishes by different ones can alternate.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ CPU = torch.device("cpu")
 
 
 class PublishTimes(msgspec.Struct, frozen=True):
-    """Seconds from the start of an export: `blocked` until the trainer may go on, `swapped` until the last engine has
-    swapped. `staged` and `swap` are the slowest engine's own."""
+    """Seconds from the start of an export.
+
+    `blocked`: until the trainer may continue. `swapped`: until the last engine has swapped. `staged` and `swap` are the
+    slowest engine's own."""
 
     blocked: float
     swapped: float
@@ -50,8 +54,10 @@ class PublishTimes(msgspec.Struct, frozen=True):
 
 
 class CopyTimes(msgspec.Struct, frozen=True):
-    """Seconds of plain copies of the same bytes into memory that was used before: `tensors` one by one, from their
-    own memory, and in large `blocks`, for which the C library may bypass the cache; and in blocks into `new` memory."""
+    """Seconds of plain copies of the same bytes into memory that was used before.
+
+    `tensors`: one by one, from their own memory. `blocks`: in large blocks; the C library may bypass the cache for
+    these. `new`: in blocks, into new memory."""
 
     tensors: float
     blocks: float
@@ -59,8 +65,9 @@ class CopyTimes(msgspec.Struct, frozen=True):
 
 
 class Desk:
-    """A stand-in for the coordinator, as publisher and producers use it. A version has arrived when `engines` of
-    them hold it, or one is lost."""
+    """A stand-in for the coordinator, for publisher and producers.
+
+    A version has arrived when `engines` of them hold it, or one is lost."""
 
     def __init__(self, engines: int = 0) -> None:
         self._engines = engines
@@ -87,7 +94,7 @@ class Desk:
         self.arrived.set()
 
     async def report_spans(self, spans: list[Span]) -> None:
-        """Drops the spans: nothing plots them."""
+        """Discard the spans: nothing plots them."""
 
 
 class EngineHost:
@@ -115,11 +122,11 @@ class EngineHost:
         return await self._producers[transport].receive_weights(manifest, parcel)
 
     async def digest(self) -> str:
-        """Digests the weights the diffusers engine computes with."""
+        """Return the digest of the weights that the diffusers engine computes with."""
         return await asyncio.to_thread(digest_tensors, named_parameters(self._engine._components))  # type: ignore[attr-defined]
 
     async def generate(self, samples: int) -> float:
-        """Returns the seconds that `samples` training samples take, all asked for at once."""
+        """Return the seconds that `samples` training samples take, all requested at once."""
         factory, size = RequestFactory(self._config), self._config.rollout.group_size
         groups = range(-(-samples // size))
         requests = [r for g in groups for r in factory.training(g, Prompt(g, f"the digit {g % 10}"), factory.window(g))]
@@ -129,7 +136,7 @@ class EngineHost:
 
 
 class _Route:
-    """An engine host as the publisher of one transport knows it."""
+    """An engine host, as the publisher of one transport uses it."""
 
     def __init__(self, host: Any, transport: str) -> None:
         self._host = host
@@ -180,12 +187,12 @@ class TrainerHost:
         self._num_published = 0
 
     async def start(self) -> None:
-        """Loads the model, and lets the engines join every transport."""
+        """Load the model, and let the engines join every transport."""
         await self._rank.setup(None, None)
         self._running = {name: asyncio.create_task(publisher.run()) for name, publisher in self._publishers.items()}
 
     async def nudge(self, size: float) -> str:
-        """Changes a sized model's trained weights; returns the digest of all of them."""
+        """Change a sized model's trained weights; return the digest of all of them."""
         transformer = self._policy.transformer  # type: ignore[attr-defined]
         with torch.no_grad():
             for parameter in transformer.parameters():
@@ -194,7 +201,7 @@ class TrainerHost:
         return digest_tensors(named_parameters({"transformer": transformer}))
 
     async def publish(self, transport: str) -> PublishTimes:
-        """Publishes one version, from the export until every engine has swapped."""
+        """Publish one version, from the export until every engine has swapped."""
         publisher, arrived = self._publishers[transport], self._desk.arrived
         arrived.clear()
         self._version += 1
@@ -209,10 +216,10 @@ class TrainerHost:
         await asyncio.wait({waiting, self._running[transport]}, return_when=asyncio.FIRST_COMPLETED)
         if not arrived.is_set():
             waiting.cancel()
-            await self._running[transport]  # it failed: with its own error
+            await self._running[transport]  # it failed: this raises its own error
         if self._desk.lost is not None:
             raise EngineError(self._desk.lost)
-        await publisher.retire()  # every transport uses the same memory in turn
+        await publisher.retire()  # all transports use the same memory in turn
         self._source = snapshot.buckets
         self._num_published += 1
         return PublishTimes(
@@ -225,7 +232,7 @@ class TrainerHost:
         )
 
     async def copies(self) -> CopyTimes:
-        """Times copies of the bytes published last; for a sized model."""
+        """Time copies of the bytes published last; for a sized model."""
         return await asyncio.to_thread(self._copies)
 
     def _copies(self) -> CopyTimes:
@@ -241,8 +248,7 @@ class TrainerHost:
         )
 
     async def publish_repeatedly(self, transport: str, every_s: float) -> None:
-        """Publishes from now on, a version every so many seconds, or as soon as the last one has arrived, until
-        `stop_publishing`."""
+        """Publish a version every so many seconds, or as soon as the last one has arrived, until `stop_publishing`."""
         self._num_published = 0
         self._enough.clear()
 
@@ -257,7 +263,7 @@ class TrainerHost:
         self._repeating = asyncio.create_task(repeat())
 
     async def stop_publishing(self) -> int:
-        """Stops once the version on its way has arrived; returns how many have."""
+        """Stop once the version in transfer has arrived; return the number of arrived versions."""
         self._enough.set()
         if self._repeating is not None:
             await self._repeating
@@ -270,7 +276,7 @@ def _copy(sources: Sequence[Bucket], targets: Sequence[Bucket]) -> None:
 
 
 def _cut(buckets: Sequence[Bucket], sizes: Sequence[int]) -> list[Bucket]:
-    """Cuts consecutive pieces of these sizes, each within a bucket."""
+    """Cut consecutive pieces of these sizes, each within a bucket."""
     pieces, number, end = [], 0, 0
     for size in sizes:
         if end + size > len(buckets[number]):
@@ -284,7 +290,7 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     kept = work()
     taken = time.perf_counter() - started
-    del kept  # freeing memory is no part of a copy
+    del kept  # freeing memory is not part of a copy
     return taken
 
 

@@ -1,5 +1,8 @@
-"""Holds what one change is said to buy to what it then buys, in real time: runs an emulated job on Ray, asks the folder
-that it leaves, makes each change in a run of its own, and compares seconds per update."""
+"""Compares the predicted effect of one change with its real effect.
+
+Runs an emulated job on Ray in real time, predicts changes from its folder, makes each change in a separate run, and
+compares seconds per update.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(recipe: Path, folder: Path, overrides: Sequence[str]) -> Path:
-    """Trains as a user does; returns the run's folder."""
+    """Train as a user does; return the run's folder."""
     command = [sys.executable, "-m", "omni_async.cli", "train", str(recipe), *overrides, f"run.dir={folder}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return max(folder.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime).parent

@@ -8,10 +8,9 @@ from typing import Any
 from omni_async.commands.command_line import add_command, print_line
 
 _LIST = """\
-List the names that a recipe may use: model families (what media they make, which of their components are trained, on
-which engines they run and how these batch), engines, trainer backends, transitions, scorers, roles and algorithms,
-those of installed packages included; or one of these alone, or the recipes of the repository (which an installed
-package lacks):
+List the names that a recipe may use: model families (with their media, trained components, engines and batching),
+engines, trainer backends, transitions, scorers, roles and algorithms, including the names from installed packages. WHAT
+limits the list to one of these, or lists the recipes of the repository (which an installed package lacks):
 
   omni-async list
   omni-async list scorers

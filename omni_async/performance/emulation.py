@@ -1,8 +1,8 @@
-"""Emulates devices on the running event loop's clock: how long their jobs take, one at a time, and media of nothing.
+"""Emulates devices on the running event loop's clock: the duration of their jobs, one at a time, and random media.
 
-`Device` waits for nothing but that clock, with `asyncio.sleep` alone, so it runs on a loop of virtual time as well.
-Emulated devices on real clocks and simulated roles in virtual time both ask `Draws`, so the same worker with the same
-seed takes the same times in both.
+`Device` waits only for that clock, with `asyncio.sleep`, so it also runs on a loop of virtual time. Emulated devices on
+real clocks and simulated roles in virtual time both use `Draws`, so the same worker with the same seed takes the same
+times in both.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import numpy.typing as npt
 
 from omni_async.performance.profile import Profile
 
-# Bytes the seed takes; no emulated media is smaller.
+# Size of the seed; no emulated media is smaller.
 SEED_BYTES = 8
 
 MediaBytes = npt.NDArray[np.uint8]
 
 
 class Device:
-    """The time of one job at a time. Every job is planned from the end planned for the one before it.
+    """A device that runs one job at a time. Every job is planned from the planned end of the previous job.
 
-    An event loop that wakes up late is late once: the next job is planned as if it had not been, so lag does not add up
-    over a busy period."""
+    A late wake-up of the event loop delays only one job: the next job is planned as if it had been on time, so lag does
+    not add up over a busy period."""
 
     def __init__(self) -> None:
         self._free: float | None = None  # the loop's time at which all planned work ends
-        self._late = 0.0  # seconds between the end planned last and the moment the task woke up
+        self._late = 0.0  # seconds between the last planned end and the moment the task woke up
 
     def now(self) -> float:
-        """Return the loop's time, as it would be had the task woken up in time at the end of the last job."""
+        """Return the loop's time, corrected for a late wake-up at the end of the last job."""
         return asyncio.get_running_loop().time() - self._late
 
     async def busy(self, seconds: float, since: float | None = None) -> None:
         """Wait until a job of `seconds` is done.
 
-        The job could start at `since`, in the loop's time (None: as soon as the device is free), and starts then or
-        when the device is free, whichever is later."""
+        The job could start at `since`, in the loop's time (None: as soon as the device is free). It starts then or when
+        the device is free, whichever is later."""
         loop = asyncio.get_running_loop()
         start = (
             loop.time()
@@ -52,9 +52,9 @@ class Device:
 
 
 class Draws:
-    """The service times of one worker, from a random stream of its own.
+    """The service times of one worker, from its own random stream.
 
-    They do not depend on which worker is busy when."""
+    They do not depend on when other workers are busy."""
 
     def __init__(self, name: str, seed: int, profile: Profile) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Draws:
     def seconds(self, stage: str, units: float = 1) -> float:
         """Draw the seconds of one job of this stage of the profile; 0 for no units.
 
-        `score/LABEL` is a scorer's own time, or that of `score` where the profile does not know it."""
+        `score/LABEL` is a scorer's own time, or the time of `score` if the profile does not contain it."""
         draw = self._stages.get(stage) or self._stages[stage.partition("/")[0]]
         return draw(units)
 

@@ -1,20 +1,21 @@
-"""Computes the laws of overlap: the least time of an update, in step and asynchronously, and the stage times they need.
+"""Computes the laws of overlap: the least time of an update, sync and async, and the stage times they need.
 
 Seconds per optimizer update throughout.
 
     T_sync      = T_g + T_r + T_t + T_s
     T_async(S)  = max(T_g + T_p, T_r, T_t + sigma, L / (S + 1))
 
-L is the wave latency: the seconds from admitting an update's groups to engines that hold what was learned from them.
-Without streaming inside a wave L = T_g + T_r + T_t + T_s; streaming shortens it. S = 0 is the synchronous loop. For
-service times that do not vary the law is exact in step without streaming, and wherever the bottleneck is never idle;
+L is the wave latency: the seconds from the admission of an update's groups until the engines hold the weights learned
+from them. Without streaming inside a wave L = T_g + T_r + T_t + T_s; streaming shortens it. S = 0 is the synchronous
+loop. For constant service times the law is exact in step without streaming, and wherever the bottleneck is never idle;
 otherwise it is a lower bound.
 
-Stage times are counted from a configuration and a profile. With S = 0 everything of a step starts from nothing, so its
+Stage times are computed from a configuration and a profile. With S = 0 everything of a step starts from nothing, so its
 jobs can be counted exactly. With S > 0 the updates share the devices and a job may hold samples of two; the result is
-then a lower bound: as few jobs as there can be, each as short as it can be. Of stages that a job needs and its profile
-has no time for, because the run that was measured never did them, only the trainer's proximal pass follows from
-something else; the others count as nothing, which can only be reported.
+then a lower bound: the fewest possible jobs, each as short as possible.
+
+A profile has no time for stages that the measured run never executed. If a job needs them, only the trainer's proximal
+pass is estimated from another stage; the others count as 0, which is only reported.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from omni_async.types import Value
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """Seconds per update of the stages, each on devices of its own.
+    """Seconds per update of the stages, each on separate devices.
 
-    Generation T_g, reward T_r and training T_t; the publish T_s, of which `blocked` (sigma) stops the trainer; the
-    pause T_p that it forces on generation; the wave latency L (of several updates, if a publish frees the slots of
-    several: then their mean, so that L / (S + 1) is still the share of an update)."""
+    - Generation T_g, reward T_r and training T_t.
+    - The publish T_s; its part `blocked` (sigma) stops the trainer.
+    - The pause T_p that a publish forces on generation.
+    - The wave latency L. If a publish frees the slots of several updates, L is their mean, so that L / (S + 1) is still
+      the
+      share of an update."""
 
     generate: Value
     score: Value
@@ -72,12 +76,12 @@ def async_step(times: StageTimes, max_updates: int) -> float:
 def max_speedup(times: StageTimes) -> float:
     """Return the largest speed-up of any overlap over the synchronous loop on the same partition.
 
-    What exceeds it is not overlap. Infinite if no stage takes any time."""
+    A larger speed-up has other causes. Infinite if no stage takes any time."""
     return times.total / times.bottleneck[1] if times.bottleneck[1] > 0 else math.inf
 
 
 def smallest_useful_budget(times: StageTimes, variation: float = 0.0) -> int:
-    """Return the smallest S at which the bottleneck is always busy; one more where `variation` exceeds 0.25.
+    """Return the smallest S at which the bottleneck is always busy; one more if `variation` exceeds 0.25.
 
     `variation` is the largest coefficient of variation of a stage."""
     if times.bottleneck[1] == 0:
@@ -96,8 +100,7 @@ def stage_times(
         profile: Its service times, with estimates.
         streams: The trainer starts a group when it is ready.
         recomputes_proximal: It recomputes log-probs.
-        samples_per_rank: Samples of a group, on the rank that has most.
-    """
+        samples_per_rank: Samples of a group, on the rank with most samples."""
     job = _Job(config, profile, streams, recomputes_proximal, samples_per_rank)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
@@ -106,10 +109,11 @@ def stage_times(
         # Engine, rank and, mostly, reward worker each get the device once per update.
         publish += (2 + config.placement.reward_in_turn) * profile.switch.mean()
     # S + 1 updates hold slots, and a publish frees those of `every` updates at once: the last `every - left_over` of
-    # the updates a publish needs were admitted by the one `publishes` before it.
+    # the updates that a publish needs were admitted by the publish `publishes` before it.
     publishes, left_over = divmod(budget + 1, every)
     wave = (job.latency(every - left_over) + publish) / (publishes * every)
-    # Versions that come faster than they are taken are skipped, and their pauses with them; all S + 1 updates at most.
+    # Versions published faster than the engines take them are skipped, and their pauses too; at most S + 1 updates pass
+    # between two versions that are taken.
     unpaused = max(job.generate, job.score, job.train + blocked, wave)
     taken = profile.publish.mean() + swap + _longest_wait(config, profile)
     return StageTimes(
@@ -124,7 +128,7 @@ def stage_times(
 
 
 def _longest_wait(config: Config, profile: Profile) -> float:
-    """Return the seconds a version that has arrived may have to wait for the boundary that `weights.swap` names."""
+    """Return the longest wait, in seconds, of an arrived version for the boundary named by `weights.swap`."""
     batch = engine_batch(config)
     batches = {
         "step": 1 / config.rollout.num_inference_steps,
@@ -162,13 +166,13 @@ class _Job:
         self._scorers = [
             _Scorer.of(lane, profile, reward.workers, self._samples) for lane in scorer_lanes(config, profile)
         ]
-        # Scorers work side by side, so the slowest counts.
+        # Scorers work concurrently, so the slowest counts.
         self.score = max(_share(one.time, self._samples, one.calls, one.batch) for one in self._scorers)
         if self._in_step and not reward.streaming:
             self.score = max(one.all_at_once(self._samples) for one in self._scorers)
 
     def latency(self, updates: int) -> float:
-        """Return the seconds from the admission of the groups of that many updates until the last of them is made."""
+        """Return the seconds from the admission of the groups of that many updates until the last update ends."""
         if self._in_step:
             return self._step()
         samples, train = updates * self._samples, updates * self.train
@@ -184,13 +188,13 @@ class _Job:
     def _step(self) -> float:
         """Return the seconds of a step with S = 0.
 
-        All engines start at once, so samples come in rounds; what follows is busy without a break from the first round
-        on, or from the last."""
+        All engines start at once, so samples arrive in rounds. The later stages are busy without a break from the first
+        round on, or from the last."""
         together, group = self._engines * self._batch, self._group_size
         rest = self._samples % together
-        # Where the last round is not shared evenly, some engines end a sample earlier.
+        # If the last round is not shared evenly, some engines end a sample earlier.
         last = rest % self._engines * math.ceil(rest / self._engines) or rest or together
-        # Where the samples do not all have a slot at once, the first engines take most of the slots.
+        # If not all samples have a slot at once, the first engines take most of the slots.
         fewest = min(self._batch, self._samples // self._engines) if self._samples <= self._slots else 1
         first = self._profile.generate.mean(max(1, fewest))
         if self._scores_late:
@@ -211,7 +215,7 @@ class _Job:
         return _makespan(self._profile.generate, samples, self._engines, self._batch)
 
     def _scored(self, samples: int) -> float:
-        """Return the least seconds in which the reward workers score the samples, however they come."""
+        """Return the least seconds that the reward workers need to score the samples, in any order of arrival."""
         return max(_makespan(one.time, samples, one.calls, one.batch) for one in self._scorers)
 
     def _one_scored(self) -> float:
@@ -221,7 +225,7 @@ class _Job:
 def pool_time(config: Config, profile: Profile, pool: str, workers: int) -> float:
     """Return the seconds that a pool of so many workers needs for an update's samples, all its calls busy.
 
-    The slowest of its scorers counts, because they work side by side; 0 if it has none."""
+    The slowest of its scorers counts, because they work concurrently; 0 if it has none."""
     samples = config.trainer.groups_per_update * config.rollout.group_size
     slowest = 0.0
     for label, scorer in zip(labels_of(config.reward.scorers), config.reward.scorers, strict=True):
@@ -243,14 +247,14 @@ class _Scorer(NamedTuple):
 
     @classmethod
     def of(cls, lanes: ScorerLanes, profile: Profile, workers: int, samples: int) -> _Scorer:
-        """Return the scorer of so many workers; one without a bound makes a call for each of the samples at once."""
+        """Return the scorer of so many workers; without a bound, it makes one call for each sample at once."""
         time = profile.scorer(lanes.label).time
         if lanes.concurrency is None:
             return cls(time, samples, 1)
         return cls(time, workers * lanes.concurrency, lanes.batch)
 
     def all_at_once(self, samples: int) -> float:
-        """Return the seconds for samples that are all there, of which every call takes as many as it may."""
+        """Return the seconds for samples that are all available; every call takes as many as it may."""
         rounds, rest = divmod(samples, self.calls * self.batch)
         return rounds * self.time.mean(self.batch) + self.time.mean(min(self.batch, rest))
 
@@ -262,14 +266,14 @@ def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> f
 
 
 def _share(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
-    """Return the seconds of each of `workers` that do nothing but full batches."""
+    """Return the seconds of each of `workers` if all run only full batches."""
     return samples / workers * service.mean(batch) / batch
 
 
 def with_estimates(profile: Profile, config: Config) -> Profile:
-    """Return the profile with `proximal`, a forward pass, estimated from `train` where it has no time for it.
+    """Return the profile; if it has no time for `proximal`, a forward pass, estimate that from `train`.
 
-    The same profile if it has, or has none for either."""
+    The profile is unchanged if it has a time for `proximal`, or for neither."""
     if profile.proximal != NOTHING or profile.train == NOTHING:
         return profile
     return replace(profile, proximal=profile.train.scaled(1 / _passes(config)))
@@ -278,20 +282,19 @@ def with_estimates(profile: Profile, config: Config) -> Profile:
 def _passes(config: Config) -> int:
     """Count a group's training in forward passes.
 
-    Backward costs two, or one through weights that are frozen; with gradient checkpointing activations are computed a
-    second time."""
+    Backward costs two, or one through frozen weights; with gradient checkpointing activations are computed a second
+    time."""
     backward = 1 if config.model.lora is not None else 2
     return 1 + config.trainer.gradient_checkpointing + backward
 
 
 def unmeasured(profile: Profile, config: Config, *, recomputes_proximal: bool) -> list[str]:
-    """Return a sentence for every stage that the job needs and the profile has no time for.
+    """Return a sentence for every stage that the job needs but the profile has no time for.
 
     Args:
         profile: As it was read, without estimates.
         config: The job.
-        recomputes_proximal: The trainer recomputes log-probs.
-    """
+        recomputes_proximal: The trainer recomputes log-probs."""
     sentences: list[str] = []
     if recomputes_proximal and profile.proximal == NOTHING and profile.train != NOTHING:
         sentences.append(

@@ -1,7 +1,7 @@
 """Fits the profile that an emulated run or a simulation replays to the spans of a run.
 
-Only the steady part counts: of four updates and more the first is left out, where devices warm up and buffers fill.
-Stages that a run has no spans of stay at zero, and `assumed` names them.
+Only the steady part counts: with four or more updates, the first is excluded, while devices warm up and buffers fill.
+Stages without spans stay at zero, and `assumed` names them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ _FEWEST_UPDATES_TO_SKIP_ONE = 4
 
 
 def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, name: str, source: str) -> Profile:
-    """Return the profile of the job that left `spans`.
+    """Return the profile of the job that recorded `spans`.
 
     Args:
         spans: All spans of the run.
         config: The recipe that was run.
-        samples_per_rank: Samples of a group, on the rank that has most.
+        samples_per_rank: Samples of a group, on the rank with most samples.
         name: The profile's name.
-        source: What was measured; how is added.
-    """
+        source: The measured run; the method is added."""
     by_kind: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
@@ -42,7 +41,7 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
             steady[span.kind].append(span)
 
     switch = _each(steady["switch"])
-    # A span begins with the wait for a boundary between two denoising steps, of which the shortest has next to nothing.
+    # A span begins with the wait for a boundary between two denoising steps; the shortest span has almost no wait.
     swap = min(map(_seconds, steady["swap"]), default=0.0)
     stages = {
         "generate": fit(_generate_jobs(by_kind["generate"], by_kind["swap"], swap, config.rollout, start)),
@@ -75,10 +74,10 @@ def _of_scorer(calls: Iterable[Span]) -> ServiceTime:
 
 
 def _scorers(calls: Iterable[Span], reward: Reward) -> dict[str, ScorerTime]:
-    """Return the times of scorers by label, and the most calls of each that ran at once in one worker.
+    """Return the times of scorers by label, and the maximum of concurrent calls of each in one worker.
 
-    A scorer of a pool runs in the pool's workers, and a reward worker asks its share of them. Empty where the only
-    scorer runs one call at a time: `score` says it all."""
+    A scorer of a pool runs in the pool's workers, and a reward worker calls its share of them. Empty if the only scorer
+    runs one call at a time: `score` then contains everything."""
     by_label: dict[str, list[Span]] = defaultdict(list)
     for span in calls:
         by_label[str(span.args.get("scorer", ""))].append(span)
@@ -96,7 +95,7 @@ def _scorers(calls: Iterable[Span], reward: Reward) -> dict[str, ScorerTime]:
 
 
 def most_at_once(calls: Iterable[Span]) -> int:
-    """Return how many calls of one actor ran at once, at most."""
+    """Return the maximum number of concurrent calls of one actor."""
     per_actor: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for span in calls:
         per_actor[span.actor] += [(span.start, 1), (span.end, -1)]
@@ -110,7 +109,7 @@ def most_at_once(calls: Iterable[Span]) -> int:
 
 
 def _steady_from(train: Iterable[Span]) -> float:
-    """Return the end of the first update, or minus infinity where there are too few to leave one out."""
+    """Return the end of the first update, or minus infinity if there are too few to exclude one."""
     ends = _last_ends(span for span in train if "version" in span.args)
     return ends[min(ends)] if len(ends) >= _FEWEST_UPDATES_TO_SKIP_ONE else float("-inf")
 
@@ -129,7 +128,7 @@ def _seconds(span: Span) -> float:
 
 
 def _each(spans: Iterable[Span]) -> ServiceTime:
-    """Return the service time of jobs that have no units: all of it is fixed."""
+    """Return the service time of jobs without units: all of it is fixed."""
     return _fixed([_seconds(span) for span in spans])
 
 
@@ -139,7 +138,7 @@ def _fixed(seconds: Sequence[float]) -> ServiceTime:
 
 
 def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
-    """Measure from the copy to the last engine that has staged the version; engines swap later."""
+    """Return the seconds from the copy until the last engine has staged the version; engines swap later."""
     staged = _last_ends(stages)
     return [max(0.0, staged.get(span.args.get("version", -1), span.end) - span.start) for span in publishes]
 
@@ -149,7 +148,7 @@ def _generate_jobs(
 ) -> list[Job]:
     """Return (samples, busy seconds) of every engine's jobs that began at `start` or later.
 
-    Pauses for swaps are left out, and jobs with validation samples, which take other steps."""
+    Pauses for swaps are excluded, and so are jobs with validation samples, which have other step counts."""
     per_engine: dict[str, list[Span]] = defaultdict(list)
     for span in generated:
         per_engine[span.actor].append(span)
@@ -167,12 +166,12 @@ def _generate_jobs(
 
 
 def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[tuple[float, list[Span]]]:
-    """Return the jobs behind one engine's overlapping samples: when each began, and its samples, the last to end last.
+    """Return the jobs behind one engine's overlapping samples: each start, and its samples in the order of their ends.
 
-    Samples wait inside the engine, so a span says when one was done and not for how long it was computed. Samples that
-    are done together (less than half a denoising step apart) were computed together; such clusters are put together up
-    to `max_batch` samples. A job begins where the one before it ended, or when its first sample came if the engine was
-    idle until then."""
+    Samples wait inside the engine, so a span shows when a sample was done, not how long it was computed. Samples that
+    end together (less than half a denoising step apart) were computed together; such clusters are combined up to
+    `max_batch` samples. A job begins when the previous one ended, or when its first sample came if the engine was idle
+    until then."""
     ordered = sorted(spans, key=lambda span: span.end)
     apart = 0.5 * median(map(_seconds, ordered)) / steps
     batches: list[tuple[float, list[Span]]] = []
@@ -187,7 +186,7 @@ def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[tuple[fl
 
 
 def _clusters(ordered: Sequence[Span], apart: float) -> Iterator[list[Span]]:
-    """Yield runs of spans that end less than `apart` after the one before."""
+    """Yield runs of spans that end less than `apart` after the previous one."""
     cluster: list[Span] = []
     for span in ordered:
         if cluster and span.end - cluster[-1].end >= apart:
@@ -199,7 +198,7 @@ def _clusters(ordered: Sequence[Span], apart: float) -> Iterator[list[Span]]:
 
 
 def _payload(generated: Sequence[Span], publishes: Sequence[Span]) -> Payload:
-    """Average the sizes that the spans say they carried."""
+    """Average the sizes recorded in the spans."""
 
     def mean(spans: Sequence[Span], size: str) -> float:
         return fmean([span.args[size] for span in spans if size in span.args] or [0])

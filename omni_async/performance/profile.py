@@ -1,10 +1,10 @@
 """Reads and writes profiles: the service times and payload sizes of one job on one kind of machine.
 
-A service time says how long one device is busy with one job of n units, in numbers that fit into a file; `fit` finds
-the one behind observed jobs.
+A service time describes how long one device is busy with one job of n units, in numbers that fit into a file; `fit`
+estimates it from observed jobs.
 
-Runs write one (`profile.json`), emulated devices and the simulator replay it, and some built from published figures are
-shipped.
+Runs write a profile (`profile.json`); emulated devices and the simulator replay it. Some profiles, built from published
+figures, come with the package.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _LARGEST_FILE = 10_000_000
 
 Bytes = Count
 
-# Enough to keep a tail that one job in fifty belongs to.
+# Enough to keep a tail of one job in fifty.
 _NUM_QUANTILES = 50
-# Before a fixed part of the time is believed in.
+# Significance that a fixed part of the time needs.
 _STANDARD_ERRORS = 2.0
-# Tolerance of the mean of quantiles that were rounded.
+# Tolerance of the mean of rounded quantiles.
 _FAR_FROM_1 = 0.01
 
 
 class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The time of a job: n units take (fixed_s + n * unit_s) * f seconds, with a random factor f of mean 1.
 
-    `quantiles` of f, at the probabilities (i + 1/2) / len, say how it is distributed; without them it is log-normal
-    with standard deviation `cv`; with cv = 0 it is 1."""
+    `quantiles` of f, at the probabilities (i + 1/2) / len, define its distribution. Without them it is log-normal with
+    standard deviation `cv`; with cv = 0 it is 1."""
 
     fixed_s: Seconds = 0.0
     unit_s: Seconds = 0.0
@@ -87,11 +87,12 @@ NOTHING = ServiceTime()
 
 
 def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
-    """Fit the service time behind observed jobs (units, seconds).
+    """Fit the service time to observed jobs (units, seconds).
 
-    By least squares fixed_s and unit_s, both >= 0, and the quantiles of each job's seconds relative to that, scaled to
-    mean 1. Jobs that hardly vary in size, or all but a few, say nothing of smaller ones: unless they contradict a time
-    in proportion to units (its slope is more than two jackknife standard errors from theirs), unit_s alone is given."""
+    Least squares give fixed_s and unit_s, both >= 0. The quantiles are those of each job's seconds relative to that
+    fit, scaled to mean 1. If all jobs, or all but a few, hardly vary in size, they contain no information about smaller
+    jobs. Unless they contradict a time in proportion to units (its slope is more than two jackknife standard errors
+    from theirs), only unit_s is returned."""
     jobs = [(units, seconds) for units, seconds in jobs if units > 0 and seconds >= 0]
     if not jobs:
         return NOTHING
@@ -108,7 +109,7 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
         return ServiceTime(fixed, unit)
     chosen = [factors[int((i + 0.5) / _NUM_QUANTILES * len(factors))] for i in range(_NUM_QUANTILES)]
     mean = sum(chosen) / len(chosen)
-    if mean == 0:  # all but a few took no time at all
+    if mean == 0:  # all but a few jobs took no time
         return ServiceTime(fixed, unit)
     return ServiceTime(fixed, unit, quantiles=tuple(round(f / mean, 4) for f in chosen))
 
@@ -116,8 +117,8 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
 def slope_of(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Return the slope of the line of least squares, and its jackknife standard error.
 
-    Each (n,). The error is infinite where one point alone, or none, makes the slope. (Efron and Stein, 1981: the
-    jackknife, unlike the textbook's formula, sees that a single far point is all that holds the line.)"""
+    Each (n,). The error is infinite if one point alone, or no point, determines the slope. (Efron and Stein, 1981:
+    unlike the textbook's formula, the jackknife detects that a single far point determines the line.)"""
     n = len(x)
     dx, dy = x - x.mean(), y - y.mean()
     sxx, sxy = float(dx @ dx), float(dx @ dy)
@@ -140,7 +141,7 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScorerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The time of one scorer's calls (units: samples), and how many of them a worker runs at once; null: any number."""
+    """The time of one scorer's calls (units: samples), and a worker's number of concurrent calls; null: any number."""
 
     time: ServiceTime
     concurrency: Annotated[int, Meta(ge=1, lt=2**31)] | None = 1
@@ -151,18 +152,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     generate  one engine, a batch of samples (units: samples; at most rollout.max_batch)
     score     one reward worker, a call of a scorer for a batch of samples (units: samples; at most reward.batch)
-    proximal  the trainer, a pass that recomputes a group's log-probs (units: samples of the rank that has most); only
-              where the algorithm needs one
-    train     the trainer, forward and backward of a group (units: samples of the rank that has most)
+    proximal  the trainer, a pass that recomputes a group's log-probs (units: samples of the rank with most samples);
+              only if the algorithm needs it
+    train     the trainer, forward and backward of a group (units: samples of the rank with most samples)
     step      the trainer, an optimizer step
     export    the trainer, copying a version out: the part of a publish that blocks it
-    publish   a version on its way to the engines, from the copy to staged on all of them (blocks no role)
+    publish   transfer of a version to the engines, from the copy to staged on all of them (blocks no role)
     swap      an engine pauses to switch
-    switch    a device that the roles share passes to the next (unload one, wake the next); with placement.colocated
+    switch    a shared device passes to the next role (unload one, wake the next); with placement.colocated
 
-    `scorers` are the times of scorers by their label, in place of `score`, which holds for those that are not there.
+    `scorers` are the times of scorers by label; `score` applies to scorers that are not listed.
 
-    `source` says where the numbers are from, `assumed` which of them are not from there."""
+    `source`: origin of the numbers. `assumed`: numbers with another origin."""
 
     name: str
     source: str
@@ -210,7 +211,7 @@ def shipped_profiles() -> list[str]:
 def load_profile(name: str) -> Profile:
     """Load a shipped profile by name, or a file whose name ends in `.json`.
 
-    Raises ConfigError, one line, if there is none, it is not one, or it says that nothing takes time."""
+    Raises ConfigError, one line, if it does not exist, is not a profile, or contains only zero times."""
     if name.lower().endswith(".json"):
         return read_profile(Path(name).expanduser())
     if name not in shipped_profiles():

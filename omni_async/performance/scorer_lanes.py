@@ -1,4 +1,4 @@
-"""Says how many calls of each scorer a reward worker of a simulated or emulated job runs at once."""
+"""Computes the concurrent calls of each scorer in a reward worker of a simulated or emulated job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni_async.performance.profile import Profile
 class ScorerLanes(NamedTuple):
     """How an emulated reward worker runs a scorer: `batch` samples a call, `concurrency` calls at once (None: any).
 
-    `alone`: it is the only one of the reward."""
+    `alone`: the reward has no other scorer."""
 
     label: str
     batch: int
@@ -22,9 +22,9 @@ class ScorerLanes(NamedTuple):
 
 
 def scorer_lanes(config: Config, profile: Profile) -> list[ScorerLanes]:
-    """Return what each reward worker of an emulated run has of every scorer.
+    """Return each scorer's lanes in a reward worker of an emulated run.
 
-    A pool's workers are dealt over the reward workers, rounded up."""
+    A pool's workers are divided among the reward workers, rounded up."""
     formula = RewardFormula(config.reward)
     pools = {pool.name: pool.workers for pool in config.reward.pools}
     found = []

@@ -152,8 +152,8 @@ class PreferenceReader:
 
         if request.kind != "train" or request.sample not in _SCORES:
             raise ValueError(
-                f"a preference dataset has two training samples per prompt; sample {request.sample_id} is neither of
-                them"
+                "a preference dataset has two training samples per prompt; sample"
+                f" {request.sample_id} is neither of them"
             )
         media, latents = self._encode(request.prompt.index, request.spec)
         tensors = {

@@ -1,6 +1,6 @@
-"""Runs the roles of the table: which workers there are, what each of them works, who is told of those that come and go.
+"""Runs the roles of the role table: lists workers, connects them with their peers, and reports joins and losses.
 
-The driver sees a `Cluster`; a runtime adds how a worker is made, ended and watched.
+The driver uses a `Cluster`; each runtime implements how workers are started, ended and watched.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Work = Coroutine[Any, Any, Any]
 class PeerLost(RuntimeError):
     """Raised when a process of the run is gone or does not answer.
 
-    Its role's row in the table says whether it is replaced, or the run goes on from its last checkpoint."""
+    `on_loss` in its role's row of the table decides: replace the worker, or restart from the last checkpoint."""
 
 
 class StartError(RuntimeError):
-    """Raised when the cluster could not be started; the text says what to do."""
+    """Raised when the cluster could not be started; the message contains a remedy."""
 
 
 class RunControl(CoordinatorApi, Protocol):
@@ -79,11 +79,11 @@ class Cluster(ABC):
 
     @abstractmethod
     async def _start_late(self, name: str) -> Any:
-        """Make a worker while the run goes on, and return it when it has started."""
+        """Start a worker during the run, and return it when it has started."""
 
     @abstractmethod
     async def _end(self, name: str) -> None:
-        """End a worker, if there still is one of that name."""
+        """End a worker; do nothing if no worker has that name."""
 
     @abstractmethod
     async def _run_worker(self, name: str) -> None:
@@ -91,7 +91,7 @@ class Cluster(ABC):
 
     @abstractmethod
     async def find_lost(self) -> str | None:
-        """Return what became of a part that the run cannot do without and that is gone, or None if there is none."""
+        """Return a description of a lost part that the run cannot do without, or None if no such part is lost."""
 
     @abstractmethod
     def parts(self) -> dict[str, dict[str, Any]]:
@@ -103,30 +103,30 @@ class Cluster(ABC):
     # ---- the beginning -----------------------------------------------------------------------------------------------
 
     def _all_workers(self) -> Iterator[Worker]:
-        """Yield the workers that the run begins with, each after those that it needs.
+        """Yield the initial workers, each after the workers that it needs.
 
-        The first of several that work together has the others."""
+        If a role works through its first worker, the first one comes last, because it calls the others."""
         for spec in self._table.values():
             first, *others = spec.workers(self._config) or (None,)
             yield from filter(None, (*others, first) if spec.works == "first" else (first, *others))
 
     def _peers_of(self, worker: Worker) -> dict[str, Any]:
-        """Return whom a worker calls: the coordinator, or everybody.
+        """Return the actors that a worker calls: the coordinator, or every actor.
 
-        The first of several that work together calls every worker there is."""
+        The first worker of a role that works through its first worker calls every existing worker."""
         spec = self._table[worker.role]
         everybody = spec.works == "first" and spec.is_at_work(worker)
         return {name: actor for name, actor in self._actors.items() if everybody or name == COORDINATOR}
 
     def _at_work(self) -> Iterator[tuple[str, RoleSpec]]:
-        """Yield the workers that have work of their own, with their rows."""
+        """Yield the workers that have their own work, with their rows of the table."""
         for name in self._actors:
             if (spec := self.spec_of(name)).is_at_work(Worker.parse(name)):
                 yield name, spec
 
     @contextlib.asynccontextmanager
     async def _startup_limit(self, late: Callable[[], str]) -> AsyncIterator[None]:
-        """Raise StartError, with what is `late`, if a start takes longer than run.startup_timeout_s."""
+        """Raise StartError, naming `late()`, if a start takes longer than run.startup_timeout_s."""
         timeout = self._config.run.startup_timeout_s
         try:
             async with asyncio.timeout(timeout) as deadline:
@@ -139,11 +139,11 @@ class Cluster(ABC):
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def workers(self) -> dict[str, Work]:
-        """Return the work of workers that end when the coordinator says so and can be replaced."""
+        """Return the work of replaceable workers, which end when the coordinator ends the run."""
         return {name: self._run_worker(name) for name, spec in self._at_work() if spec.on_loss == "replace"}
 
     def work(self) -> dict[str, Work]:
-        """Return the work of roles that end when the coordinator says so and that the run cannot do without."""
+        """Return the work of roles that the run cannot do without, which end when the coordinator ends the run."""
         return {name: self._run_worker(name) for name, spec in self._at_work() if spec.on_loss == "new attempt"}
 
     def services(self) -> dict[str, Work]:
@@ -155,13 +155,13 @@ class Cluster(ABC):
         }
 
     async def preempt(self) -> None:
-        """Tell the trainer that the run is to stop: no update is worth waiting for."""
+        """Notify the trainer that the run stops, so no update is worth waiting for."""
         await self.trainer.preempt()
 
-    # ---- workers that come and go ------------------------------------------------------------------------------------
+    # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     async def remove_worker(self, name: str, reason: str) -> None:
-        """End the worker, and notify the roles that count on it."""
+        """End the worker, and notify the roles that depend on it."""
         await self._end(name)
         await self._tell_lost(name, reason)
 
@@ -170,20 +170,20 @@ class Cluster(ABC):
             await tell(self, name, reason)
 
     async def start_worker(self, name: str) -> Work:
-        """Start a worker and return its work. Raises what its start raises."""
+        """Start a worker and return its work. Raises the exception of a failed start."""
         try:
             worker = await self._start_late(name)
             if (tell := self.spec_of(name).joins) is not None:
                 await tell(self, name, worker)
         except BaseException:
             await self._end(name)
-            # The roles to notify may be gone too; the first error is what counts, a cancellation above all.
+            # The roles to notify may be gone too; the first error matters, a cancellation above all.
             with contextlib.suppress(Exception):
                 await self._tell_lost(name, "it did not join")
             raise
         return self._run_worker(name)
 
     async def drain_worker(self, name: str) -> None:
-        """Make the worker finish what it has, and end. A worker that is gone has nothing to finish."""
+        """Make the worker finish its current work, and end. A lost worker has nothing to finish."""
         with contextlib.suppress(PeerLost):  # it may end, and be removed, before its answer arrives
             await self._actors[name].leave()

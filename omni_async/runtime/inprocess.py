@@ -21,9 +21,9 @@ from omni_async.worker import Worker
 class InProcessCluster(Cluster):
     """A cluster of roles in this process.
 
-    `clock`, the wall clock by default, stamps what happens. Emulated devices sleep on the event loop's time."""
+    `clock`, by default the wall clock, stamps events. Emulated devices sleep on the event loop's time."""
 
-    stores_die = False  # what a worker stored is in the store that all roles share, and stays
+    stores_die = False  # all roles share one store, which keeps the objects of a lost worker
 
     def __init__(self, inputs: RunInputs, run: RunDirectory, clock: Clock | None = None) -> None:
         super().__init__(inputs, run)
@@ -40,7 +40,7 @@ class InProcessCluster(Cluster):
         return role
 
     async def connect(self) -> None:
-        """Do nothing: there is only this process."""
+        """Do nothing: all roles run in this process."""
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
@@ -73,6 +73,6 @@ class InProcessCluster(Cluster):
         return {name: {"pid": os.getpid(), "node": "local"} for name in self._actors}
 
     async def close(self) -> None:
-        """Clear services away, whose work may never have begun; other roles free what they hold when theirs ends."""
+        """Close services, whose work may never have begun. Other roles free their resources when their work ends."""
         for name in [*self._actors]:
             await self._end(name)

@@ -1,15 +1,15 @@
-"""Replaces workers that fail, hang or are killed while the run goes on, and changes their number.
+"""Replaces workers that fail, hang or are killed during the run, and changes their number.
 
-Their role has to allow it, as that of engines, reward workers and services does.
+Only workers of roles that allow replacement are replaced: engines, reward workers and services.
 
-What a lost worker had under way is leased to others, with the same seeds. Its replacement has a name of its own, so
-late messages of the old worker are not taken for the new one's, and it gets no work before it holds the current
-weights. Replacements are bounded: too many in one slot within an hour end the run.
+The unfinished work of a lost worker is leased to other workers, with the same seeds. Its replacement has a new name, so
+late messages of the old worker are not attributed to the new one. It gets no work before it holds the current weights.
+Replacements are bounded: too many in one slot within an hour end the run.
 
 | waits for      | unblocked by                                                                              |
 |----------------|-------------------------------------------------------------------------------------------|
 | a worker's end | its process, its health check, or the publisher that gave it up                           |
-| a pause        | time: the second replacement in a slot within a minute waits, and so on, longer each time |
+| a pause        | time: the second replacement in a slot within a minute waits, later ones longer each time |
 | a replacement  | its start; or the end of the run, after which no worker is replaced                       |
 """
 
@@ -31,7 +31,7 @@ from omni_async.worker import Worker
 
 _WINDOW_S = 3600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-# Replacements in a row that may fail to start, for lack of room say.
+# Consecutive replacements that may fail to start, for example for lack of room.
 _MOST_STARTS = 5
 
 
@@ -42,7 +42,7 @@ class GaveUp(RuntimeError):
 class Restarts:
     """A count of the replacements in every slot.
 
-    There may be at most `most` an hour, with pauses that double while the losses follow each other closely."""
+    At most `most` replacements an hour are allowed, with pauses that double while losses follow each other closely."""
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most
@@ -67,8 +67,8 @@ class Restarts:
 class Keeper:
     """The workers of a run, each replaced in its slot when it is lost.
 
-    `tell` gets a line for the console about what happens, `record` every fault that was mended. `table`: the rows of
-    the workers' roles."""
+    `tell` receives console lines about events, `record` every repaired fault. `table`: the rows of the workers' roles.
+    """
 
     cluster: Cluster
     supervisor: Supervisor
@@ -83,20 +83,20 @@ class Keeper:
         self._started: Counter[str] = Counter()
         self._leaving: set[str] = set()
         self._given_up: dict[str, str] = {}  # name -> reason, see give_up
-        self._at_work: set[str] = set()  # those at work, as opposed to lost or being started
+        self._at_work: set[str] = set()  # names of workers at work, neither lost nor being started
         self._closing = False
         self._scaling = asyncio.Lock()
         self._event = Event()
 
     def employ(self, name: str, work: Work) -> None:
-        """Take a worker that has joined, and keep its slot filled."""
+        """Register a worker that has joined, and keep its slot filled."""
         slot = Worker.parse(name).slot
         self._workers[slot] = name
         self._started[slot] = max(1, self._started[slot])
         self.supervisor.start_task(slot, self._keep(name, work))
 
     def give_up(self, name: str, reason: str) -> None:
-        """Mark a worker that was found not to do its part: it is replaced."""
+        """Mark a worker that does not do its part, so that it is replaced."""
         self._given_up[name] = reason
         self._event.notify()
 
@@ -113,16 +113,16 @@ class Keeper:
         return [name for name in mine if name not in self._leaving]
 
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Start or drain workers until there are `count` of the role; surplus ones may still finish what they have.
+        """Start or drain workers until the role has `count`; surplus workers may still finish their current work.
 
         Args:
             role: a role of the table that scales.
-            count: how many workers to have of it.
-            tell: gets a line about every worker that is started or drained, and about a wait for an earlier call.
+            count: the number of workers that the role shall have.
+            tell: receives a line about every worker that is started or drained, and about a wait for an earlier call.
 
         Raises:
             ValueError: the run is ending.
-            Exception: whatever the start of a worker raises."""
+            Exception: any exception of a worker's start."""
         if self._scaling.locked():
             tell(f"{role}: waiting for a change of workers that was asked for before")
         async with self._scaling:
@@ -149,10 +149,10 @@ class Keeper:
                 work = await self.cluster.start_worker(name)
             except BaseException as error:
                 del self._workers[slot]
-                if self._is_closing() and isinstance(error, Exception):  # the end is why it did not start
+                if self._is_closing() and isinstance(error, Exception):  # it did not start because the run ends
                     raise ValueError("the run is ending") from None
                 raise
-            if self._is_closing():  # meanwhile, and no worker is added any more
+            if self._is_closing():  # the run began to close during the start, and adds no worker any more
                 work.close()
                 await self.cluster.remove_worker(name, "the run is ending")
                 raise ValueError("the run is ending")
@@ -192,7 +192,7 @@ class Keeper:
             self._workers.pop(slot, None)
 
     async def _until_lost(self, name: str, work: Work) -> str | None:
-        """Wait until the worker is lost and return why; None when it has done its work, or needs no replacement."""
+        """Wait until the worker is lost and return the reason; None if its work is done or it needs no replacement."""
         self._at_work.add(name)
         try:
             await unless(self._when(lambda: name in self._given_up), work)
@@ -214,7 +214,7 @@ class Keeper:
             await self._event.wait()
 
     async def _replaced(self, slot: str, name: str, reason: str) -> tuple[str, Work] | None:
-        """Start a replacement and return its name and work; None if by now no worker is wanted in the slot."""
+        """Start a replacement and return its name and work; None if the slot needs no worker any more."""
         await self.cluster.remove_worker(name, reason)
         lost = slot if name == slot else f"{name} in slot {slot}"
         for tries in itertools.count(1):
@@ -237,7 +237,7 @@ class Keeper:
                 return name, work
             except Exception as error:
                 if is_cancelled():
-                    raise  # whatever a start raises when it is cancelled
+                    raise  # a cancelled start may raise any exception
                 reason = f"its replacement did not start: {_one_line(error)}"
         raise AssertionError("unreachable")
 

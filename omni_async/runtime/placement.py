@@ -1,11 +1,13 @@
-"""Plans where every actor runs: in which bundle of the job's placement group, and with which resources.
+"""Plans where every actor runs: its bundle of the job's placement group, and its resources.
 
 Pure arithmetic on the configuration.
 
-A bundle is one machine's. An actor on its own device has a bundle of its own; the ranks of a sequence group share one,
-because they exchange a row's tokens in every layer. With `placement.colocated` device d is one bundle, and engine d,
-reward worker d and rank d ask for a share of it each; sequence groups then keep the whole job on one machine. Emulated
-devices are not the machine's: their actors ask for nothing and run anywhere.
+A bundle fits on one machine:
+- An actor with its own device has its own bundle.
+- The ranks of a sequence group share one, because they exchange a row's tokens in every layer.
+- With `placement.colocated`, device d is one bundle, and engine d, reward worker d and rank d each request a share of
+  it. Sequence groups then keep the whole job on one machine.
+- Emulated devices do not belong to the machine: their actors request nothing and run anywhere.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ Member = tuple[RoleSpec, Worker]
 class ActorPlacement:
     """The placement of an actor.
 
-    `bundle` is None where no placement group is needed. `cpus` and `gpus` are what the actor asks for, `threads` what
-    it may use."""
+    `bundle` is None if the actor needs no placement group. `cpus` and `gpus` are requested resources; `threads` is the
+    number of threads that the actor may use."""
 
     bundle: int | None
     cpus: float
@@ -43,7 +45,7 @@ class ActorPlacement:
 class PlacementPlan:
     """The bundles of a job and its actors' placements by slot id.
 
-    `strategy`: how the bundles are spread over machines, in Ray's words."""
+    `strategy`: how Ray spreads the bundles over machines, as Ray names it."""
 
     bundles: tuple[Resources, ...]
     actors: dict[str, ActorPlacement]
@@ -81,7 +83,7 @@ def plan_placements(config: Config) -> PlacementPlan:
 
 
 def _bundles(table: dict[str, RoleSpec], config: Config) -> Iterator[tuple[list[Member], bool]]:
-    """Yield the members of each bundle, and whether they take turns with its devices."""
+    """Yield the members of each bundle, and whether they take turns on its devices."""
     colocated = config.placement.colocated
     devices: list[list[Member]] = []
     for spec in table.values():
@@ -105,9 +107,9 @@ def _groups(spec: RoleSpec, workers: tuple[Worker, ...], config: Config) -> Iter
 
 
 def _share(wanted: float, of: float, available: float) -> float:
-    """Return an actor's part of what the bundle has, rounded down so that all parts fit.
+    """Return an actor's share of the bundle's resource, rounded down so that all shares fit.
 
-    It is everything if no other actor wants any."""
+    It is the whole resource if no other actor requests any."""
     if wanted in (0, of):
         return wanted
     return math.floor(wanted / of * available * _PRECISION) / _PRECISION

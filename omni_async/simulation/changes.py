@@ -1,7 +1,7 @@
-"""Lists the changes of one key that are worth asking about, what each needs, and why others cannot be made.
+"""Lists the changes of one key that are worth evaluating, their requirements, and why others cannot be made.
 
-A change is what a user would set in the recipe: the key, and the keys without which it could not show what it is worth
-(a slot for every group that a larger staleness budget admits, full batches for one engine more).
+A change is what a user would set in the recipe: the key, and further keys without which it could not show its effect (a
+slot for every group that a larger staleness budget admits, full batches for one more engine).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TURNS = "roles take turns on the same devices, which `omni-async tune RECIPE --
 
 
 class Change(NamedTuple):
-    """One change of a job: what it is called, the keys that make it, and the job then.
+    """One change of a job: its name, the keys that make it, and the resulting job.
 
-    `problem`: why it cannot be made; there are no keys then."""
+    `problem`: why it cannot be made; then there are no keys."""
 
     name: str
     keys: Keys
@@ -39,12 +39,11 @@ class Change(NamedTuple):
 
 
 def changes(config: Config, profile: Profile) -> Iterator[Change]:
-    """Yield the changes of a job, those that cannot be made included.
+    """Yield the changes of a job, including impossible ones.
 
     Args:
         config: The job.
-        profile: Its service times, by which the slowest scorer is found.
-    """
+        profile: Its service times, which determine the slowest scorer."""
     build = _ChangeBuilder(config)
     yield from _budgets(build)
     yield from _publishes(build)
@@ -71,7 +70,7 @@ def _with(section: Any, path: list[str], value: int | str) -> Any:
 
 
 class _ChangeBuilder:
-    """Makes the changes of one job."""
+    """Builds the changes of one job."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -86,7 +85,7 @@ class _ChangeBuilder:
         return Change(name, {}, self.config, why)
 
     def decided(self, key: str) -> bool:
-        """Return whether the job's schedule sets that key, whatever the recipe says."""
+        """Return whether the job's schedule sets that key, overriding the recipe."""
         return self.config.schedule is not None and key in SCHEDULES[self.config.schedule]
 
 
@@ -110,16 +109,16 @@ def _budgets(build: _ChangeBuilder) -> Iterator[Change]:
 
 
 def _publishes(build: _ChangeBuilder) -> Iterator[Change]:
-    """Yield a publish after every update, and half as many as now."""
+    """Yield a publish after every update, and publishes half as often as now."""
     every = build.config.weights.publish_every
     if build.decided("weights.publish_every") or build.config.placement.colocated:
-        return  # which is every update, and nothing else is possible
+        return  # it is every update, the only possibility
     for interval in sorted({1, 2 * every} - {every}):
         yield build.change(f"publish every {interval}", {"weights.publish_every": interval})
 
 
 def _buffers(build: _ChangeBuilder) -> Iterator[Change]:
-    """Yield either buffer at half and at twice its size, where all that the budget admits would not fit anyway."""
+    """Yield either buffer at half size, and at twice its size unless it has room for all that S admits."""
     config, buffer = build.config, build.config.buffer
     groups = (config.staleness.max_updates + 1) * build.per_update
     for name, size, most, fewest in (
@@ -147,7 +146,7 @@ def _engine(build: _ChangeBuilder) -> Change:
 
 
 def _reward_worker(build: _ChangeBuilder, profile: Profile) -> Change:
-    """Return one worker more of those that run the slowest scorer."""
+    """Return the change to one more worker for the slowest scorer."""
     reward, scorer = build.config.reward, _slowest_scorer(build.config, profile)
     if scorer.pool is not None:
         number, pool = next((i, pool) for i, pool in enumerate(reward.pools) if pool.name == scorer.pool)
@@ -174,7 +173,7 @@ def _slowest_scorer(config: Config, profile: Profile) -> Scorer:
 
 
 def _ranks(build: _ChangeBuilder) -> Change:
-    """Return the least number of further ranks that leaves the busiest one less of a group."""
+    """Return the smallest addition of ranks that reduces the busiest rank's share of a group."""
     config, ranks = build.config, build.config.trainer.workers
     name, share = f"+{config.trainer.fewest_ranks} trainer rank", samples_per_rank(config)
     if config.placement.colocated:
@@ -193,7 +192,7 @@ def _ranks(build: _ChangeBuilder) -> Change:
 
 
 def _full_batches(config: Config, more: int) -> int:
-    """Return the trajectory slots that full batches of `more` engines than now take, as far as S admits so many."""
+    """Return the trajectory slots for full batches of `more` additional engines, at most the samples that S admits."""
     rollout = config.rollout
     admitted = config.slots * rollout.group_size
     return min((rollout.workers + more) * min(rollout.max_batch, rollout.max_inflight), admitted)

@@ -18,13 +18,13 @@ _BAR = 40
 
 
 def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
-    """Print one job: the law beside the simulation, the roles, the staleness, the buffers.
+    """Print one job: the law next to the simulation, the roles, the staleness, the buffers.
 
     Args:
-        console: where.
+        console: the console to print to.
         config: the job.
         found: its result.
-        sync: that of the same job, one stage after the other."""
+        sync: the result of the same job, one stage after the other."""
     console.print(_steps(config, found, sync))
     t = found.times
     console.print(
@@ -48,7 +48,7 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 
 
 def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
-    """Print a row per schedule and budget; speed-ups are against the first row."""
+    """Print a row per schedule and budget; speed-ups are relative to the first row."""
     table = _table(
         "every schedule, with room in the buffers: images/s of all devices and of each, busy share of the roles,"
         " staleness",
@@ -74,7 +74,7 @@ def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) 
 
 
 def show_what_if(console: Console, found: WhatIf) -> None:
-    """Print what one change would buy: the present, a row per change, and what is not known of either."""
+    """Print the effect of one change: the present, a row per change, and the unknowns of either."""
     now, measured = found.present, "nothing measured to compare it with"
     if found.measured_s is not None and found.model_error is not None:
         updates, off = found.measured_updates, found.model_error
@@ -129,7 +129,7 @@ def _staleness(found: Simulated) -> Table:
 
 
 def _remarks(config: Config, found: Simulated) -> list[str]:
-    """Say what holds the job up, and which key would change that."""
+    """Return sentences about the limiting factor of the job, and the key that would change it."""
     times, budget = found.times, config.staleness.max_updates
     name, seconds = times.bottleneck
     needed = smallest_useful_budget(times)

@@ -1,4 +1,4 @@
-"""Defines the result of a simulation, and computes what the law needs of the same job."""
+"""Defines the result of a simulation, and computes the law's inputs for the same job."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class Occupancy(msgspec.Struct, frozen=True):
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one simulation.
 
-    Seconds are the profile's (virtual) ones. `step_s`: mean seconds between updates in the steady part of the run,
-    warm-up and drain left out; `step_spread_s`: standard deviation of those. `busy`: role -> busy, starved,
-    backpressured fraction of that part. `staleness`: groups trained by staleness, over the whole run. `bundle`: samples
-    that were simulated as one. `bound_fraction` = law_s / step_s."""
+    Seconds are the profile's (virtual) ones.
+    - `step_s`: mean seconds between updates in the steady part of the run, without warm-up and drain.
+    - `step_spread_s`: their standard deviation.
+    - `busy`: role -> busy, starved, backpressured fraction of the steady part.
+    - `staleness`: trained groups by staleness, over the whole run.
+    - `bundle`: samples that were simulated as one.
+    - `bound_fraction` = law_s / step_s."""
 
     updates: int
     virtual_s: float
@@ -56,8 +59,7 @@ def times_of(config: Config, profile: Profile, plan: Plan | None = None) -> Stag
     Args:
         config: The job.
         profile: As it was read, without estimates.
-        plan: How updates are carried out (None: as `config` says).
-    """
+        plan: How updates are carried out (None: derived from `config`)."""
     plan = plan or plan_updates(config)
     return stage_times(
         config,
@@ -69,7 +71,7 @@ def times_of(config: Config, profile: Profile, plan: Plan | None = None) -> Stag
 
 
 def not_measured(config: Config, profile: Profile) -> list[str]:
-    """Return sentences about what the job needs and the profile has no time for, or may have another time for."""
+    """Return sentences about needs of the job for which the profile has no time, or may have a wrong time."""
     calls = config.rollout.calls
     said = [f"rollout.calls: profile {profile.name}'s times for a sample are taken for its {calls} calls together"]
     return (said if calls > 1 else []) + unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)

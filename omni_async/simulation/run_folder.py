@@ -1,4 +1,4 @@
-"""Reads what a simulation needs of a run that is over: its configuration, the profile it measured, the pace it had."""
+"""Reads the parts of a finished run that a simulation needs: its configuration, measured profile and pace."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from omni_async.types import Count, Time
 
 
 class MeasuredRun(NamedTuple):
-    """A run and what it measured of itself.
+    """A run and its own measurements.
 
-    `finished`: when the updates of its newest attempt ended, in seconds since the epoch; the profile is of these.
-    `devices`: how many there were; None where the summary does not say."""
+    `finished`: when the updates of its newest attempt ended, in seconds since the epoch; the profile covers these
+    updates. `devices`: their number; None if the summary does not contain it."""
 
     config: Config
     profile: Profile
@@ -37,7 +37,7 @@ class _Update(msgspec.Struct):
 
 
 def read_measured(folder: Path) -> MeasuredRun:
-    """Read the run in `folder`. Raises ConfigError, one line, if it is none or has no profile."""
+    """Read the run in `folder`. Raises ConfigError, one line, if it is not a run or has no profile."""
     run = RunDirectory(folder)
     if not run.config_yaml.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give one, or a recipe")
@@ -52,7 +52,7 @@ def read_measured(folder: Path) -> MeasuredRun:
         read_foreign(run.metrics, _Update, folder, most=_MOST_UPDATES),
     )
     attempts = [one for one in ended if one.to_update > one.from_update]
-    if attempts:  # the profile is of the last one that made updates
+    if attempts:  # the profile covers the last attempt that made updates
         updates = [line for line in updates if attempts[-1].from_update < line.update <= attempts[-1].to_update]
     try:
         devices = read_summary(run.summary).devices

@@ -1,7 +1,7 @@
 """Simulates a job in virtual time: the real coordinator, simulated roles, a profile's time in place of devices.
 
-Validation rounds and checkpoints take no time here. Waits for nothing real; a job that cannot go on raises
-DeadlockError at once.
+Validation rounds and checkpoints take no time here. Waits for nothing real; a deadlocked job raises DeadlockError at
+once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _PROMPTS = (Prompt(0, "simulated"),)
 class Steady:
     """Updates whose steps count: after the first `first`, up to number `last`.
 
-    Left out are the warm-up, until the pipeline has filled and turned over once, and the drain, from where nothing more
-    is admitted; in between whole periods of publishes and waves."""
+    The warm-up is excluded, until the pipeline has filled and turned over once, and so is the drain, when no more
+    groups are admitted. The part between contains whole periods of publishes and waves."""
 
     def __init__(self, config: Config, updates: int) -> None:
         budget, every = config.staleness.max_updates, config.weights.publish_every
@@ -63,7 +63,7 @@ class Steady:
 
 
 def default_updates(config: Config) -> int:
-    """Return the recipe's number of updates, or more where those would hardly leave a steady part."""
+    """Return the recipe's number of updates, or more if that would hardly leave a steady part."""
     return max(_UPDATES, config.trainer.updates)
 
 
@@ -76,20 +76,19 @@ def simulate(
     bundle: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """Simulate a job; groups are never rejected, validation and checkpoints are left out.
+    """Simulate a job; groups are never rejected, validation and checkpoints are omitted.
 
     Args:
         config: The job.
         profile: The service times of its devices, unscaled.
-        updates: How many (None: the recipe's, at least 200).
-        seed: Of the service times.
+        updates: Number of updates (None: the recipe's, at least 200).
+        seed: Seed of the service times.
         bundle: Samples of a group that are simulated as one (None: 1 unless that would take minutes).
         progress: Called with the number of every update.
 
     Raises:
         ValueError: Too few updates, or a bundle that does not divide a group.
-        RuntimeError: The run failed, which would be a bug.
-    """
+        RuntimeError: The run failed, which would be a bug."""
     started = time.perf_counter()
     config = replace(config, rollout=config.rollout.as_one_call)
     profile = with_estimates(profile, config)
@@ -145,8 +144,8 @@ def simulate(
 def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: int) -> World:
     plan = plan_updates(config)
     config = in_bundles(config, bundle)
-    # What takes no virtual time is left out: validation, logged images, and the rejection of groups whose samples all
-    # earn the same.
+    # Omit steps that take no virtual time: validation, logged images, and the rejection of groups whose samples all
+    # earn the same reward.
     config = replace(
         config,
         algorithm=replace(config.algorithm, advantage=replace(config.algorithm.advantage, drop_zero_variance=False)),
@@ -189,14 +188,14 @@ async def _play(world: World, updated: Callable[[int], None]) -> None:
             for name in map(str, roles_of(world.config)["reward"].workers(world.config)):
                 tasks.create_task(reward_worker(name, world), name=name)
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # one is enough to end the run, and to say why
+        raise failures.exceptions[0] from None  # one exception is enough to end the run and to explain it
 
 
 @contextmanager
 def _rarely_collecting() -> Iterator[None]:
     """Make garbage collection rare.
 
-    A simulation makes millions of small objects and hardly a cycle, and looking for cycles as often as usual takes a
+    A simulation creates millions of small objects and hardly a cycle. Searching for cycles at the usual rate takes a
     fifth of its time."""
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000, usual[1], usual[2])

@@ -1,14 +1,14 @@
 """Simulates an engine on the fast path of virtual time: a producer and an emulated engine in one.
 
-It leases samples whenever it has a free slot, and generates them batch after batch; a batch is formed when everything
-else of that instant has happened. A staged version takes effect
+It leases samples whenever it has a free slot, and generates them batch after batch. It forms a batch after all other
+events of that instant. A staged version takes effect:
 
-  step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause
-           later
-  request  when all samples in the engine, running or queued for its next batch, are done
-  drain    when all leased samples are done; nothing is leased until the pause is over
+step     at the next boundary between two denoising steps, which are evenly spaced in a batch's time; the batch ends
+         a pause later
+request  when all samples in the engine, running or queued for its next batch, are done
+drain    when all leased samples are done; nothing is leased until the pause is over
 
-There are many engines and they do most of what happens, so only leasing is a coroutine; the loop calls the rest.
+The many engines cause most events, so only leasing is a coroutine; the loop calls the rest.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Batch:
         return min(self.steps, math.ceil((now - self.start - self.paused - _INSTANT_S) / self.step_s))
 
     def swap(self, step: int, version: int, pause: float) -> None:
-        """Let another version compute from a step on, after a pause that makes the batch longer.
+        """Switch to another version from a step on, after a pause that makes the batch longer.
 
         Args:
             step: the first denoising step that has not begun.
-            version: that of the new weights.
+            version: the version of the new weights.
             pause: seconds."""
         self.swaps.append((step, version))
         self.paused += pause
@@ -112,7 +112,7 @@ class SimulatedEngine:
             self._waiting.add(self._idle_since, self._loop.now)
 
     def _wake(self) -> None:
-        """Schedule `_act`, once everything else of this instant has happened."""
+        """Schedule `_act`, after all other events of this instant."""
         if not self._woken:
             self._woken = True
             self._loop.when_settled(self._act)
@@ -171,10 +171,10 @@ class SimulatedEngine:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def stage(self, version: int) -> float | None:
-        """Take a version that has arrived.
+        """Accept a version that has arrived.
 
-        Returns when the engine will hold it, or None if that depends on samples it must finish first; it then calls
-        `swapped`."""
+        Returns the time when the engine will hold it, or None if that depends on samples to be finished first; it then
+        calls `swapped`."""
         now, batch = self._loop.now, self._batch
         in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
         if self._drains or (in_engine and self._world.config.weights.swap == "request"):

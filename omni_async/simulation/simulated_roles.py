@@ -1,10 +1,12 @@
-"""Simulates the roles on the fast path of virtual time: light coroutines that take a profile's time and make nothing.
+"""Simulates the roles on the fast path of virtual time: light coroutines that only take a profile's time.
 
 The real roles run in virtual time too, with emulated devices, but a job then costs 24 times the CPU time (100 engines
-and 100 updates, 40,000 samples: 22.7 s for 0.94 s), for the tasks and timers of every sample and the periodic flushes
-of every role. A sweep or a search makes dozens of such jobs. So this module describes the roles once more, and nothing
-else does: coordinator, profile and draws (`omni_async.performance.emulation`) are the real roles' own, and
-`tests/simulation/test_real_roles.py` holds times and staleness to theirs.
+and 100 updates, 40,000 samples: 22.7 s instead of 0.94 s), for the tasks and timers of every sample and the periodic
+flushes of every role. A sweep or a search runs dozens of such jobs.
+
+So this module describes the roles a second time. Everything else is shared with the real roles: coordinator, profile
+and draws (`omni_async.performance.emulation`). `tests/simulation/test_real_roles.py` checks times and staleness against
+the real roles.
 
 | role      | waits for                                   | unblocked by                               |
 |-----------|---------------------------------------------|--------------------------------------------|
@@ -33,7 +35,7 @@ from omni_async.simulation.simulated_engine import SimulatedEngine
 from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import ReadyGroup, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
 
-# What samples earn has no influence on how long anything takes; groups without variance are not rejected here.
+# Rewards have no influence on how long anything takes; groups without variance are not rejected here.
 _SCORE = Score(0.0)
 
 
@@ -47,7 +49,7 @@ async def reward_worker(name: str, world: World) -> None:
 
 
 async def _score_in_turn(name: str, world: World) -> None:
-    """Score one batch at a time, of the samples that are there: the only scorer takes one call at a time."""
+    """Score the available samples, one batch at a time: the only scorer takes one call at a time."""
     coordinator, loop, draws = world.coordinator, world.loop, world.draws(name)
     shared = world.shared if world.config.placement.reward_in_turn else None
     meters = world.meters
@@ -73,7 +75,7 @@ Scored = Callable[[list[ScoreJob]], None]
 
 
 class SimulatedScorer:
-    """One of several scorers of a reward worker: it forms batches as real ones do. Calls `scored` with each."""
+    """One of several scorers of a reward worker, with the batching of real scorers. Calls `scored` with each batch."""
 
     def __init__(
         self, world: World, draws: Draws, lanes: ScorerLanes, scored: Callable[[list[ScoreJob]], None]
@@ -84,7 +86,7 @@ class SimulatedScorer:
         self._waiting: deque[ScoreJob] = deque()
 
     def take(self, jobs: Sequence[ScoreJob]) -> None:
-        """Queue samples, and begin what can be begun."""
+        """Queue samples, and begin as many batches as possible."""
         self._waiting += jobs
         self.load.waiting += len(jobs)
         self._begin()
@@ -106,7 +108,7 @@ class SimulatedScorer:
 
 
 class SimulatedPanel:
-    """A reward worker with several scorers side by side, or with one that takes several calls at once."""
+    """A reward worker with several concurrent scorers, or with a scorer that takes several calls at once."""
 
     def __init__(self, name: str, world: World, scorers: Sequence[ScorerLanes]) -> None:
         self._name, self._world = name, world
@@ -117,7 +119,7 @@ class SimulatedPanel:
         self._changed = Event()
 
     async def run(self) -> None:
-        """Take samples until the run is over."""
+        """Request samples until the run is over."""
         world = self._world
         while True:
             room = room_of([scorer.load for scorer in self._scorers])
@@ -137,7 +139,7 @@ class SimulatedPanel:
                 scorer.take(jobs)
 
     def _one_scored(self, jobs: list[ScoreJob]) -> None:
-        """Hand in the samples that this was the last missing answer for."""
+        """Report the samples whose last missing answer arrived."""
         world, done = self._world, []
         for job in jobs:
             self._missing[job.sample_id] -= 1
@@ -199,7 +201,7 @@ class SimulatedTrainer:
         return self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
 
     def _train_collected(self) -> float:
-        """Draw the seconds of all passes and steps, in the order in which an emulated trainer draws them."""
+        """Draw the seconds of all passes and steps, in an emulated trainer's order of draws."""
         trainer = self._world.config.trainer
         seconds = sum(self._recompute_proximal() for _ in range(trainer.groups_per_update))
         for number in range(1, trainer.groups_per_update + 1):
@@ -209,7 +211,7 @@ class SimulatedTrainer:
         return seconds
 
     async def _work(self, draw: Callable[[], float]) -> None:
-        """Work for the seconds that are drawn once the trainer has its devices."""
+        """Work for the seconds that `draw` returns, after the trainer got its devices."""
         shared = self._world.shared
         if shared is not None:
             await shared.take("trainer", self._draws)
@@ -229,7 +231,7 @@ class SimulatedTrainer:
 
 
 class SimulatedPublisher:
-    """The publisher. One version is on its way at a time; the newest of those that come meanwhile is next."""
+    """The publisher. It delivers one version at a time, next the newest of those exported meanwhile."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -238,7 +240,7 @@ class SimulatedPublisher:
         self._changed = Event()
 
     def withdraw(self) -> None:
-        """Drop a version that has not left, because a newer one is about to be copied out."""
+        """Discard a version that has not left, because a newer one is about to be exported."""
         self._next = None
 
     def publish(self, version: int) -> None:
@@ -279,7 +281,7 @@ class SimulatedPublisher:
 
 
 async def watch(world: World) -> None:
-    """Wait until the run is over. Raises RuntimeError if it did not end as it should."""
+    """Wait until the run is over. Raises RuntimeError unless its status is done."""
     while True:
         for event in await world.coordinator.events():
             if event.kind == "ended":

@@ -1,6 +1,6 @@
-"""Derives the configurations that are simulated from a recipe's: other schedules, other budgets, samples in bundles.
+"""Derives the simulated configurations from a recipe: other schedules, other budgets, samples in bundles.
 
-The samples of a bundle are of one group, always run together and are simulated as one, where simulating each sample
+The samples of a bundle belong to one group, always run together. They are simulated as one if simulating each sample
 would take minutes.
 """
 
@@ -35,7 +35,7 @@ def arms(config: Config) -> list[Arm]:
 
 
 def with_budget(config: Config, budget: int) -> Config:
-    """Set the budget, room for all that it admits, and a publish at least as often as it requires."""
+    """Set the budget, room for everything that it admits, and a publish at least as often as it requires."""
     groups = (budget + 1) * config.trainer.groups_per_update
     buffer = replace(
         config.buffer,
@@ -57,18 +57,18 @@ def scheduled(config: Config, name: ScheduleName) -> Config:
 
 # About half a minute of one core.
 _MOST_BUNDLES = 600_000
-# Bundles in flight per engine: with fewer, some engines are idle that would have some of the samples.
+# Bundles in flight per engine: with fewer, some engines are idle although they would have some of the samples.
 _FEWEST_PER_ENGINE = 1
 
 
 def choose_bundle(config: Config, updates: int, most: int = _MOST_BUNDLES, fewest: float = _FEWEST_PER_ENGINE) -> int:
-    """Return the smallest bundle that leaves at most `most` of them to simulate, and else the largest there can be.
+    """Return the smallest bundle that leaves at most `most` bundles to simulate, otherwise the largest possible one.
 
-    It divides a group and what an engine computes or a reward worker scores together.
+    It divides a group, and the batches of an engine and a reward worker.
 
     Args:
         config: the job.
-        updates: how many are simulated.
+        updates: number of simulated updates.
         most: bundles in all updates together.
         fewest: bundles in flight for each engine; samples one by one are always allowed."""
     rollout = config.rollout
@@ -84,9 +84,9 @@ def choose_bundle(config: Config, updates: int, most: int = _MOST_BUNDLES, fewes
 
 
 def in_bundles(config: Config, bundle: int) -> Config:
-    """Return the configuration that counts bundles where the recipe counts samples.
+    """Return the configuration in bundles instead of samples.
 
-    Raises ValueError unless all samples that run together are a whole number of bundles: anything else would be another
+    Raises ValueError unless all samples that run together are a whole number of bundles: otherwise it would be another
     job."""
     rollout, reward, buffer = config.rollout, config.reward, config.buffer
     together = {key: getattr(rollout, key) for key in ("group_size", "max_batch", "max_inflight")}

@@ -1,12 +1,16 @@
 """Provides an asyncio event loop on virtual time: when nothing is ready it jumps to the next timer.
 
 The loop owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and
-`VirtualClock` for code that takes a `Clock`. Callbacks run in the order they were scheduled, timers of one instant too,
-so a run is reproducible; with `dice`, those that are ready together run in an order drawn from it, which is as
-reproducible and finds what depends on the order. The loop waits for nothing outside: a function handed to a thread
-is called on the spot and takes no virtual time, and there are no sockets, signals or child processes. When every task
-is blocked and no timer is pending, `DeadlockError` lists the waiting tasks and where they wait. (A periodic task, or
-one that yields for ever with `sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout` around such runs.)
+`VirtualClock` for code that takes a `Clock`.
+
+Callbacks run in the order of their scheduling, timers of one instant too, so a run is reproducible. With `dice`,
+callbacks that are ready together run in a random order drawn from it: equally reproducible, and it finds errors that
+depend on the order.
+
+The loop waits for nothing outside: a function for a thread is called at once and takes no virtual time, and there are
+no sockets, signals or child processes. When every task is blocked and no timer is pending, `DeadlockError` lists the
+waiting tasks and their lines. (A periodic task, or a task that yields for ever with `sleep(0)`, hides a deadlock; put a
+virtual `asyncio.timeout` around such runs.)
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ class DeadlockError(RuntimeError):
 class _NumberedTask(asyncio.Task[T]):
     """A task that is hashed by number instead of by address in memory, which differs from run to run.
 
-    asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order."""
+    asyncio keeps tasks in sets, and cancels the tasks of a TaskGroup in the set's order."""
 
     def __init__(self, number: int, coro: Coroutine[Any, Any, T], **options: Any) -> None:
         self._number = number
@@ -49,10 +53,10 @@ class _NumberedTask(asyncio.Task[T]):
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """The event loop on virtual time.
 
-    Time starts at `start` seconds; `dice` draws the order of what is ready together."""
+    Time starts at `start` seconds; `dice` determines the order of callbacks that are ready together."""
 
-    # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here,
-    # as tuples, because those compare much faster than its TimerHandles.
+    # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`. The timers are kept here,
+    # as tuples, because tuples compare much faster than its TimerHandles.
     _ready: Any
     _stopping: bool
     _check_closed: Callable[[], None]
@@ -61,7 +65,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = start
         self._dice = dice
-        self._instant = start + _RESOLUTION_S  # what is due by then is due now
+        self._instant = start + _RESOLUTION_S  # timers up to this time are due now
         # (when, number, callback, arguments), or (when, number, TimerHandle, None)
         self._timers: list[tuple[float, int, Any, tuple[Any, ...] | None]] = []
         self._num_timers = 0
@@ -99,14 +103,15 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_when(self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
         """Call back at a time, like `call_at`, but cheaper.
 
-        The call cannot be cancelled, and what the callback raises ends the loop."""
+        The call cannot be cancelled, and an exception of the callback ends the loop."""
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, callback, args))
 
     def when_settled(self, callback: Callable[[], object]) -> None:
         """Call back when nothing else is ready at this instant.
 
-        For callers that act on all that happens in it, in whatever order. What the callback raises ends the loop."""
+        For callers that react to all events of the instant, in whatever order. An exception of the callback ends the
+        loop."""
         self._settling.append(callback)
 
     def sleep_until(self, when: float) -> asyncio.Future[None]:
@@ -116,7 +121,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return future
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Call the function at once, in this thread: what it returns or raises is in the future."""
+        """Call the function at once, in this thread: its result or exception is in the future."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -129,7 +134,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers.clear()
 
     def _run_once(self) -> None:
-        """Run until `stop`, which BaseEventLoop looks for between calls of this method."""
+        """Run until `stop`, which BaseEventLoop checks between calls of this method."""
         ready, timers, pop = self._ready, self._timers, heapq.heappop
         while True:
             if not ready and not self._stopping and not (timers and timers[0][0] <= self._instant):
@@ -172,23 +177,23 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._ready.append(timer)
 
     def _drop(self, timer: Any) -> None:
-        """Count a cancelled timer that was taken from the heap."""
+        """Count a cancelled timer that was removed from the heap."""
         timer._scheduled = False
         self._num_cancelled -= 1
 
     def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
-        """Count a timer that is cancelled, as TimerHandle calls it. Timeouts that were not needed must not pile up."""
+        """Count a cancelled timer; called by TimerHandle. Unused timeouts must not pile up."""
         if not timer._scheduled:  # type: ignore[attr-defined]
             return
         self._num_cancelled += 1
         if len(self._timers) > _FEW_TIMERS and 2 * self._num_cancelled > len(self._timers) + 2:
-            # The one being cancelled says so only after this call.
+            # The timer being cancelled is marked only after this call.
             self._timers[:] = [entry for entry in self._timers if entry[3] is not None or not entry[2].cancelled()]
             heapq.heapify(self._timers)
             self._num_cancelled = 1
 
     def _write_to_self(self) -> None:
-        """Do nothing: `call_soon_threadsafe` wakes a loop that sleeps; this one never does."""
+        """Do nothing: `call_soon_threadsafe` wakes a sleeping loop, but this loop never sleeps."""
 
 
 class VirtualClock:
@@ -207,10 +212,10 @@ def run(main: Coroutine[Any, Any, T], *, start: float = 0.0, dice: random.Random
     Args:
         main: the coroutine.
         start: the time at which it begins, in seconds.
-        dice: draws the order of callbacks that are ready together; None: as they were scheduled.
+        dice: draws the order of callbacks that are ready together; None: the order of their scheduling.
 
     Raises:
-        DeadlockError: nothing can go on.
+        DeadlockError: nothing can continue.
         RuntimeError: another loop runs in this thread."""
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop")
@@ -234,7 +239,7 @@ def _list_waiting(tasks: set[asyncio.Task[Any]]) -> str:
 
 
 def _await_chain(task: asyncio.Task[Any]) -> str:
-    """Return the chain of coroutines a task is in, outermost first, each with its file and line."""
+    """Return the chain of coroutines of a task, outermost first, each with its file and line."""
     frames: list[str] = []
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

@@ -1,8 +1,8 @@
-"""Answers what one change would buy a run: staleness, buffers, publishes, one engine, one reward worker, one rank more.
+"""Predicts the effect of one change on a run: staleness, buffers, publishes, one more engine, reward worker or rank.
 
-Present and changes are simulated with the run's own service times. How far the simulated present is from what the run
-took is the error of the model; it is added to what other seeds of the service times change. Pure computation: waits for
-nothing, and is the same for the same arguments.
+Present and changes are simulated with the run's own service times. The model's error is the difference between the
+simulated present and the run's measured time; it is added to the variation over seeds of the service times. Pure and
+deterministic computation, without waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from omni_async.simulation.sweep import choose_bundle
 LEARNING = "Only time is simulated: the effect of a change on learning must be measured."
 
 _SEEDS = 3
-# Of one simulation. A tenth of a second of one core, or 24 updates where those are more.
+# Limits of one simulation: a tenth of a second of one core, or 24 updates if those take longer.
 _MOST_BUNDLES = 4_000
 _FEWEST_UPDATES, _MOST_UPDATES = 24, 120
 _OF_WORKER = 0.1  # a worker's time in an update, in bundles
@@ -43,10 +43,12 @@ _TAKEN = (
 class Prospect(msgspec.Struct, frozen=True, kw_only=True):
     """The present job, or the job after one change: means over the simulated seeds.
 
-    `keys`: what to set for it, on the command line or in the recipe; none for the present. `gain`: images per second
-    over the present's, minus 1; `uncertainty`: its half-width, as a fraction, which holds for `step_s`, too.
-    `bottleneck`: the role that is busy nearly all the time, or the key that bounds it. `devices`: how many more it
-    takes (accelerators; CPUs where the job uses none); `gain_per_device` is None where that is none."""
+    - `keys`: the settings that make the change, on the command line or in the recipe; empty for the present.
+    - `gain`: images per second relative to the present's, minus 1.
+    - `uncertainty`: the half-width of `gain`, as a fraction; it also holds for `step_s`.
+    - `bottleneck`: the role that is busy nearly all the time, or the key that bounds it.
+    - `devices`: additional devices (accelerators; CPUs if the job uses none).
+    - `gain_per_device`: None without additional devices."""
 
     name: str
     keys: dict[str, int | str]
@@ -62,12 +64,12 @@ class Prospect(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_clear(self) -> bool:
-        """Return whether the gain, or the loss, is larger than what is not known of it."""
+        """Return whether the gain, or the loss, is larger than its uncertainty."""
         return abs(self.gain) > self.uncertainty
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A change that cannot be made or asked about, and why."""
+    """A change that cannot be made or evaluated, and why."""
 
     name: str
     reason: str
@@ -76,9 +78,10 @@ class LeftOut(msgspec.Struct, frozen=True):
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. Seconds are the profile's, which are the run's own.
 
-    `measured_s`: seconds per update that the run took, over its `measured_updates` steady ones; None where it left too
-    few. `model_error` = present.step_s / measured_s - 1. `seeds`, `updates`: simulated of each job. `caveats`: what the
-    simulation does not know of this job."""
+    - `measured_s`: the run's seconds per update, over its `measured_updates` steady ones; None if it has too few.
+    - `model_error` = present.step_s / measured_s - 1.
+    - `seeds`, `updates`: simulated for each job.
+    - `caveats`: facts about this job that the simulation does not model."""
 
     profile: str
     present: Prospect
@@ -109,15 +112,14 @@ def what_if(
         config: The run's resolved configuration.
         profile: The service times that the run measured.
         finished: When the updates of its newest attempt ended, in seconds (`finished` in metrics.jsonl).
-        devices: Devices that there were (`devices` in summary.json); None: as many as the job asks for.
-        seed: Of the service times; others follow it.
-        progress: Called with the number of jobs simulated, of how many, and the name of the next.
-        most: How many bundles all simulations may have together, workers counted as parts of some.
+        devices: Number of the run's devices (`devices` in summary.json); None: as many as the job requests.
+        seed: Seed of the service times; others follow it.
+        progress: Called with the number of simulated jobs, the total, and the name of the next.
+        most: Most bundles of all simulations together, with workers counted as parts of some.
 
     Raises:
         ConfigError: Nothing is generated, the job cannot be trained, its simulations have more than `most` bundles, or
-            take no time.
-    """
+            take no time."""
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so there is nothing to wait for and nothing to gain")
     require_trainable(config)
@@ -160,9 +162,9 @@ def what_if(
 
 
 def measured_step(config: Config, finished: Sequence[float]) -> tuple[float | None, int]:
-    """Return the mean seconds between a run's updates in its steady part, and how many those are.
+    """Return the mean seconds between a run's updates in its steady part, and the number of these steps.
 
-    None if it has no steady part: warm-up and drain, about S + 2 and S updates, are left out."""
+    None if it has no steady part: warm-up and drain, about S + 2 and S updates, are excluded."""
     try:
         steady = Steady(config, len(finished))
     except ValueError:
@@ -172,7 +174,7 @@ def measured_step(config: Config, finished: Sequence[float]) -> tuple[float | No
 
 
 def bottleneck(config: Config, found: Simulated) -> str:
-    """Return what holds a simulated job up: a role, or the key that bounds how much may be under way."""
+    """Return the limiting factor of a simulated job: a role, or the key that bounds the work in flight."""
     role = max(found.busy, key=lambda name: found.busy[name]["busy"])
     if found.busy[role]["busy"] >= _BUSY:
         return role
@@ -194,7 +196,7 @@ def _prospect(
     present: Config,
     error: float | None,
 ) -> Prospect:
-    """Compare simulations of one job with those of the present, seed by seed."""
+    """Compare simulations of one job with the present's, seed by seed."""
     step = statistics.fmean(one.step_s for one in found)
     gain = statistics.fmean(one.step_s for one in now) / step - 1
     each = [before.step_s / after.step_s - 1 for before, after in zip(now, found, strict=True)]
@@ -217,7 +219,7 @@ def _prospect(
 
 
 def _size(config: Config) -> tuple[int, int]:
-    """Return samples per bundle, and updates: as many as take about a tenth of a second."""
+    """Return samples per bundle, and a number of updates that takes about a tenth of a second."""
     per_update = config.trainer.groups_per_update * config.rollout.group_size
     bundle = choose_bundle(config, _MOST_UPDATES, most=_MOST_BUNDLES)
     affordable = _MOST_BUNDLES * bundle // per_update
@@ -225,7 +227,7 @@ def _size(config: Config) -> tuple[int, int]:
 
 
 def _enough(config: Config, updates: int) -> int:
-    """Return how many updates are simulated for so many steady ones."""
+    """Return the number of updates to simulate for a given number of steady ones."""
     return updates + 2 * (config.staleness.max_updates + 1)
 
 

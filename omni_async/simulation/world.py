@@ -1,6 +1,6 @@
-"""Holds what the roles of one simulation share: the job, the service times, the coordinator, the clock, the meters.
+"""Holds the shared state of one simulation: the job, the service times, the coordinator, the clock, the meters.
 
-Meters say what roles and buffers do in the steady part of the run.
+Meters measure roles and buffers in the steady part of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def digest_of(version: int) -> str:
 
 
 def at_once(call: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a call of the coordinator that does not wait, for callers that are no coroutines.
+    """Return the result of a coordinator call that does not wait, for callers that are no coroutines.
 
     Raises RuntimeError if it would wait."""
     try:
@@ -42,14 +42,14 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
 class SharedDevices:
     """Devices that the roles use in turns.
 
-    A role has them while any of its workers works; then the role that asked first gets them. Every worker takes the
-    profile's `switch` when it first works after its role got the devices back.
+    A role holds them while any of its workers works; then the role that requested them first gets them. Every worker
+    takes the profile's `switch` time when it first works after its role got the devices back.
 
     `take` waits for the other roles' work to end; unblocked by `leave`."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self._loop = loop
-        self._holder = "trainer"  # which made the version that the engines wait for
+        self._holder = "trainer"  # it trained the version that the engines wait for
         self._working = 0
         self._turn = 0
         self._last_turn: dict[Draws, int] = {}
@@ -77,7 +77,7 @@ class World:
     """The state of one simulation.
 
     `bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is None
-    where every role has devices of its own."""
+    if every role has its own devices."""
 
     config: Config
     profile: Profile
@@ -94,7 +94,7 @@ class World:
     def count_groups(self, taken: int = 0) -> None:
         """Update the gauges after a call that may have admitted groups or freed slots.
 
-        The trainer took `taken` more."""
+        The trainer took `taken` more groups."""
         self.taken += taken
         admitted = self.coordinator.ledger.admitted
         released = self.config.trainer.groups_per_update * (self.coordinator.versions.held or 0)
@@ -107,7 +107,7 @@ class World:
 
 @dataclass(slots=True)
 class Window:
-    """The part of the run that counts, in virtual seconds; it opens and closes while the run goes on."""
+    """The measured part of the run, in virtual seconds; it opens and closes during the run."""
 
     opened: float = math.inf
     closed: float = math.inf
@@ -119,7 +119,7 @@ class Window:
 
 @dataclass(slots=True)
 class Stretches:
-    """Seconds that lie in the window, of periods reported when they are over."""
+    """Seconds within the window, of periods that are reported when they are over."""
 
     window: Window
     seconds: float = 0.0
@@ -157,7 +157,7 @@ class Gauge:
 
     @property
     def mean(self) -> float:
-        """Return the mean over the window, once that is closed."""
+        """Return the mean over the window, once it is closed."""
         self.set(self.value)
         return self._integral / self._window.seconds if self._window.seconds > 0 else 0.0
 
@@ -174,16 +174,16 @@ class Meters:
         self.reserved = {buffer: Gauge(self.window, clock) for buffer in capacities}
 
     def fractions(self, role: str) -> dict[str, float]:
-        """Return the fractions of the window in which the role's workers worked, or waited.
+        """Return the fractions of the window that the role's workers spent working and waiting.
 
-        They were `busy`, waited without input (`starved`), or waited without permission to make more (`backpressured`:
-        only engines, which need no input). The rest, up to 1, is pauses."""
+        They were `busy`, waited without input (`starved`), or waited without permission to generate more
+        (`backpressured`: only engines, which need no input). The rest, up to 1, is pauses."""
         total = self._workers[role] * self.window.seconds
         busy, waiting = (periods[role].seconds / total if total > 0 else 0.0 for periods in (self.busy, self.waiting))
         starved, backpressured = (0.0, waiting) if role == "rollout" else (waiting, 0.0)
         return {"busy": busy, "starved": starved, "backpressured": backpressured}
 
     def occupancy(self, buffer: str, each: int = 1) -> Occupancy:
-        """Return how full a buffer was; one slot of the simulation stands for `each` slots of the job."""
+        """Return how full a buffer was; one slot of the simulation represents `each` slots of the job."""
         gauge = self.reserved[buffer]
         return Occupancy(self._capacities[buffer] * each, gauge.mean * each, gauge.largest * each)

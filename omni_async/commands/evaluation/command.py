@@ -124,9 +124,9 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 def _add_drawing(parser: argparse.ArgumentParser, seeds: str, folder: Path) -> None:
     add = parser.add_argument
     more = (
-        "of checkpoints, as in `omni-async export`: the policy that generated the run's samples (default), the one in"
+        "of checkpoints, as in `omni-async export`: the policy that generated the run's samples (default), the policy"
     )
-    more += " training, DiffusionNFT's old one, or the moving average of trainer.ema"
+    more += " in training, DiffusionNFT's old policy, or the moving average of trainer.ema"
     add("--policy", choices=("drawing", "trained", "old", "ema"), default="drawing", help=more)
     add("--recipe", type=Path, metavar="FILE", help="a recipe for settings, prompts and reward in place of the run's")
     prompts = parser.add_mutually_exclusive_group()

@@ -56,8 +56,8 @@ def add_export(commands: Any) -> None:
         "--policy",
         choices=("drawing", "trained", "old", "ema"),
         default="drawing",
-        help="the policy that generated the samples and was validated (default); the one in training; DiffusionNFT's
-        old" " policy; the moving average of trainer.ema",
+        help="the policy that generated the samples and was validated (default); the one in training; DiffusionNFT's"
+        " old policy; the moving average of trainer.ema",
     )
     parser.add_argument(
         "--dtype",

@@ -31,11 +31,8 @@ def add_init(commands: Any) -> None:
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
     add("--model", metavar="PATH", help="checkpoint folder in diffusers layout, or owner/name in a hub's cache here")
     add("--prompts", metavar="FILE", help="prompts to train on, .txt or .jsonl")
-    add(
-        "--validation",
-        metavar="FILE",
-        help="prompts that are not trained on (default: for train.txt, test.txt in the same folder)",
-    )
+    more = "prompts that are not trained on (default: for train.txt, test.txt in the same folder)"
+    add("--validation", metavar="FILE", help=more)
     add("--reward", metavar="NAME", help="a scorer; `omni-async list scorers` shows them")
     add("--param", action="append", default=[], metavar="KEY=VALUE", help="a parameter of the scorer (YAML)")
     add("--algorithm", metavar="NAME", help="an objective (default: flow_grpo); `omni-async list algorithms`")

@@ -1,6 +1,6 @@
 """Takes a run from the command line to its summary: the process that owns every other.
 
-`train.train` runs it, attempt after attempt, each a `session.Session` on a cluster of `omni_async.runtime`; the
-`observer` turns events into console, metrics and sample files, and `results` writes what is left at the end. `operate`
-has the commands that speak to a running job (`status`, `scale`, `stop`) over its `control_socket`.
+`train.train` runs attempts one after another, each a `session.Session` on a cluster of `omni_async.runtime`. The
+`observer` turns events into console lines, metrics and sample files; `results` writes the final files. The commands
+for a running job (`status`, `scale`, `stop`) are in `omni_async.commands.operate` and use its `control_socket`.
 """

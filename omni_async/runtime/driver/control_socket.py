@@ -1,10 +1,10 @@
 """Serves requests to a running job on a unix socket in its run folder.
 
-They ask for its status, another number of workers, or its end.
+A request reads the status, changes the number of workers, or stops the run.
 
-Every user who may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a
-network. A request is one line of JSON, and so is its answer, which other lines may precede that say what it waits for.
-The server waits for requests; each is answered by the session that is alive at that moment.
+Every user who may write to the socket's file (mode 0600: the user who runs the job) may use it. Nothing listens on a
+network. A request is one line of JSON; its answer is one line too, optionally preceded by lines about what it waits
+for. The server waits for requests; the session that is alive at that moment answers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MOST_WORKERS = 100_000
 _LONGEST_REQUEST = 2**16
 _LONGEST_ANSWER = 2**24
 _MOST_CLIENTS = 64
-_PATIENCE_S = 10.0  # for a client's line, and for it to take its answer
-_BEAT_S = 10.0  # a run that changes its workers sends a line as often
+_PATIENCE_S = 10.0  # for a client's line, and for it to receive its answer
+_BEAT_S = 10.0  # interval of lines while a run changes its workers
 _ANSWER_S = 30.0
 
 
 class ControlError(RuntimeError):
-    """Raised when the run cannot be asked, or does not do what it was asked for; the text is one line."""
+    """Raised when the run cannot be reached, or cannot fulfil the request; the text is one line."""
 
 
 class NotRunning(ControlError):
@@ -46,8 +46,8 @@ class NotRunning(ControlError):
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request to a running job.
 
-    `scale`: role -> number of workers it shall have; `stop`: end as with Ctrl-C. With neither, only the status is asked
-    for."""
+    `scale`: role -> its new number of workers; `stop`: end as with Ctrl-C. With neither, the request reads only the
+    status."""
 
     scale: dict[str, Annotated[int, Meta(ge=1, le=MOST_WORKERS)]] = {}
     stop: bool = False
@@ -56,8 +56,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of the answer, with exactly one of the fields.
 
-    `doing`: the answer takes a while, and this is what the run waits for, empty if that is no news; another line
-    follows."""
+    `doing`: the reason why the answer takes a while, empty if unchanged; another line follows."""
 
     status: dict[str, Any] | None = None
     error: str | None = None
@@ -70,7 +69,7 @@ Tell = Callable[[str], None]
 class ControlSocket:
     """A server of requests: `async with ControlSocket(path) as control: control.answer = ...`.
 
-    On a filesystem that has no sockets the run goes without one. `doing`: what the run does while no session answers.
+    On a filesystem without sockets the run continues without it. `doing`: what the run does while no session answers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,7 +137,7 @@ class ControlSocket:
             if self.answer is None:
                 return Answer(status={"doing": self.doing, "parts": {}})
             return Answer(status=await self.answer(request, tell))
-        except Exception as error:  # noqa: BLE001 (the client gets the error, and the run goes on)
+        except Exception as error:  # noqa: BLE001 (the client gets the error, and the run continues)
             text = redact_text(str(error).partition("\n")[0])
             return Answer(error=text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")
 
@@ -154,13 +153,13 @@ def ask(path: Path, request: Request, timeout_s: float = _ANSWER_S, tell: Tell =
 
     Args:
         path: the socket in the run's folder.
-        request: what is asked for.
-        timeout_s: seconds to wait for the answer; for each line of it where workers are to be changed.
-        tell: gets what the run waits for meanwhile.
+        request: the request to send.
+        timeout_s: seconds to wait for the answer; if workers are to be changed, for each line of it.
+        tell: receives what the run waits for meanwhile.
 
     Raises:
         NotRunning: no process serves the socket, or it leads out of its folder.
-        ControlError: it does not answer in time, or anything else went wrong, or cannot be done."""
+        ControlError: no answer in time, any other error, or a request that cannot be fulfilled."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         end, received = time.monotonic() + timeout_s, bytearray()
@@ -189,7 +188,7 @@ def ask(path: Path, request: Request, timeout_s: float = _ANSWER_S, tell: Tell =
 def _line(connection: socket.socket, received: bytearray, end: float) -> bytes:
     """Return the next line, or less if the connection ends or the line is too long.
 
-    received: what came after the line before. Raises TimeoutError if the line is not there at `end`."""
+    received: bytes received after the previous line. Raises TimeoutError if the line is incomplete at `end`."""
     seen = 0
     while (at := received.find(b"\n", seen)) < 0 and len(received) < _LONGEST_ANSWER:
         seen = len(received)

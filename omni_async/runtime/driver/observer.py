@@ -2,8 +2,8 @@
 
 Turns the coordinator's events into console lines, metrics, sample files, a timeline and a summary.
 
-An attempt is here one of the command's, which `attempts.jsonl` lists: one process. In the folder of an earlier attempt
-nothing changes before this one has an update to record: until then, what would be written is held in memory.
+An attempt here is one process of the command, as listed in `attempts.jsonl`. A resumed attempt changes nothing in the
+run's folder until it has an update to record; its output is held in memory until then.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from omni_async.types import Span
 
 # Window of the console's figures: recent enough to follow a change, long enough to be steady.
 _RECENT_S = 30.0
-# Numbers of updates from which the time left and the recent reward are computed.
+# Numbers of updates for the estimate of the time left and for the recent reward.
 _PACE, _RECENT = 20, 5
 _SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
 
 
 class Observer:
-    """The record of one run. `watch` runs until the last event; `summary` afterwards says how the run went.
+    """The record of one run. `watch` runs until the last event; `summary` then describes the run's outcome.
 
-    `start`: the state that this process goes on from. `owns`: whether the folder is this attempt's by now, and not an
-    earlier one's. `changes`: the differences between this attempt's recipe and the checkpoint's."""
+    `start`: this process continues from this state. `owns`: whether the folder belongs to this attempt already,
+    and no longer to an earlier one. `changes`: the differences between this attempt's recipe and the checkpoint's."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Observer:
         self._clock = clock
         self._roles = (*WORKING, *(role.name for role in config.roles))
         self.owns = owns
-        self.has_something = owns  # to record, even if recording it failed
-        self.made = 0  # updates of this attempt, including those that were lost again
+        self.has_something = owns  # whether there is anything to record, even if recording it failed
+        self.made = 0  # updates of this attempt, including updates lost later
         self._held_rounds: list[tuple[Round, float | None]] = []
         self._untaken: deque[RunEvent] = deque()
         self._samples = SampleFiles(run, sinks, console.note)
@@ -84,7 +84,7 @@ class Observer:
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
         self._untimed_images = 0 if self._wall_before else start.images
         self.started = clock.now()
-        self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
+        self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # (time, version) of this attempt's updates
         self.faults: list[Fault] = []
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
@@ -93,7 +93,7 @@ class Observer:
     def recall(self, start: ControlState) -> None:
         """Reset to the state of the run in the checkpoint.
 
-        Spans and faults of this process are all kept; validation rounds that were held are made again."""
+        All spans and faults of this process are kept. Held validation rounds are discarded and run again."""
         self._go_on_from(start)
         if self.owns:
             self._sinks.begin(start.version)
@@ -101,17 +101,17 @@ class Observer:
     def _go_on_from(self, start: ControlState) -> None:
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
-        self._told: dict[str, Any] | None = None  # by a role, and when: that its scorer is down, say
+        self._told: dict[str, Any] | None = None  # a role's last phase, such as a scorer that is down
         self._held_rounds.clear()
         self._start, ledger = start, start.ledger
         self._paces.clear()
-        self.version = start.version  # the last update that was made, in another's run where it began with that
+        self.version = start.version  # the last update, of another run if this one started from it
         self._latest: dict[str, float] = {}  # numbers of the newest update
         self._gradients = GradientWatch()
         self._finished = [(self._clock.now(), start.images)]
         self._staleness = Counter(ledger.staleness)
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
-        # What the summary reports if the coordinator is lost before its last event.
+        # Reported by the summary if the coordinator is lost before its last event.
         conservation = {**events, "admitted": ledger.lines, "live": 0}
         self._last: dict[str, Any] = {"conservation": conservation, "images": start.images}
         self._rewards = [_number(reward) for reward in start.rewards]
@@ -124,7 +124,7 @@ class Observer:
             )
 
     def take_over(self) -> None:
-        """Make the folder and the trackers' run this attempt's, with what was held: there is something to record.
+        """Take ownership of the folder and the trackers' run, and write the held records: there is something to record.
 
         Raises RunDirectoryError if that fails."""
         if self.owns:
@@ -150,7 +150,7 @@ class Observer:
             append_jsonl(self._run.faults, fault)
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
-        """Take events until the coordinator has no more. Sample files are written in tasks of their own."""
+        """Handle events until the coordinator has no more. Separate tasks write the sample files."""
         concluded = False
         while not concluded:
             self._untaken.extend(await coordinator.events())
@@ -162,8 +162,8 @@ class Observer:
     async def count(self, coordinator: RunControl) -> None:
         """Count updates until the coordinator has no more events, after `watch` failed.
 
-        What the ledger has by then counts in the summary, too, though nothing more is recorded of it: a file cannot
-        grow, for example."""
+        The summary thus counts all updates of the ledger, although nothing more is recorded about them, for example
+        because a file cannot grow."""
         concluded = False
         while not concluded:
             for event in [*self._untaken, *await coordinator.events()]:
@@ -175,9 +175,9 @@ class Observer:
             self._untaken.clear()
 
     async def samples_written(self, seconds: float) -> None:
-        """Wait until the sample files that are being written are done, `seconds` at most.
+        """Wait until the sample files in progress are written, `seconds` at most.
 
-        Keeps none of an attempt that has nothing else to record."""
+        Discard them if the attempt has nothing else to record."""
         await self._samples.finish(seconds, keep=self._samples.may_save.is_set())
 
     def _handle(self, event: RunEvent, store: ObjectStore) -> None:
@@ -260,7 +260,7 @@ class Observer:
     ) -> None:
         buffers, slots = data["buffers"], data["buffers"]["slots"]
         held = {name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")}
-        # Where pairs are given, the chosen one earns 1 and the other 0, whatever is learned: that is no reward to
+        # In preference pairs the chosen sample always earns 1 and the other 0, so that is no reward to
         # watch.
         reward: UpdateView = {"reward": numbers["reward"]} if self._config.data.preferences is None else {}
         self._console.update(
@@ -277,10 +277,11 @@ class Observer:
         )
 
     def progress(self) -> dict[str, Any]:
-        """Return how far the run is, for `omni-async status`.
+        """Return the progress of the run, for `omni-async status`.
 
-        `reward` is the mean of the last 5 updates, staleness and images/s are the newest update's; `eta_s` follows from
-        the pace of this attempt's last 20 updates and is None before the first of them; `told`: by a role, last."""
+        `reward` is the mean of the last 5 updates; staleness and images/s are those of the newest update. `eta_s`
+        follows from the pace of this attempt's last 20 updates; it is None before the first. `told`: the last phase
+        that a role reported."""
         eta = None
         if self._paces:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
@@ -299,7 +300,7 @@ class Observer:
         }
 
     def wall_s(self, now: float) -> float:
-        """Return the seconds since all roles were up, with those of earlier attempts added."""
+        """Return the seconds since all roles were up, plus the seconds of earlier attempts."""
         return self._wall_before + max(0.0, now - self.started)
 
     def _images_per_s(self, now: float) -> float:
@@ -332,7 +333,7 @@ class Observer:
             self._sinks.remark("not_scored", f"version {finished.version}: {left_out}", finished.version)
 
     def _gain(self, finished: Round) -> dict[str, float]:
-        """Return what the reward has gained since the first round, over the samples that both have scored."""
+        """Return the gain in reward since the first round, over the samples scored in both rounds."""
         ends = first_and_last(one for one in self._rounds if one.version <= finished.version)
         try:
             change = None if ends is None or ends[1] != finished else compare(*ends)
@@ -343,14 +344,14 @@ class Observer:
     def summary(
         self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]
     ) -> Summary:
-        """Return what became of the run.
+        """Return the summary of the run.
 
         Args:
             status: how it ended.
             reason: why, in one line; None if it is done.
             peak_memory: bytes of all processes; None if that was not sampled.
             finished: when the last role ended, in seconds of the clock.
-            spans: those of this attempt, from which the busy fractions follow."""
+            spans: spans of this attempt, the source of the busy fractions."""
         ended = self.ended or self._last
         summary = summarise(
             run=self._run.run_id,
@@ -378,10 +379,10 @@ class Observer:
 
 
 def _of_scorers(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return what every scorer cost since the last update, by the names of metrics."""
+    """Return the cost of every scorer since the last update, by metric name."""
     return {f"scorer/{label}/{name}": value for label, one in found.items() for name, value in one.items()}
 
 
 def _number(value: float | None) -> float:
-    """Return NaN for null, which a checkpoint holds where a number was not finite."""
+    """Return NaN for null, which a checkpoint holds in place of a number that was not finite."""
     return float("nan") if value is None else value

@@ -1,9 +1,9 @@
-"""Writes what a run leaves when it ends.
+"""Writes the results of a run when it ends.
 
-The summary comes first, and every file by itself, so that one that cannot be written does not cost the others.
+The summary comes first. Every file is written separately, so a failed write does not cost the others.
 
-An attempt of the command that has nothing to record leaves the results of the attempts before as they are: it adds its
-line to `attempts.jsonl`, and that is all.
+An attempt of the command that has nothing to record leaves the results of earlier attempts unchanged: it only adds its
+line to `attempts.jsonl`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
 
-# For the trackers, in a run that leaves at once and in one that ends in order.
+# Seconds for the trackers, when the run leaves at once and when it ends in order.
 _SOON_S = 3.0
 _IN_ORDER_S = 60.0
 
 
 @dataclass(eq=False)
 class Results:
-    """The files that are written at the end into `run`. `at_once`: only what takes no time."""
+    """The files written into `run` at its end. `at_once`: only files that take no time."""
 
     run: RunDirectory
     inputs: RunInputs
@@ -46,7 +46,7 @@ class Results:
     _unwritten: dict[str, str] = field(default_factory=dict, init=False)
 
     def spans_of(self, observer: Observer) -> list[Span]:
-        """Return every span of the attempt; none, and no timeline is written, if they cannot be read."""
+        """Return every span of the attempt; if they cannot be read, return none, and write no timeline."""
         spans: list[Span] = []
         self._try_to_write(self.run.trace, lambda: spans.extend(observer.spans.all()))
         return spans
@@ -61,11 +61,11 @@ class Results:
             attempt: the line for `attempts.jsonl`.
 
         Returns:
-            The summary as it is on disk then, with what could not be written."""
+            The summary as it is then on disk, with the files that could not be written."""
         path = self.run.summary
         if observer.owns and not self._try_to_write(path, lambda: write_summary(path, summary)):
             if self.run.trace.name not in self._unwritten:
-                self._remove(observer.spans.remove_file)  # which makes room: they are in memory
+                self._remove(observer.spans.remove_file)  # this makes room; the spans are in memory
             self._try_to_write(path, lambda: write_summary(path, summary))
         self._try_to_write(self.run.attempts, lambda: append_jsonl(self.run.attempts, attempt))
         if observer.owns and not self.at_once:
@@ -79,7 +79,7 @@ class Results:
         return replace(summary, unwritten=self._unwritten)
 
     def _write_from_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
-        """Write the profile and the timeline; those of an attempt that made updates replace an earlier attempt's."""
+        """Write the profile and the timeline; an attempt that made updates replaces the files of an earlier attempt."""
         run = self.run
         if observer.made and run.trace.name not in self._unwritten:
             self._try_to_write(run.profile, lambda: self._write_profile(summary, spans))
@@ -98,14 +98,14 @@ class Results:
             write_atomic(self.run.profile, encode_profile(profile))
 
     def _remove(self, remove: Callable[[], None]) -> None:
-        """Remove what is not needed any more; where that cannot be done it stays, and does no harm."""
+        """Remove a file that is not needed any more. If that fails, log a warning; the file does no harm."""
         try:
             remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s", error.filename, error.strerror or error)
 
     def _try_to_write(self, path: Path, write: Callable[[], None]) -> bool:
-        """Write a file and return whether that could be done."""
+        """Write a file and return whether that succeeded."""
         self._unwritten.pop(path.name, None)
         try:
             write()
@@ -120,7 +120,7 @@ class Results:
     def _end_tracking(self, observer: Observer, summary: Summary) -> None:
         """End the run in the trackers.
 
-        If the attempt has nothing to record it never began there, and `finish` leaves it as it is."""
+        An attempt with nothing to record never began there, and `finish` leaves the trackers' run unchanged."""
         run = self.run
         if observer.owns and not self.at_once:
             for path in (run.config_yaml, run.summary, run.profile, run.trace):

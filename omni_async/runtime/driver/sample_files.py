@@ -1,10 +1,13 @@
-"""Writes a run's sample files, those of an event in a task of its own: no event waits for media to be fetched or drawn.
+"""Writes a run's sample files, one task per event, so no event waits until media are fetched or drawn.
 
-An update or validation round has a grid, `samples/train-000010.png`, say, with a tile per sample that is shown; the
-image, video and sound of tile 3 are `samples/train-000010-03.png`, `.mp4` and `.wav`, counted from 0. The table
-`samples/train-000010.jsonl` has their prompts, for `omni-async score`. A task waits for the media
-(unblocked by the store), then until files may be saved (unblocked by `may_save`, which is set once the run's folder is
-this attempt's). What cannot be drawn or written is reported and ends nothing.
+Each update or validation round has these files, here for update 10 (tiles count from 0):
+- `samples/train-000010.png`: a grid with a tile per shown sample.
+- `samples/train-000010-03.png`, `.mp4` and `.wav`: the image, video and sound of tile 3.
+- `samples/train-000010.jsonl`: a table of their prompts, for `omni-async score`.
+
+A task waits for the media (unblocked by the store), then until files may be saved (unblocked by `may_save`, which is
+set once the run's folder belongs to this attempt). A sample that cannot be drawn or written is reported and ends
+nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class SampleFiles:
         self._drawing: set[asyncio.Task[None]] = set()
 
     def draw(self, event: RunEvent, store: ObjectStore) -> None:
-        """Begin the files of an update or a validation round."""
+        """Begin writing the files of an update or a validation round."""
         kind = "validation" if event.kind == "validation" else "train"
         version = event.data["version"]
         task = asyncio.create_task(self._draw(kind, version, event, store), name=f"{kind}-{version:06d}")
@@ -50,7 +53,7 @@ class SampleFiles:
         task.add_done_callback(self._drawn)
 
     async def finish(self, seconds: float, keep: bool) -> None:
-        """Wait for the files that were begun, `seconds` at most; give them up instead unless they are to be kept."""
+        """Wait for unfinished files, `seconds` at most; if they are not to be kept, cancel their tasks instead."""
         drawing = {*self._drawing}
         if not keep:
             for task in drawing:
@@ -96,7 +99,7 @@ def _row(shown: Shown, files: list[Path]) -> dict[str, Any]:
 
 
 def sample_row(prompt: Prompt, files: list[Path]) -> dict[str, Any]:
-    """Return a sample's row in a table: the fields of its prompt, and its files, which lie beside the table."""
+    """Return a sample's row of the table: the fields of its prompt, and its files, which are in the table's folder."""
     row: dict[str, Any] = {"prompt": prompt.text}
     if prompt.target is not None:
         row["target"] = prompt.target

@@ -1,9 +1,10 @@
-"""Runs one attempt on a cluster that is up, and turns Ctrl-C and SIGTERM into events that it can wait for.
+"""Runs one attempt on a started cluster, and turns Ctrl-C and SIGTERM into events that the attempt can wait for.
 
-It goes from the first sample until every role has finished, or until a part is lost that the run cannot do without.
+An attempt lasts from the first sample until every role has finished, or until a part is lost that the run cannot do
+without.
 
-However it ends (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves
-a checkpoint, the rest of the events is taken.
+Every ending (done, a failure of any role, Ctrl-C) uses the same path: the coordinator ends, the trainer writes a
+checkpoint, the remaining events are recorded.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from omni_async.runtime.driver.control_socket import Request
 from omni_async.runtime.driver.observer import Observer
 from omni_async.runtime.keeper import Keeper, Restarts
 
-# Time for the coordinator to take the driver's last calls and to hand over its events, and for the last samples.
+# Time for the coordinator to handle the driver's last calls and to return its events, and for the last samples.
 _LAST_EVENTS_S = 10.0
 _SAMPLES_S = 30.0
 
 
 @dataclass
 class Ending:
-    """The way a run ended; the first cause stays.
+    """How a run ended; the first cause is kept.
 
-    `lost`: the loss that ended it, of a part without which the run can only go on from its last checkpoint."""
+    `lost`: the loss that ended it, if the run can only continue from its last checkpoint without the lost part."""
 
     status: Status = "done"
     reason: str | None = None
@@ -49,9 +50,9 @@ class Ending:
         """Set how the run ended, unless that is set already.
 
         Args:
-            status: anything but `done`.
+            status: any status except `done`.
             reason: why, for people.
-            cause: the error that ended it, if one did."""
+            cause: the error that ended it, if any."""
         if self.status == "done":
             self.status, self.reason, self.cause = status, reason, cause
 
@@ -83,7 +84,7 @@ class Session:
             except TaskFailed as error:
                 failure, ending.lost = error, await self._lost_with(error)
             self._keeper.stop_replacing()
-            if failure and ending.lost is not None:  # this attempt can do nothing more than tell what it has done
+            if failure and ending.lost is not None:  # this attempt can only report what it has done
                 await self._take_last_events(watching)
                 ending.because("failed", ending.lost, failure)
             else:
@@ -91,16 +92,16 @@ class Session:
         return ending
 
     async def _wind_down(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
-        """Close in order: all roles learn that the run is over, the trainer saves, the last events are taken."""
+        """Close in order: all roles learn that the run is over, the trainer saves, the last events are recorded."""
         coordinator, observer = self._cluster.coordinator, self._observer
         if failure:
-            with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
+            with contextlib.suppress(Exception):  # the coordinator may be the failed part, or does not answer
                 async with asyncio.timeout(_LAST_EVENTS_S):
                     await coordinator.fail(describe(failure))
         unfinished, ending.lost = await _settle(self._roles, self._closing_s)
         unrecorded = await self._take_last_events(watching)
         await observer.samples_written(_SAMPLES_S)
-        # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
+        # The coordinator keeps the first failure that it learned of; later failures are consequences.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
         if observer.ended and ended["status"] == "failed":
             ending.because("failed", ended["reason"] or "failed", failure)
@@ -114,7 +115,7 @@ class Session:
             ending.because(ended["status"], ended["reason"] or ended["status"])
 
     async def _take_last_events(self, watching: asyncio.Task[None]) -> RunDirectoryError | None:
-        """Take the events that the coordinator still has, and return why one could not be recorded, if so."""
+        """Record the coordinator's remaining events; return the error if one could not be recorded, else None."""
         unrecorded: RunDirectoryError | None = None
         with contextlib.suppress(Exception):  # a coordinator that fails, or does not answer, has no more events
             async with asyncio.timeout(_LAST_EVENTS_S):
@@ -128,9 +129,9 @@ class Session:
         return unrecorded
 
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Answer `omni-async status` and `scale`; `tell` gets what is being waited for.
+        """Answer `omni-async status` and `scale`; `tell`: callback for progress lines.
 
-        Raises ValueError, one line, if it can't be done."""
+        Raises ValueError, one line, if the request cannot be fulfilled."""
         for role, workers in request.scale.items():
             if not self._keeper.workers(role):
                 scaled = [name for name, spec in self._table.items() if spec.scales and self._keeper.workers(name)]
@@ -145,7 +146,7 @@ class Session:
         }
 
     async def _lost_with(self, failure: TaskFailed) -> str | None:
-        """Return which part is gone, if that is what failed: of a dead rank the others may be the first to complain."""
+        """Return which part was lost, if a loss caused the failure: other ranks may report a dead rank first."""
         if isinstance(failure.__cause__, PeerLost):
             return str(failure.__cause__)
         with contextlib.suppress(Exception):
@@ -156,7 +157,7 @@ class Session:
 async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | None]:
     """Let the roles finish, because the run is over; the trainer ends its update and writes its checkpoint.
 
-    Returns what went wrong with that, if anything, and which part was lost, if that is the cause."""
+    Returns the problem, if any, and which part was lost, if a loss is the cause."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             await roles.settle()
@@ -188,7 +189,7 @@ def describe(error: BaseException) -> str:
 # A terminal that closes sends SIGHUP. Batch systems warn with SIGUSR1 or SIGUSR2 before the time is up.
 _WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_WARNINGS)
-# `timeout` and batch systems signal the process and then its group: what comes this soon is the same signal once more.
+# `timeout` and batch systems signal the process and then its group: a repetition this soon is the same signal.
 _SAME_S = 0.3
 _FIRST = (
     "ending in order: a checkpoint, then summary and timeline; Ctrl-C again leaves at once, without the checkpoint and"
@@ -201,9 +202,9 @@ _SECOND = (
 
 
 class Interruption(asyncio.Event):
-    """An event that is set when the run shall end in order; `at_once` is set when it shall not even do that.
+    """An event set when the run shall end in order; `at_once` is set when it shall leave without doing so.
 
-    `tell` gets a line about what that means."""
+    `tell` receives a line that explains the effect."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
@@ -216,8 +217,8 @@ class Interruption(asyncio.Event):
     def signalled(self, number: int) -> None:
         """Handle a signal.
 
-        A second Ctrl-C ends the run at once, and a third is handled by Python. The other signals come from machines,
-        which follow them with SIGKILL: a repeated one changes nothing."""
+        A second Ctrl-C ends the run at once; Python handles a third. Machines send the other signals, followed by
+        SIGKILL: a repeated one changes nothing."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -229,9 +230,9 @@ class Interruption(asyncio.Event):
             self._tell(_SECOND)
 
     def release_ctrl_c(self) -> None:
-        """Give Ctrl-C back to Python.
+        """Return the handling of Ctrl-C to Python.
 
-        From now on it breaks off what is under way, for example the writing of the timeline. The other signals still
+        From now on Ctrl-C interrupts the current work, for example the writing of the timeline. The other signals still
         end nothing: the second SIGTERM of `timeout` may come late."""
         _remove_handlers(signal.SIGINT)
 
@@ -248,13 +249,13 @@ async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIt
 
 
 def listen(event: Interruption) -> None:
-    """Install the signal handlers, again after Ray has started: it takes SIGTERM for itself, and dies of it.
+    """Install the signal handlers, again after Ray has started: Ray installs its own for SIGTERM, and dies of it.
 
-    Does nothing once everything is to end at once."""
+    Does nothing once the run leaves at once."""
     if event.at_once.is_set():
         return
     for number in event.heeded:
-        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: it gets no signals
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread, which alone gets signals
             asyncio.get_running_loop().add_signal_handler(number, event.signalled, number)
 
 

@@ -1,10 +1,10 @@
 """Takes one training run from a checked configuration to an exit code.
 
-Brings a cluster up, runs it to its end, records what happens.
+Starts a cluster, runs it to its end, records events.
 
-In one process a run has one attempt after another, each on a cluster of its own, until it ends or has lost a part too
-often: an attempt that loses its trainer or its coordinator is followed by one that goes on from the last checkpoint, in
-the same folder, ledger and runs of trackers. All of them are one attempt of the command, a line of `attempts.jsonl`.
+Within one process a run makes one attempt after another, each on its own cluster. It ends when it is over or has lost a
+part too often. If an attempt loses its trainer or its coordinator, the next one continues from the last checkpoint, in
+the same folder, ledger and tracker runs. All of them are one attempt of the command: one line of `attempts.jsonl`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from omni_async.runtime.preflight.resume import newest_of_run
 logger = logging.getLogger(__name__)
 
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
-# For a cluster to close, in a run that leaves at once.
+# Seconds for a cluster to close, in a run that leaves at once.
 _SOON_S = 5.0
 
 
@@ -59,9 +59,9 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster
     """Build the cluster that `run.runtime` names; Ray is imported only for its own.
 
     Args:
-        inputs: what the roles are built from.
+        inputs: the inputs of the roles.
         run: the run's folder.
-        attempt: how often the run was begun in this process, from 1."""
+        attempt: number of this attempt in this process, from 1."""
     if inputs.config.run.runtime == "inprocess":
         from omni_async.runtime.inprocess import InProcessCluster
 
@@ -77,8 +77,8 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     """Run to the end.
 
-    Raises RunDirectoryError, SinkUnusableError, or ConfigError for what only the cluster could tell, before anything
-    is generated; every other failure is in the summary's status and reason."""
+    Raises RunDirectoryError, SinkUnusableError, or ConfigError for problems that only the cluster could detect, before
+    anything is generated; every other failure is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     if inputs.run is None:
@@ -137,11 +137,11 @@ class _Run:
             interrupted.release_ctrl_c()
             summary = self._write(ending, observer, finished, at_once)
             if isinstance(ending.cause, ConfigError):
-                raise ending.cause  # its one line is all that is said
+                raise ending.cause  # its one line is the whole report
             return summary
 
     def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
-        """Write what the run leaves, and print the last lines about it."""
+        """Write the results of the run, and print the last lines about it."""
         results = Results(self._run, self._inputs, self._sinks or Sinks(), at_once)
         spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
@@ -155,9 +155,9 @@ class _Run:
         return summary
 
     def _observe(self, inputs: RunInputs) -> Observer:
-        """Make the observer.
+        """Create the observer.
 
-        The folder is another process's until there is something to record, if the run is resumed."""
+        If the run is resumed, the folder belongs to an earlier process until there is something to record."""
         sinks, owns = self._sinks or Sinks(), not inputs.untouched
         changes = () if self._inputs.run is None else self._inputs.changes
         return Observer(self._config, self._run, self._console, sinks, self._clock, inputs.start, owns, changes)
@@ -189,7 +189,7 @@ class _Run:
     async def _attempt(
         self, inputs: RunInputs, attempt: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None
     ) -> Ending:
-        """Run one attempt, on a cluster of its own. `fault`: what ended the attempt before."""
+        """Run one attempt, on its own cluster. `fault`: the loss that ended the previous attempt."""
         ending = Ending()
         cluster: Cluster | None = None
         try:
@@ -204,7 +204,7 @@ class _Run:
             loading = f"loading {models} and the trainer (up to a minute)"
             self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
             await unless(interrupted.wait(), cluster.start())
-            listen(interrupted)  # models load in this process, or libraries do, that may want signals too
+            listen(interrupted)  # loading models, or libraries, may install signal handlers in this process
             if self._opening is not None:
                 self._sinks = await self._opening
                 for address in self._sinks.live:
@@ -237,10 +237,10 @@ class _Run:
         self._console.phase(text)
 
     def _from_last_checkpoint(self) -> RunInputs:
-        """Return inputs that go on from the newest checkpoint or, if there is none yet, from where this process began.
+        """Return inputs that continue from the newest checkpoint or, without one, from where this process began.
 
-        What came after it is void. Raises CheckpointError if there are some and none can be used: to begin anew in this
-        folder would remove them."""
+        Results after that checkpoint are void. Raises CheckpointError if no existing checkpoint can be used: starting
+        over in this folder would remove them."""
         refused: list[str] = []
         point = newest_of_run(self._config, self._run.path, refused, self._inputs.contents)
         for note in refused:
@@ -268,7 +268,7 @@ async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
     try:
         async with asyncio.timeout(seconds):
             await cluster.close()
-    except Exception as error:  # noqa: BLE001 (how the run ended is known, and more is lost if that is not written)
+    except Exception as error:  # noqa: BLE001 (how the run ended is known, and failing here would lose that record)
         why = redact_text(str(error)) or (
             "it takes too long" if isinstance(error, TimeoutError) else type(error).__name__
         )
@@ -276,7 +276,7 @@ async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
 
 
 def _farewell(run: RunDirectory, observer: Observer, summary: Summary, sinks: Sinks) -> list[str]:
-    """Return the last lines for the console: how the run ended, where everything is and what can be done with it."""
+    """Return the last lines for the console: how the run ended, where its files are and what can be done with them."""
     ended = summary.status + (f" {summary.reason}" if summary.reason else "")
     made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]

@@ -1,10 +1,10 @@
 """Runs every role as a long-lived Ray actor.
 
-The run starts a local Ray, or joins the cluster that `run.ray_address` or RAY_ADDRESS names. It uses a Ray that this
-process has started already, and leaves it running.
+The run starts a local Ray, or joins the cluster that `run.ray_address` or RAY_ADDRESS names. If this process has
+already started a Ray, the run uses it and leaves it running.
 
-Actors are placed as one placement group: the job gets all it needs or reports at once what is missing. The roles' logic
-is elsewhere.
+Actors are placed as one placement group: the job gets all the resources that it needs, or reports at once which are
+missing. The roles' logic is elsewhere.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from omni_async.store import ObjectStore
 from omni_async.worker import Worker
 
 _HEALTH_INTERVAL_S = 10.0
-# For another owner's cluster to learn that this process leaves.
+# Time for another owner's cluster to learn that this process leaves.
 _CLOSING_S = 30.0
-# For a start that is cancelled.
+# Time for a cancelled start.
 _STOPPING_S = 10.0
-# Resources that exist are handed out at once; the rest is for a cluster that scales up.
+# Existing resources are assigned at once; the rest of this time is for a cluster that scales up.
 _PLACEMENT_TIMEOUT_S = 60.0
-# Ray's names, in the order in which `auto` looks for them.
+# Ray's names of accelerators; `auto` tries them in this order.
 KINDS = ("GPU", "NPU")
 
 
 class RayCluster(Cluster):
-    """A cluster of Ray actors. `attempt` counts how often the run was begun in this process, from 1."""
+    """A cluster of Ray actors. `attempt`: number of this attempt in this process, from 1."""
 
     stores_die = True
 
@@ -89,7 +89,7 @@ class RayCluster(Cluster):
             raise
 
     async def start(self) -> None:
-        """Start the actors side by side, then load their models. Raises PeerLost if Ray is lost meanwhile."""
+        """Start the actors concurrently, then load their models. Raises PeerLost if Ray is lost meanwhile."""
         await first_of(self._start(), self._watch_ray())
 
     async def _start(self) -> None:
@@ -106,13 +106,15 @@ class RayCluster(Cluster):
             await asyncio.gather(*(self._locate(name) for name in self._actors))
 
     async def _reserve(self) -> None:
-        """Take the job's placement group, and wait until it has its room.
+        """Request the job's placement group, and wait until its resources are reserved.
 
         Raises:
-            ConfigError: there is no accelerator of this kind; if Ray grows, only where it has another kind, or after a
-                minute.
-            StartError: all machines together are too small, and Ray does not grow; or other room was missing for a
-                minute: the machines are too small, or other jobs have them."""
+            ConfigError: there is no accelerator of this kind. If Ray can grow, this is raised only if it has another
+                kind, or
+                after a minute.
+            StartError: all machines together are too small, and Ray does not grow. Or other resources were missing for
+                a
+                minute: the machines are too small, or other jobs use them."""
         plan = self._placements
         kind = self._kind = await in_daemon_thread(partial(_accelerator_kind, self._config.placement.accelerator))
         if not plan.bundles:
@@ -141,7 +143,7 @@ class RayCluster(Cluster):
         return self._host(worker, partial(_build_there, build, worker, self._inputs, self._run.path, peers, host))
 
     def _host(self, worker: Worker, make: Callable[[], Any]) -> Proxy:
-        """Start an actor in the worker's place, around what `make` returns there."""
+        """Start an actor with the worker's placement, around the role that `make` returns there."""
         name, spec = str(worker), self._table[worker.role]
         placement = self._placements.actors.get(worker.slot) or self._placement_beside(spec)
         options: dict[str, Any] = {"num_cpus": placement.cpus, "num_gpus": placement.gpus if self._kind == "GPU" else 0}
@@ -153,8 +155,7 @@ class RayCluster(Cluster):
                 self._group, placement_group_bundle_index=placement.bundle
             )
         if not self._is_emulated(spec):
-            # Emulated actors do without: a process with an environment of its own is not one of those that Ray keeps
-            # ready.
+            # Emulated actors get no environment: Ray keeps spare processes ready only without one.
             threads = str(placement.threads)
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
         full_name = f"{self._run.run_id}/{self._attempt}/{name}"
@@ -166,10 +167,10 @@ class RayCluster(Cluster):
         return spec.emulated and self._config.emulation is not None
 
     def _placement_beside(self, spec: RoleSpec) -> ActorPlacement:
-        """Return the placement of a worker that the job did not begin with.
+        """Return the placement of a worker that is added during the job.
 
-        A Ray that was started for this run counts the CPUs that the run asked for at its start, not those of the
-        machine: one more worker shares them."""
+        A Ray that was started for this run counts the CPUs requested at the run's start, not the machine's CPUs, so an
+        added worker shares them."""
         resources, emulated = spec.resources(self._config), self._is_emulated(spec)
         cpus = 0.0 if emulated or self._has_own_ray else resources.cpus
         return ActorPlacement(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
@@ -180,15 +181,15 @@ class RayCluster(Cluster):
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def services(self) -> dict[str, Any]:
-        """Return what runs until it is cancelled; also the health of those that only answer, and of Ray."""
+        """Return the tasks that run until they are cancelled, including health checks of answering roles and of Ray."""
         working = {name for name, _ in self._at_work()}
         health = {f"health of {name}": self._watch(name) for name in self._actors if name not in working}
         return {"Ray": self._watch_ray(), **super().services(), **health}
 
     async def _watch_ray(self) -> None:
-        """Raise PeerLost when Ray itself is gone."""
+        """Raise PeerLost when Ray is lost."""
         if self._connection is None:
-            await asyncio.Event().wait()  # it was not this cluster that connected
+            await asyncio.Event().wait()  # another cluster object made the connection
             return
         raise PeerLost(f"Ray is gone: {await self._connection.lost(self._config.run.health_timeout_s)}")
 
@@ -216,7 +217,7 @@ class RayCluster(Cluster):
     async def find_lost(self) -> str | None:
         found: str | None = None
         try:
-            async with asyncio.TaskGroup() as checks:  # the first that is lost ends the others
+            async with asyncio.TaskGroup() as checks:  # the first loss found cancels the other checks
                 for name in self._actors:
                     if self.spec_of(name).on_loss == "new attempt":
                         checks.create_task(self._check(name))
@@ -228,10 +229,10 @@ class RayCluster(Cluster):
         where = ((name, self._where[name]) for name in self._actors if name in self._where)
         return {name: {"pid": one.pid, "node": one.node} for name, one in where}
 
-    # ---- workers that come and go ------------------------------------------------------------------------------------
+    # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     async def _start_late(self, name: str) -> Proxy:
-        """Start a worker. Raises StartError if it is not ready in time: there may be no room for it."""
+        """Start a worker. Raises StartError if it is not ready in time, for example for lack of resources."""
         timeout = self._config.run.startup_timeout_s
         worker = await in_daemon_thread(partial(self._spawn, Worker.parse(name)))
         try:
@@ -246,7 +247,7 @@ class RayCluster(Cluster):
         return worker
 
     async def _end(self, name: str) -> None:
-        """End the worker's process, and with it what it stored."""
+        """End the worker's process, and thereby remove its stored objects."""
         handle, where = self._handles.pop(name, None), self._where.pop(name, None)
         self._actors.pop(name, None)
         if where is not None:
@@ -258,14 +259,14 @@ class RayCluster(Cluster):
         """Free the run's actors and placement group, and end the Ray that was started for the run."""
         connection, self._connection = self._connection, None
         if connection is None or not (connection.is_lost or (connection.started and connection.local)):
-            with contextlib.suppress(TimeoutError):  # no answer: the cluster's owner will find that out
+            with contextlib.suppress(TimeoutError):  # no answer: the cluster's owner will detect that
                 async with asyncio.timeout(_CLOSING_S):
                     await in_daemon_thread(self._free)
         if connection is not None:
             await in_daemon_thread(connection.close)
 
     def _free(self) -> None:
-        # Each step is taken, whatever becomes of those before it: Ray itself may be broken.
+        # Run each step even if an earlier one fails: Ray may be broken.
         with contextlib.ExitStack() as then:
             group, self._group = self._group, None
             if group is not None:
@@ -281,8 +282,8 @@ class RayCluster(Cluster):
                 ray.kill(handle)
         if where and ray.is_initialized():
             here = ray.get_runtime_context().get_node_id()
-            # Workers on other nodes were ended by Ray. A trainer or a coordinator that was not would write where the
-            # next attempt does.
+            # Ray has ended the workers on other nodes. A surviving trainer or coordinator would write to the same
+            # places as the next attempt.
             lasting = {name for name in where if self.spec_of(name).on_loss == "new attempt"}
             ending = [one for name, one in where.items() if one.node == here or name in lasting]
             with ThreadPoolExecutor(max(1, len(ending))) as threads:
@@ -290,7 +291,7 @@ class RayCluster(Cluster):
 
 
 class _DriverStore(RayStore):
-    """A store that copies what it reads: giving memory of Ray's back to a Ray that is gone ends the process at once."""
+    """A store that copies every value it reads: returning Ray's memory to a lost Ray kills the process at once."""
 
     async def get(self, reference: Any) -> Any:
         return copy.deepcopy(await super().get(reference))
@@ -299,7 +300,7 @@ class _DriverStore(RayStore):
 def _build_there(
     path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any], host: str | None
 ) -> Any:
-    """Build a role in its actor's process. `host`: the address to listen at; None for its machine's."""
+    """Build a role in its actor's process. `host`: the address to listen at; None: its machine's address."""
     host = host or ray.util.get_node_ip_address()
     return load_named(path)(WorkerContext(worker, inputs, folder, RayStore(), peers, host, own_process=True))
 
@@ -308,7 +309,7 @@ def _build_there(
 
 
 def _accelerator_kind(asked: str) -> str:
-    """Return Ray's name of the accelerators that `placement.accelerator` asks for."""
+    """Return Ray's name of the accelerators requested by `placement.accelerator`."""
     if asked != "auto":
         return asked
     have = ray.cluster_resources()
@@ -316,9 +317,9 @@ def _accelerator_kind(asked: str) -> str:
 
 
 def _require_kind(asked: float, kind: str) -> None:
-    """Raise ConfigError if the cluster has accelerators, and none of this kind.
+    """Raise ConfigError if the cluster has accelerators, but none of this kind.
 
-    One that has none at all may be about to get some."""
+    A cluster without any may be about to get some."""
     have = ray.cluster_resources()
     if not have.get(kind) and any(have.get(other) for other in KINDS):
         raise _lacks(asked, kind, have)
@@ -335,7 +336,7 @@ def _lacks(asked: float, kind: str, have: dict[str, float]) -> ConfigError:
 def _require_room(wanted: Sequence[dict[str, float]], kind: str) -> None:
     """Raise StartError if all machines together, were they free, are too small.
 
-    Raises ConfigError if they have no such accelerator."""
+    Raises ConfigError if they have no accelerator of this kind."""
     have = ray.cluster_resources()
     need = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in ("CPU", kind)}
     if need[kind] and not have.get(kind):

@@ -1,4 +1,4 @@
-"""Starts or joins Ray, quietly, and detects its loss before Ray ends this process for it."""
+"""Starts or joins Ray without its log output, and detects its loss before Ray kills this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "con
 _CHECK_S = 10.0
 _DISCONNECT_S = 10.0
 _PROBE_S = 10.0
-# A Ray that does not start on a busy machine gets a moment before the next try.
+# After a failed start on a busy machine, wait before the next try.
 _PAUSE_S = 1.0
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ T = TypeVar("T")
 class Connection:
     """This process's connection to Ray.
 
-    `started`: it was made by `connect`, and `close` ends it, with Ray itself if that was started too. `local`: Ray's
-    processes, where this process started them."""
+    `started`: `connect` made the connection, so `close` ends it, and also ends Ray if `connect` started it. `local`:
+    Ray's processes, if this process started them."""
 
     def __init__(self, started: bool, local: LocalRay | None) -> None:
         self.started = started
@@ -46,16 +46,16 @@ class Connection:
         return self._lost is not None and self._lost.done() and not self._lost.cancelled()
 
     async def lost(self, health_timeout_s: float) -> str:
-        """Wait until Ray is gone and return what has become of it.
+        """Wait until Ray is lost and return the reason.
 
-        A cluster of another owner is gone once its head has not answered for `health_timeout_s`."""
+        Another owner's cluster is lost once its head has not answered for `health_timeout_s`."""
         if self._lost is None:
             waiting = in_daemon_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
             self._lost = asyncio.ensure_future(waiting)
         return await asyncio.shield(self._lost)
 
     def close(self) -> None:
-        """Leave Ray, and end it if it was started by `connect`. Returns within seconds, whatever state Ray is in."""
+        """Leave Ray, and end it if `connect` started it. Returns within seconds, whatever state Ray is in."""
         global _current
         if not self.started:
             return
@@ -78,14 +78,14 @@ def connect(
 ) -> Connection:
     """Join `cluster`, or start a local Ray with at least `cpus` CPUs.
 
-    A connection that this process has already is used, and not ended by `close`.
+    An existing connection of this process is used, and not ended by `close`.
 
     Args:
-        cluster: what to join, as `cluster_address` returns it; None: a local Ray.
-        cpus: what the job asks for; a Ray of this machine has at least those of the machine.
-        timeout_s: seconds in which a start that fails is tried again and again.
-        stop: set when it is not wanted any more.
-        store_bytes: of the object store of a Ray that is started; None: Ray's choice.
+        cluster: the cluster to join, from `cluster_address`; None: a local Ray.
+        cpus: number requested by the job; a Ray of this machine has at least the machine's number.
+        timeout_s: seconds during which a failed start is retried.
+        stop: set when the connection is no longer wanted.
+        store_bytes: size of the object store of a started Ray; None: Ray's choice.
 
     Raises:
         StartError: one line, if Ray cannot be reached or started."""
@@ -101,8 +101,8 @@ def connect(
 
 
 def _start(cpus: int, timeout_s: float, stop: threading.Event, store_bytes: int | None) -> Connection:
-    """Start a local Ray. On a busy machine Ray gives up on itself after 30 s; then it is tried again."""
-    # As many CPUs as the roles ask for: on a small machine they share the real ones, which is what overlap is about.
+    """Start a local Ray. On a busy machine Ray gives up after 30 s; then the start is retried."""
+    # As many CPUs as the roles request: on a small machine they share the real ones, so that their work overlaps.
     cpus = max(cpus, os.cpu_count() or 1)
     deadline, tries = time.monotonic() + timeout_s, 0
     while True:
@@ -131,7 +131,7 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event, store_bytes: int 
 
 
 def _join(address: str, named_by: str) -> Connection:
-    # Set before any import in workers: vLLM and diffusers look for a hub otherwise.
+    # Set before any import in workers: otherwise vLLM and diffusers contact a hub.
     environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}
     try:
         _require_listener(address)
@@ -161,16 +161,16 @@ def _init(**options: Any) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """Raise OSError if no process listens at the address. Ray itself would try for a quarter of an hour."""
+    """Raise OSError if no process listens at the address. Ray itself would retry for a quarter of an hour."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
 
 
 def _about_tokens() -> str:
-    """Return what a cluster with a token requires of a process that joins it.
+    """Return a hint about the token that a cluster may require of a joining process.
 
-    To one without a token Ray reports no more than that it cannot connect."""
+    Without a token, Ray only reports that it cannot connect."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         where = "RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
         return f"; the token in {where} must be the cluster's, on every machine"
@@ -179,16 +179,16 @@ def _about_tokens() -> str:
 
 
 def reread_environment() -> None:
-    """Make Ray look for its token again: when it was imported there may have been none yet, or another one."""
+    """Make Ray read its token again: it may have been missing or different when Ray was imported."""
     extension: Any = ray._raylet
     extension.Config.initialize("")
     extension.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _leave() -> None:
-    """End this process's connection, or what is left of one that was not completed.
+    """End this process's connection, or the rest of an incomplete one.
 
-    Bounded, because a global store that is gone may be waited for."""
+    The wait is bounded, because the shutdown may wait for a lost global store."""
     leaving = threading.Thread(target=_shut_down, name="leave-ray", daemon=True)
     leaving.start()
     leaving.join(_DISCONNECT_S)
@@ -197,9 +197,9 @@ def _leave() -> None:
 
 
 def _shut_down() -> None:
-    """Shut Ray's client down while other threads run.
+    """Shut down Ray's client while other threads run.
 
-    A reference that one of them drops once the core worker is gone would end the process, without a word."""
+    If another thread dropped a reference after the core worker is gone, the process would end without a message."""
     worker: Any = ray._private.worker.global_worker
     if (core := getattr(worker, "core_worker", None)) is not None:
         worker.core_worker = _WithoutCounting(core)
@@ -207,7 +207,7 @@ def _shut_down() -> None:
 
 
 class _WithoutCounting:
-    """A core worker that is told no more of references and actor handles that are dropped: it is going itself."""
+    """A core worker that ignores dropped references and actor handles, because it is shutting down."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -229,7 +229,7 @@ def _one_line(error: BaseException) -> str:
 async def _until_silent(health_timeout_s: float) -> str:
     """Wait until another owner's cluster is lost, and return how.
 
-    Its head does not answer, or reports that the node of this process is gone."""
+    Either its head does not answer, or the head reports that this process's node is gone."""
     here = ray.get_runtime_context().get_node_id()
     while True:
         await asyncio.sleep(min(_CHECK_S, health_timeout_s / 4))

@@ -18,15 +18,15 @@ from omni_async.runtime.on_ray import head
 # Sockets in Ray's folder have paths of up to 66 characters below it, and Linux takes 107 in all.
 _LONGEST_FOLDER = 107 - 66
 _END_S = 10.0
-# For the driver alone: actors and Ray's own processes do without.
+# For the driver alone: actors and Ray's own processes do not get these.
 _DRIVERS_OWN = {
-    # Ray would die of SIGTERM in the moment before it is listened to again.
+    # Ray would die of SIGTERM before the driver's handler is installed again.
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    # Ray ends a driver whose global store has been gone for 60 s; a run answers that by itself, in order and sooner.
+    # Ray ends a driver whose global store has been gone for 60 s; a run handles that itself, in order and sooner.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
 }
-# Names the process whose death ends this one when its node is gone; without it that is the parent, if it is process 1
-# (a container's, a service manager).
+# Names the process whose death ends this one when its node is gone. Without it that is the parent, if the parent is
+# process 1 (of a container, or a service manager).
 _LIFELINE = "RAY_RAYLET_PID"
 
 
@@ -39,10 +39,10 @@ class StartFailed(RuntimeError):
 
 
 class LocalRay:
-    """A Ray on this machine, which starts at once with `cpus` CPUs; `address` waits for it.
+    """A Ray on this machine, started at once with `cpus` CPUs; `address` waits for it.
 
-    `store_bytes`: of its object store; None: Ray's choice. `folder` holds its logs, and no other user may look into
-    it."""
+    `store_bytes`: size of its object store; None: Ray's choice. `folder` contains its logs; no other user may read it.
+    """
 
     def __init__(self, cpus: int, store_bytes: int | None = None) -> None:
         use_a_token()
@@ -68,7 +68,7 @@ class LocalRay:
     def address(self, seconds: float, stop: threading.Event) -> str:
         """Return the address once Ray is up.
 
-        Raises StartFailed if that takes longer than `seconds`, does not work, or is not wanted any more."""
+        Raises StartFailed if that takes longer than `seconds`, fails, or is no longer wanted."""
         answer = self._answer(seconds, stop)
         if "address" not in answer:
             raise StartFailed(answer.get("error") or answer["lost"], final=answer.get("final", False))
@@ -94,27 +94,27 @@ class LocalRay:
         return answer
 
     def wait_lost(self) -> str:
-        """Block until Ray is gone and return why."""
+        """Block until Ray is lost and return why."""
         with self._asking:
             if self._lost is None:
                 self._lost = str(self._line()["lost"])
         return self._lost
 
     def end(self) -> None:
-        """End Ray; no process of it is left when this returns."""
+        """End Ray; none of its processes is left when this returns."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the kernel ends what it has started
+            self._process.kill()  # the kernel ends its child processes
             self._process.wait()
 
 
 def prepare_driver() -> None:
-    """Set what Ray reads from the environment when it is imported. To be called before that."""
-    # Ray prints a page about every process that dies, between the lines of the console; what it means for the run is
-    # reported there.
+    """Set the environment variables that Ray reads when it is imported. Must be called before that."""
+    # Ray prints a page about every dead process, between the lines of the console, which reports the effect on the run
+    # itself.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|Raylet is terminated")
     for name, value in _DRIVERS_OWN.items():
         os.environ.setdefault(name, value)
@@ -122,10 +122,10 @@ def prepare_driver() -> None:
 
 
 def use_a_token() -> None:
-    """Make Ray's processes and this one prove themselves to each other with a token that is written nowhere.
+    """Make Ray's processes and this one authenticate to each other with a token that is written nowhere.
 
-    It is left alone if the user has chosen a token or to do without. Ray would write one to the home folder for
-    everybody to read."""
+    Does nothing if the user has chosen a token or disabled authentication. Ray would write a token to the home folder,
+    readable by everybody."""
     if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
         return
     if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
@@ -133,7 +133,7 @@ def use_a_token() -> None:
 
 
 def _private_folder() -> Path:
-    """Make a folder for Ray that no other user can enter, because Ray makes its own folders open to everybody."""
+    """Create a folder for Ray that no other user can enter, because everybody can enter Ray's own folders."""
     folder = Path(tempfile.mkdtemp(prefix="omni-async-", dir=os.environ.get("RAY_TMPDIR")))
     if len(str(folder)) + 2 <= _LONGEST_FOLDER:
         return folder
@@ -142,15 +142,15 @@ def _private_folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment that Ray's processes, and so all actors, start with.
+    """Return the initial environment of Ray's processes, and thus of all actors.
 
-    It is that of the processes that Ray keeps ready for any actor, not that of a job: for that, Ray would start another
-    process for each actor."""
+    It is inherited by the processes that Ray keeps ready for any actor. A job's environment would make Ray start
+    another process for each actor."""
     passed_on = {name: value for name, value in os.environ.items() if name not in {*_DRIVERS_OWN, _LIFELINE}}
-    # vLLM and diffusers look for a hub otherwise, when they are imported.
+    # Otherwise vLLM and diffusers contact a hub when they are imported.
     passed_on.setdefault("HF_HUB_OFFLINE", "1")
     passed_on["RAY_DEDUP_LOGS"] = "0"
-    # A record of every call is for the dashboard, which is not started: without it Ray's global store does not grow by
+    # The records of calls are for the dashboard, which is not started: without them Ray's global store does not grow by
     # 100 MB.
     passed_on.setdefault("RAY_task_events_report_interval_ms", "0")
     return passed_on

@@ -1,13 +1,14 @@
 """Hosts any role in one Ray actor class, and provides the proxy through which roles call each other.
 
-Ray runs every concurrency group of an async actor on an event loop of its own, and a role must run on one. So the role
-has a loop of its own in its own thread, the role's loop, and the actor's methods pass calls on to it: the default group
-those that may wait long, `control` those that must get through while the default group is crowded, among them the check
-that the role's loop still turns.
+Ray runs every concurrency group of an async actor on a separate event loop, but a role must run on one. So the role has
+its own loop, in its own thread, and the actor's methods forward calls to it:
+- The default group forwards calls that may wait long.
+- The group `control` forwards calls that must get through while the default group is crowded, among them the check that
+  the role's loop is responsive.
 
-There is one named group and no more: Ray starts the threads of named groups with a variable that it assigns anew for
-the next group, so on a busy machine two threads may run the same loop, and calls to the other wait for ever ("this
-event loop is already running").
+There is only one named group. Ray starts the threads of named groups with a variable that it reassigns for the next
+group, so on a busy machine two threads may run the same loop, and calls to the other never return ("this event loop is
+already running").
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from omni_async.runtime.cluster import PeerLost, StartError
 
 
 class Shell:
-    """An actor around the role that `build()` makes. Becomes a Ray actor through `actor_class`.
+    """An actor around the role that `build()` creates. Becomes a Ray actor through `actor_class`.
 
     The process and its children see the accelerators that Ray gave the actor, and no others."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        # Ray hides none from an actor that was given none, and none at all where the cluster's owner set
+        # Ray hides no accelerators from an actor without any, and hides none at all if the cluster's owner set
         # RAY_EXPERIMENTAL_NOSET_*. Nothing has used a device yet.
         os.environ.update(showing(ray.get_runtime_context().get_accelerator_ids()))
         self._loop = asyncio.new_event_loop()
@@ -86,8 +87,8 @@ _GONE = (
 class Proxy:
     """A role in another process: `await proxy.method(*args)`.
 
-    Picklable, so roles can be handed each other. `waiting_calls`: the methods that may wait long; all others use the
-    concurrency group `control`."""
+    Picklable, so roles can receive each other's proxies. `waiting_calls`: the methods that may wait long; all others
+    use the concurrency group `control`."""
 
     def __init__(self, name: str, actor: Any, waiting_calls: frozenset[str]) -> None:
         self._name = name
@@ -103,7 +104,7 @@ class Proxy:
             try:
                 return await send.remote(method, args)
             except ray.exceptions.RayTaskError as error:
-                # The role's own exception, not Ray's wrapper that lists where it passed through.
+                # The role's own exception, not Ray's wrapper with its call path.
                 raise getattr(error, "cause", None) or error from None
             except _GONE as error:
                 if getattr(error, "actor_init_failed", False):  # another process would fail in the same way
@@ -117,13 +118,13 @@ class Proxy:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of a traceback, which says what was raised."""
+    """Return the last line of a traceback, which names the exception."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:500]
 
 
 def _cause(error: BaseException) -> str:
-    """Return, from Ray's page about a dead actor, the sentence that says why."""
+    """Return the reason from Ray's long message about a dead actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = [line for line in lines if any(word in line for word in ("killed", "node", "died"))]
     return [*why, *lines, "no reason is known"][0][:200]
@@ -143,10 +144,10 @@ class Whereabouts(NamedTuple):
 
 
 def end_process(where: Whereabouts) -> None:
-    """Send SIGKILL to the process and its children, if it is still there. A node that is gone has none.
+    """Send SIGKILL to the process and its children, if it still exists. A lost node has none.
 
-    Ray asks a process to end, and one that is stopped (SIGSTOP, a debugger, a device that hangs) does not answer: it
-    would keep its memory and its accelerator."""
+    Ray asks a process to end, but a stopped one (SIGSTOP, a debugger, a device that hangs) does not react: it would
+    keep its memory and its accelerator."""
     if where.node == ray.get_runtime_context().get_node_id():
         _kill(where)
         return

@@ -2,12 +2,13 @@
 
 A value is written to shared memory once, and read there by every process that has its reference.
 
-Two things cost far more than the bytes. Every object costs an exchange with the store's daemon, when it is made and
-when it is read: so values that are put together share an object while they are small, and reads of one process that
-come together are one. And a tensor is pickled by copying it twice: so tensors travel as views of their memory, which
-Ray maps into the reader's process as it does with arrays.
+Two costs are far higher than the cost of the bytes:
+- Every object costs an exchange with the store's daemon, when it is stored and when it is read. So small values that
+  are put together share an object, and concurrent reads of one process are combined.
+- Pickling copies a tensor twice. So tensors travel as views of their memory, which Ray maps into the reader's process
+  as it does with arrays.
 
-Waits for Ray alone, in threads, so that the event loop goes on meanwhile.
+Waits only for Ray, in threads, so the event loop is not blocked.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from omni_async.aio.threads import in_daemon_thread
 from omni_async.aio.waiting import Coalescer
 from omni_async.store import ObjectLost, nbytes
 
-# Values share an object up to this size: beyond it copying takes longer than what an object costs.
+# Values share an object up to this size: beyond it, copying takes longer than the exchange for an object.
 _SHARED_BYTES = 8 * 2**20
 
 
@@ -41,7 +42,7 @@ class Place:
 
 class RayStore:
     def __init__(self) -> None:
-        # Reads block a thread and not the event loop, which Ray can't tell.
+        # Reads block a thread and not the event loop, which Ray cannot distinguish.
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
         self._reads: Coalescer[Any, list[Any] | ray.exceptions.RayError] = Coalescer(
             lambda objects: in_daemon_thread(_read, objects)
@@ -52,7 +53,7 @@ class RayStore:
         return reference
 
     async def put_all(self, values: Sequence[Any]) -> list[Place]:
-        """Store values, which share objects in their order."""
+        """Store values; consecutive values share objects."""
         shares = list(_shares(values))
         objects = await asyncio.gather(
             *(in_daemon_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares)
@@ -84,7 +85,7 @@ def _shares(values: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _size(value: Any) -> int:
-    """Return the bytes of a value; one that cannot be measured gets an object of its own."""
+    """Return the bytes of a value. A value that cannot be measured gets a separate object."""
     try:
         return nbytes(value)
     except (AttributeError, TypeError):
@@ -123,7 +124,7 @@ class _TensorDict(NamedTuple):
 
 
 def _to_arrays(value: Any) -> Any:
-    """Return a tensor, or a TensorDict of tensors, as views of its memory; anything else as it is."""
+    """Return a tensor, or a TensorDict of tensors, as views of its memory; any other value unchanged."""
     if type(value).__module__.partition(".")[0] not in ("torch", "tensordict"):
         return value
     import torch
@@ -153,7 +154,7 @@ def _to_tensors(value: Any) -> Any:
 
 @cache
 def _torch() -> Any:
-    """Import torch, and trigger unseen its one warning a process that it cannot prevent writes to read-only memory.
+    """Import torch, and trigger unseen its one warning per process that it cannot prevent writes to read-only memory.
 
     `ObjectStore.get` forbids such writes."""
     import torch

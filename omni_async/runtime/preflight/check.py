@@ -1,8 +1,8 @@
-"""Finds what is wrong before anything heavy starts: in prompt files, the checkpoint's architecture, scorers.
+"""Finds errors in prompt files, the checkpoint's architecture and scorers before anything heavy starts.
 
 Imports no torch.
 
-With `emulation` there is no model, no prompt file and no scorer to check, but a profile.
+With `emulation` there is only a profile to check: no model, prompt file or scorer.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from omni_async.runtime.preflight.resume import find_resume_point
 from omni_async.types import Prompt
 
 _VALIDATION = "validation.prompts"
-# Enough that an epoch is never over within an update.
+# Enough that an epoch never ends within an update.
 _SYNTHETIC_PROMPTS = 1000
-# Emulated devices do not hang, whatever their profile's time scale makes of a timeout.
+# Emulated devices do not hang, however their profile's time scale relates to a timeout.
 _NEVER_S = 1e6
 # Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
 _WEIGHT_COPIES = 4
@@ -63,7 +63,7 @@ _WEIGHT_COPIES = 4
 def preflight(config: Config, elsewhere: bool = False) -> RunInputs:
     """Check a configuration. Raises ConfigError, one line, naming the key.
 
-    `elsewhere`: it is for another machine, so this one need not have the accelerators."""
+    `elsewhere`: the recipe is for another machine, so this one need not have the accelerators."""
     joined = joined_cluster(config)
     inputs = _preflight(config, elsewhere)
     if not elsewhere:
@@ -113,7 +113,7 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
             checks,
             partial(limits.problems, _VALIDATION),
         )
-    if not elsewhere:  # last: what is wrong with the recipe also shows on a machine that is too small
+    if not elsewhere:  # last: errors of the recipe also show on a machine that is too small
         check_vllm(config)
         require_accelerators(config)
     notes = (*limits.notes, *_precision_notes(config))
@@ -122,7 +122,7 @@ def _preflight(config: Config, elsewhere: bool) -> RunInputs:
 
 
 def _precision_notes(config: Config) -> Iterator[str]:
-    """Yield a warning where the recipe insists on ratios between an engine and a trainer that round."""
+    """Yield a warning if the recipe insists on ratios between an engine and a trainer that round."""
     mode, ratio = config.algorithm.correction.mode, find_kind(find_objective(config.algorithm.name).kind).ratio
     if config.model.dtype != "float32" and mode in ("bypass", "interpolated") and ratio:
         yield (
@@ -132,7 +132,7 @@ def _precision_notes(config: Config) -> Iterator[str]:
 
 
 def _check_services(config: Config) -> None:
-    """Check that the secrets of services, and the models of servers, are there; scorers' are checked with them."""
+    """Check that the secrets of services and the models of servers exist; scorers' secrets are checked elsewhere."""
     for number, role in enumerate(config.roles):
         try:
             with_secrets(role.settings, f"roles.{number}.settings")
@@ -148,7 +148,7 @@ def _check_services(config: Config) -> None:
 
 
 def _check_run_dir(folder: str) -> None:
-    """Check that run folders can be made in `folder`, as far as that shows without making one."""
+    """Check that run folders can be created in `folder`, as far as possible without creating one."""
     wanted = Path(folder).absolute()
     try:
         found = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -161,7 +161,7 @@ def _check_run_dir(folder: str) -> None:
 
 
 def _check_scorers(config: Config) -> list[PromptCheck]:
-    """Check the scorers and return what they require of every prompt."""
+    """Check the scorers and return their requirements for every prompt."""
     asked: list[PromptCheck] = []
     for number, scorer in enumerate(config.reward.scorers):
         try:
@@ -176,9 +176,9 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
 
 
 def _check_program(config: Config, family: PipelineFamily) -> list[PromptCheck]:
-    """Refuse what the rollout program, which may be another package's, says that it cannot work with.
+    """Check the rollout program, which may belong to another package: refuse recipes that it reports as unsupported.
 
-    Returns what it requires of every prompt."""
+    Returns its requirements for every prompt."""
     if config.rollout.program is None:
         return []
     found = find_program(config.rollout.program.name)
@@ -194,7 +194,7 @@ def _check_program(config: Config, family: PipelineFamily) -> list[PromptCheck]:
 
 
 def images_check(family: PipelineFamily) -> PromptCheck:
-    """Return a check that refuses prompts with more images than the family takes, or with none where it needs one."""
+    """Return a check that refuses prompts with more images than the family takes, or without a required image."""
 
     def check(prompt: Prompt) -> str | None:
         given, most = len(prompt.images), family.prompt_images
@@ -218,7 +218,7 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
         return dataclasses.replace(inputs, config=config, notes=(*inputs.notes, *passed))
     start = point.state.control
     if point.run is None:
-        start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a run of its own counts its own
+        start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a new run counts from 0
     notes = (*inputs.notes, *passed, *point.notes)
     return dataclasses.replace(
         inputs,
@@ -232,7 +232,7 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
 
 
 def _check_objective(config: Config) -> None:
-    """Load another package's objective: what it names may not be there. The built-in ones are there."""
+    """Load another package's objective, which may be missing. The built-in ones always exist."""
     objective = find_objective(config.algorithm.name)
     if objective not in BUILT_IN:
         try:
@@ -244,7 +244,7 @@ def _check_objective(config: Config) -> None:
 def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
     """Return the inputs of a job without a model.
 
-    Nothing of `model`, `data`, `reward.scorers` and `validation` is used."""
+    `model`, `data`, `reward.scorers` and `validation` are ignored."""
     profile = load_profile(emulation.profile)
     notes = unmeasured(profile, config, recomputes_proximal=plan.proximal)
     profile = with_estimates(profile, config).scaled(emulation.time_scale)
@@ -281,7 +281,7 @@ def _emulated(config: Config, emulation: Emulation, plan: Plan) -> RunInputs:
 
 
 def _check_memory(config: Config, payload: Payload) -> None:
-    """Refuse payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
+    """Refuse payloads that do not fit into memory: they are real, and must all fit while they are alive at once."""
     samples = config.slots * config.rollout.group_size
     held = samples * (payload.trajectory + payload.media)
     if config.buffer.bound is not None:

@@ -1,4 +1,4 @@
-"""Counts tokens with a checkpoint's tokenizers, in a process without torch: `prompt_tokens` runs this file.
+"""Counts tokens with a checkpoint's tokenizers, in a process without torch: `prompt_limits` runs this file.
 
 Reads a JSON list of `{"folder", "cls", "texts"}` from standard input; a text is a string, or a chat of messages
 `[role, content]`. Writes `{"counts": [[...], ...]}`, or `{"folder", "error"}` of a tokenizer that cannot be used.
@@ -11,14 +11,14 @@ import json
 import sys
 from typing import Any
 
-_AT_ONCE = 1000  # texts, whose tokens are in memory
+_AT_ONCE = 1000  # texts per call, to bound the tokens in memory
 
 
 def _counts(folder: str, cls: str, texts: list[Any]) -> list[int]:
     import transformers
     from transformers.utils.logging import set_verbosity_error
 
-    set_verbosity_error()  # or every text longer than the tokenizer's own limit is a warning
+    set_verbosity_error()  # otherwise every text longer than the tokenizer's own limit causes a warning
     tokenizer: Any = getattr(transformers, cls).from_pretrained(folder, local_files_only=True)
 
     def written(text: Any) -> str:

@@ -1,4 +1,4 @@
-"""Finds what is wrong with the accelerators that a recipe asks for, before anything starts. Imports no torch."""
+"""Finds errors in a recipe's requests for accelerators, before anything starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALLEST_STORE = 75 * 2**20  # Ray's
 def check_shares(config: Config) -> None:
     """Refuse accelerators that an actor would hold and leave idle."""
     users = {"rollout": "an engine", "trainer": "a rank"}
-    if config.placement.colocated:  # Ray divides an accelerator, but not several among actors that all want all
+    if config.placement.colocated:  # Ray divides one accelerator, but not several, among actors that want all
         users["reward"] = "a reward worker"
     for role, user in users.items():
         gpus = getattr(config.placement, role).gpus
@@ -34,9 +34,9 @@ def check_shares(config: Config) -> None:
 
 
 def check_backend(config: Config) -> None:
-    """Refuse in one process what the trainer's backend cannot do there.
+    """Refuse settings that the trainer's backend cannot run in one process.
 
-    It computes on the CPU without an accelerator."""
+    Without an accelerator, the process computes on the CPU."""
     trainer, found = config.trainer, most_accelerators(kind=config.placement.accelerator)
     if config.run.runtime != "inprocess" or found is None or found[0]:
         return
@@ -47,7 +47,7 @@ def check_backend(config: Config) -> None:
 
 
 def check_vllm(config: Config) -> None:
-    """Refuse vLLM on the CPU where its build has no kernels for CPUs. A machine without vLLM is not asked."""
+    """Refuse vLLM on the CPU if its build has no kernels for CPUs. A machine without vLLM is not checked."""
     if (installed := vllm_without_cpus()) is None:
         return
     on_cpu = [f"reward.servers.{i}.resources" for i, one in enumerate(config.reward.servers) if one.replicas]
@@ -63,7 +63,7 @@ def check_vllm(config: Config) -> None:
 
 
 def require_accelerators(config: Config) -> None:
-    """Refuse a recipe whose roles ask for more accelerators than this machine has, unless the run joins a cluster."""
+    """Refuse a recipe whose roles request more accelerators than this machine has, unless the run joins a cluster."""
     asking = [
         (spec, number, gpus)
         for spec in roles_of(config).values()
@@ -89,7 +89,7 @@ def require_accelerators(config: Config) -> None:
 
 
 def check_object_store(config: Config) -> None:
-    """Refuse an object store that Ray does not make: of another's cluster, too small, or beyond the shared memory."""
+    """Refuse an object store that Ray cannot create: in another's cluster, too small, or beyond the shared memory."""
     size, key = config.placement.store_bytes, "placement.object_store"
     if size is None:
         return
@@ -117,5 +117,5 @@ def joined_cluster(config: Config) -> ClusterAddress | None:
 
 
 def _joins_a_cluster(config: Config) -> bool:
-    """Return whether Ray may have more machines than this one: it joins a cluster, or this process has a Ray."""
+    """Return whether Ray may have other machines: the run joins a cluster, or this process already has a Ray."""
     return joined_cluster(config) is not None or ("ray" in sys.modules and bool(sys.modules["ray"].is_initialized()))

@@ -1,7 +1,7 @@
-"""Lists what a recipe may name, for `omni-async list`.
+"""Lists the names that a recipe may use, for `omni-async list`.
 
-Model families come with what they make and run on, then engines, trainer backends, transitions, scorers, roles,
-rollout programs and algorithms. What another package registered and is broken is marked. Imports no torch.
+First come model families, with their outputs and engines, then engines, trainer backends, transitions, scorers, roles,
+rollout programs and algorithms. Broken registrations of other packages are marked. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
 
 def listing(what: str | None = None) -> Iterator[str]:
-    """Yield the lines of the list, or those of one of its parts alone."""
+    """Yield the lines of the list, or only those of the part `what`."""
     for kind, lines in _LINES.items():
         if what in (None, kind):
             yield from lines()
@@ -38,7 +38,7 @@ def _families() -> Iterator[str]:
 
 
 def _named(kind: str, found: Callable[[], str]) -> Callable[[], Iterator[str]]:
-    """Return what yields a kind's one line, with the names that `found` returns."""
+    """Return a function that yields a kind's one line, with the names that `found` returns."""
     return lambda: iter([f"{kind:<16}{found()}"])
 
 
@@ -64,15 +64,15 @@ def _usable(find: Callable[[str], T], name: str) -> T | None:
 
 
 def _marked(names: Iterable[str], find: Callable[[str], object]) -> Iterator[str]:
-    """Yield the names, those that `find` refuses with a mark."""
+    """Yield the names; a name that `find` refuses is marked."""
     return (name if _usable(find, name) else f"{name} {_BROKEN}" for name in names)
 
 
 def _family(name: str) -> tuple[str, ...]:
     """Return a family's row.
 
-    It has the parts of its default sample's media, its trained components, the engines that run it and how these may
-    batch its samples."""
+    It contains the media of its default sample, its trained components, its engines and their batching of its samples.
+    """
     family = _usable(find_family, name)
     if family is None:
         return f"  {name} {_BROKEN}", "", "", "", ""

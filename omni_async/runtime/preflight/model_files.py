@@ -1,11 +1,11 @@
-"""Finds what a checkpoint folder lacks of what its family loads, and what in it is damaged.
+"""Finds missing and damaged files in a checkpoint folder, as needed by its family.
 
 Reads small files and the headers of large ones (`weight_files`).
 
 Imports no torch.
 
-A folder in diffusers layout lists its parts in model_index.json; each is a folder with a configuration, and with
-weights where it is a model.
+A folder in diffusers layout lists its parts in model_index.json. Each part is a folder with a configuration; models
+also have weights.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _NO_MODELS = ("Tokenizer", "Processor", "Extractor", "Scheduler", "Guid")  # in 
 
 
 def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
-    """Check that `folder` holds a whole checkpoint of the family, which makes samples of the specs.
+    """Check that `folder` contains a complete checkpoint of the family, which generates samples of the specs.
 
     Args:
         folder: `model.path`.
-        family: what the checkpoint has to be.
-        specs: each under the recipe's key that it stands at.
+        family: the required family of the checkpoint.
+        specs: sampling specs by their key in the recipe.
 
     Raises:
-        ConfigError: it does not; one line, naming the file or the key."""
+        ConfigError: the checkpoint is incomplete; one line, naming the file or the key."""
     index, listed = folder / INDEX, read_model_index(folder)
     found = listed.get("_class_name")
     if found != family.model_index_class:
@@ -75,7 +75,7 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
         raise ConfigError(f"{_DEGREE}: ranks cannot share the tokens of a {family.name!r} sample, got {degree}; use 1")
     for component in family.components:
         if not (file := folder / component / "config.json").is_file():
-            continue  # a checkpoint may go without, as Wan2.2 TI2V does without a second expert
+            continue  # a checkpoint may omit a component, as Wan2.2 TI2V has no second expert
         heads = read_model_json(file).get(family.attention_heads)
         if not isinstance(heads, int) or heads < 1:
             raise ConfigError(f"model.path: {file} does not name its {family.attention_heads}, got {heads!r}")

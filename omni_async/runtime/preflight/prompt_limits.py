@@ -1,4 +1,4 @@
-"""Finds prompts of which a model can generate nothing, or reads only the beginning. Imports no torch.
+"""Finds prompts that a model refuses, or reads only the beginning of. Imports no torch.
 
 A family refuses prompts with too many tokens, or cuts them. Tokens are counted by the checkpoint's own tokenizers, in a
 child process and at most once for a text. A text of so few bytes that it cannot exceed its limit is not counted.
@@ -19,19 +19,19 @@ from omni_async.plugins.families import EncodedText, SamplingSpec
 from omni_async.types import Prompt
 
 _COUNTER = Path(__file__).with_name("count_tokens.py")
-# Of texts that a tokenizer counts, at about 1 MB/s on one core; the largest come first.
+# Total size of the texts that a tokenizer counts, at about 1 MB/s on one core; the largest come first.
 _MOST_BYTES = 2**25
 _TIMEOUT_S = 600.0
-_USUAL = (1024, 1024)  # pixels of an image with which a negative prompt is tried
+_USUAL = (1024, 1024)  # pixels of the image that a negative prompt is tried with
 
 
 class PromptLimits:
-    """Compares a run's prompts with what the model takes.
+    """Compares a run's prompts with the model's limits.
 
     notes: warnings about texts that are cut, or that were not counted."""
 
     def __init__(self, checkpoint: Path, specs: Mapping[str, SamplingSpec]) -> None:
-        """Remember what is asked for.
+        """Store the checkpoint and the specs.
 
         Args:
             checkpoint: its folder, checked.
@@ -42,7 +42,7 @@ class PromptLimits:
         self.notes: list[str] = []
 
     def check_negative(self) -> None:
-        """Refuse negative prompts that are too long; ConfigError names the key. Cut ones are noted."""
+        """Refuse negative prompts that are too long; ConfigError names the key. A cut one is added to `notes`."""
         for key, spec in self._specs.items():
             text = getattr(spec, "negative_prompt", None)
             if spec.guided and isinstance(text, str):
@@ -52,10 +52,10 @@ class PromptLimits:
                     raise ConfigError(f"{key}.negative_prompt: {problem}")
 
     def problems(self, key: str, prompts: Sequence[Prompt]) -> dict[int, str]:
-        """Return why the model can generate nothing of some of the prompts, by their position.
+        """Return why the model can generate nothing from some of the prompts, by their position.
 
         Args:
-            key: of the recipe, under which cut prompts are noted.
+            key: of the recipe, for notes on cut prompts.
             prompts: with their images found.
 
         Raises:
@@ -95,21 +95,21 @@ class PromptLimits:
         return problems
 
     def _limit(self, one: EncodedText) -> float:
-        """Return how many tokens are taken: those of the family, or the tokenizer's own; inf where none is there."""
+        """Return the maximum number of tokens: the family's, or the tokenizer's own; inf if neither is known."""
         folder = self._checkpoint / one.tokenizer
         if one.tokenizer not in self._limits:
             own = float("inf")
             if (settings := folder / "tokenizer_config.json").is_file():
                 found = read_model_json(settings).get("model_max_length")
                 own = float(found) if isinstance(found, int | float) else own
-            # A checkpoint without the part has nothing to count with; `model_files` refuses it where it is needed.
+            # A checkpoint without the part cannot count; `model_files` refuses it if the part is needed.
             self._limits[one.tokenizer] = own if folder.is_dir() else float("inf")
         if one.most is None or not folder.is_dir():
             return self._limits[one.tokenizer]
         return one.most
 
     def _counted(self, key: str, asked: Iterable[EncodedText]) -> dict[EncodedText, int]:
-        """Count the tokens of texts, less those of their templates, the largest first."""
+        """Count the tokens of texts, without the tokens of their templates, the largest text first."""
         by_tokenizer: dict[tuple[str, str], list[EncodedText]] = {}
         left, held = 0, dict[str, int]()
         for one in sorted(asked, key=EncodedText.tokens_at_most, reverse=True):
@@ -145,7 +145,7 @@ class PromptLimits:
 
 
 def _count(questions: list[dict[str, object]]) -> list[list[int]]:
-    """Ask a child process. ConfigError, one line, if a tokenizer cannot be loaded."""
+    """Count tokens in a child process. ConfigError, one line, if a tokenizer cannot be loaded."""
     command = [sys.executable, "-P", str(_COUNTER)]
     try:
         child = subprocess.run(

@@ -1,18 +1,20 @@
-"""Finds where a run goes on: resolves `checkpoint.resume` before anything heavy starts. Imports no torch.
+"""Resolves `checkpoint.resume` before anything heavy starts: finds where a run continues. Imports no torch.
 
 null     a new run
-auto     the newest run of this name in run.dir that is neither done nor running and has a checkpoint to resume from, in
-         its own folder; a new run if there is none. What is passed over is logged
+auto     the newest run of this name in run.dir that is neither done nor running and has a usable checkpoint, in its
+         own folder; without one, a new run. Runs passed over are logged
 RUN      that run, in its own folder
 FOLDER   a checkpoint: a new run that starts from it
 
-Of a run's checkpoints the newest that is whole counts; one that is cut off, changed or of another model is passed over,
-and that is logged. So is one whose run's ledger does not begin with the lines that it counts, and groups that wait for
-the trainer are made again if the recipe would make others now. One that is beyond trainer.updates is refused: going
-back before it would make void what was trained.
+A run continues from its newest complete checkpoint. Passed over, and logged, are checkpoints that
+- are cut off, changed or of another model, or
+- count lines with which the run's ledger does not begin.
 
-What a checkpoint states of itself is compared with the recipe, key by key and file by file
-(`omni_async.checkpoint.statement`): each difference is refused, or it is a note and one of the point's `changes`.
+Groups that wait for the trainer are generated again if the recipe would now generate different ones. A checkpoint
+beyond trainer.updates is refused: resuming before it would make void trained updates.
+
+The statement in a checkpoint is compared with the recipe, key by key and file by file
+(`omni_async.checkpoint.statement`): each difference is refused, or becomes a note and one of the point's `changes`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from omni_async.records.write.summary import read_ending
 class ResumePoint:
     """A checkpoint to resume from.
 
-    `run`: the folder of the run that continues; None: it gets a new one. `notes` are for the console. `changes`: the
-    differences between the recipe and the one that the checkpoint states."""
+    `run`: the folder of the continued run; None: a new run gets a new folder. `notes` are for the console. `changes`:
+    the differences between the recipe and the recipe stated in the checkpoint."""
 
     folder: Path
     state: State
@@ -53,7 +55,7 @@ class _Asked:
     contents: Mapping[str, str]
 
 
-# Runs that are done are named up to here, the newest first, and counted beyond.
+# Up to this many finished runs are named, the newest first; further ones are only counted.
 _NAMED = 5
 _UNKNOWN: Mapping[str, str] = MappingProxyType({})
 _EXPECTED = "; expected 'auto', the folder of a run or that of a checkpoint"
@@ -62,15 +64,15 @@ _EXPECTED = "; expected 'auto', the folder of a run or that of a checkpoint"
 def find_resume_point(
     config: Config, passed: list[str] | None = None, contents: Mapping[str, str] = _UNKNOWN
 ) -> ResumePoint | None:
-    """Return where the run goes on; None: it begins.
+    """Return the checkpoint that the run resumes from; None: a new run begins.
 
     Args:
         config: the recipe.
-        passed: gets a line for everything that `auto` passes over, for the console.
-        contents: of the recipe's files, as `contents_of` returns them; what is missing is not compared.
+        passed: receives a line for everything that `auto` passes over, for the console.
+        contents: of the recipe's files, as `contents_of` returns them; missing files are not compared.
 
     Raises:
-        ConfigError: there should be a checkpoint, and none can be used; one line."""
+        ConfigError: a checkpoint is required, and none is usable; one line."""
     resume, asked = config.checkpoint.resume, _Asked(config, contents)
     if resume is None:
         return None
@@ -100,14 +102,14 @@ def find_resume_point(
 def nothing_to_do(config: Config) -> str | None:
     """Return the message for a resumed run that has made all its updates, None for any other.
 
-    Reads nothing but the run's summary and the names of its checkpoints."""
+    Reads only the run's summary and the names of its checkpoints."""
     resume = config.checkpoint.resume
     if resume is None or resume == "auto":
         return None
     run, updates = RunDirectory(Path(resume)), config.trainer.updates
     status, made = read_ending(run.summary)
-    # Updates count from the weights that the run began with, and trainer.updates from those of the run that it took
-    # them from.
+    # Updates count from the weights that the run began with, and trainer.updates from the initial weights of the run
+    # that it took them from.
     if status != "done" or max(made, newest_version(run.checkpoints)) != updates:
         return None
     return (
@@ -119,13 +121,13 @@ def nothing_to_do(config: Config) -> str | None:
 def newest_of_run(
     config: Config, run: Path, refused: list[str] | None = None, contents: Mapping[str, str] = _UNKNOWN
 ) -> ResumePoint | None:
-    """Find the newest checkpoint of a run that can be used, no later than trainer.updates.
+    """Find the newest usable checkpoint of a run, no later than trainer.updates.
 
     Args:
-        config: what the run is to go on with.
+        config: the recipe that the run continues with.
         run: its folder.
-        refused: gets a line for each newer checkpoint, why it cannot be used.
-        contents: of the recipe's files, as `find_resume_point` takes them."""
+        refused: receives a line for each newer checkpoint, with the reason why it is not usable.
+        contents: of the recipe's files, as in `find_resume_point`."""
     refused = [] if refused is None else refused
     for point in _Search(refused).points(_Asked(config, contents), run):
         if point.state.version <= config.trainer.updates:
@@ -140,7 +142,7 @@ def _newest_unfinished(asked: _Asked, passed: list[str]) -> ResumePoint | None:
     folder = Path(config.run.dir)
     runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     of_name = [run for run in runs if run.is_of(config.run.name)]
-    # Names have the time, and a number for runs that began in the same second.
+    # Names contain the time, and a number for runs that began in the same second.
     for run in sorted(of_name, key=lambda run: run.began, reverse=True):
         if run.is_running():
             passed.append(f"passed over {run.run_id}: it is running")
@@ -176,7 +178,7 @@ def _of_run(asked: _Asked, run: Path) -> ResumePoint:
 def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
     """Refuse a checkpoint past the last update.
 
-    Nothing is left to do, and what is done can't be taken back, so the run would wait for ever."""
+    No update is left to make, and finished ones cannot be undone, so the run would wait for ever."""
     if point.state.version > config.trainer.updates:
         raise ConfigError(
             f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates ="
@@ -190,13 +192,13 @@ def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
 class _Search:
     """A search through a run's checkpoints.
 
-    `refused`: why some cannot be used; `orphan`: the newest that is whole and whose ledger is not."""
+    `refused`: reasons against unusable checkpoints; `orphan`: the newest complete checkpoint with a damaged ledger."""
 
     refused: list[str] = field(default_factory=list)
     orphan: Path | None = None
 
     def points(self, asked: _Asked, run: Path) -> Iterator[ResumePoint]:
-        """Yield the checkpoints that can be used, the newest first."""
+        """Yield the usable checkpoints, the newest first."""
         self.refused += [f"warning: not resumed from it: {link}" for link in links_among(run / "checkpoints")]
         for folder in newest_first(run / "checkpoints"):
             found = None
@@ -212,7 +214,7 @@ class _Search:
             yield _with_fitting_groups(asked, found, f"going on with {run.name} from update {found.state.version}")
 
     def why(self) -> str:
-        """Explain why there is none, with the reason of the newest, which stands for all of many."""
+        """Explain why no checkpoint is usable: the reason of the newest, and the number of older ones."""
         newest, *older = [line.removeprefix("warning: ") for line in self.refused] or ["it has none"]
         reasons = newest + (f"; and {len(older)} older cannot be used either" if older else "")
         way_out = f"; checkpoint.resume={self.orphan} starts a new run from its weights" if self.orphan else ""
@@ -235,7 +237,7 @@ def _usable(asked: _Asked, folder: Path) -> ResumePoint:
         if found != wanted:
             raise CheckpointError(f"{folder} is of another job: its {what} is {found!r}, the recipe's is {wanted!r}")
     steps, per_update = state.engine.get("optimizer_steps"), config.trainer.steps_per_update
-    # Schedules count optimizer steps, and updates by them.
+    # Schedules count optimizer steps, and derive updates from them.
     if steps is not None and steps != state.version * per_update:
         raise CheckpointError(
             f"{folder} is of another job: it made {steps} optimizer steps in {state.version} updates,"
@@ -267,15 +269,15 @@ def _with_changes(asked: _Asked, point: ResumePoint) -> ResumePoint:
 def _recipe_of(file: Path) -> Config | None:
     try:
         return load(file, within=file.parent)
-    except ConfigError:  # none is there, or its keys are of another version
+    except ConfigError:  # the file is missing, or its keys are of another version
         return None
 
 
 def _require_same_devices(config: Config, folder: Path, state: State) -> None:
-    """Refuse a checkpoint of emulated devices for real ones, and the other way round.
+    """Refuse a checkpoint of emulated devices for real ones, and vice versa.
 
     Emulated devices train nothing: their checkpoints, without weights, would replace trained ones, and their numbers
-    those of the run."""
+    would replace the run's."""
     trained, emulated = "optimizer_steps" in state.engine, config.emulation is not None
     if trained == emulated:
         why = (
@@ -289,7 +291,7 @@ def _require_same_devices(config: Config, folder: Path, state: State) -> None:
 def _require_ledger(run: Path, state: State) -> None:
     """Require the ledger lines that the state counts.
 
-    The machine may have gone down before all were on its disk, or somebody has changed them."""
+    Some may be missing because the machine crashed before they were on disk, or because somebody changed them."""
     try:
         require_prefix(RunDirectory(run).ledger, state.control.ledger)
     except LedgerDamaged as error:
@@ -299,7 +301,7 @@ def _require_ledger(run: Path, state: State) -> None:
 
 
 def _with_fitting_groups(asked: _Asked, point: ResumePoint, last: str) -> ResumePoint:
-    """Return the point without ready groups that the recipe would make otherwise, and with a `last` note."""
+    """Return the point without ready groups that the recipe would now generate differently, and with a `last` note."""
     kept, changed = fitting(point.state, asked.config, asked.contents)
     ready = len(point.state.control.ready)
     again = [f"groups that waited for the trainer ({ready}) are made again: {', '.join(changed)} changed"]

@@ -1,6 +1,6 @@
 """Tries a recipe's scorers in this process, for `omni-async check`: each is built and scores a synthetic sample.
 
-Waits for the scorers, in threads: for their construction `run.startup_timeout_s` at most, and twice `reward.timeout_s`
+Waits for the scorers, in threads: at most `run.startup_timeout_s` for their construction, and twice `reward.timeout_s`
 for a score.
 """
 
@@ -44,19 +44,19 @@ class Tried(NamedTuple):
 
 
 def try_scorers(inputs: RunInputs) -> Tried:
-    """Return what each scorer said and took, and which could not be tried, and why.
+    """Return each scorer's score and time, and why some scorers could not be tried.
 
-    Raises ConfigError, one line, if one cannot be built or fails twice in the same way."""
+    Raises ConfigError, one line, if a scorer cannot be built or fails twice in the same way."""
     config = inputs.config
     if inputs.profile is not None or config.data.preferences is not None:
-        return Tried()  # no scorer is asked
+        return Tried()  # no scorer is called
     probe = Probe.of(config, inputs.prompts)
     if probe is None:
         return Tried()
     if config.placement.reward.gpus > 0:
         where = "when the run starts, where they have an accelerator"
         return Tried(notes=[f"note: placement.reward.gpus: the scorers are tried {where}"])
-    with contextlib.redirect_stdout(sys.stderr):  # what is checked is printed, and may be kept as a recipe
+    with contextlib.redirect_stdout(sys.stderr):  # stdout holds the checked recipe, which may be redirected to a file
         judges = asyncio.run(_try_program(config, probe))
         tried = asyncio.run(_try_scorers(inputs, probe))
         return tried._replace(notes=[*judges, *tried.notes])
@@ -101,7 +101,7 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> Tried:
     async def tell(text: str) -> None:
         notes.append(text)
 
-    asked = replace(config.reward, cache=ScoreCache(memory=0))  # what they said before is not tried
+    asked = replace(config.reward, cache=ScoreCache(memory=0))  # cached scores would skip the trial
     there = {server.name for server in config.reward.servers if server.urls}
     started = [name for name in config.services if name not in there]
     if any(one.params.get("server") in started for one in config.reward.scorers):
@@ -127,7 +127,7 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> Tried:
 
 
 def _said(label: str, guard: GuardedScorer) -> str:
-    """Return what a scorer made of the first synthetic sample, and the time that one took."""
+    """Return a line with a scorer's score of the first synthetic sample, and the time that it took."""
     score = guard.probed[0]
     parts = "".join(f", {name} {value:.4g}" for name, value in sorted(score.parts.items())[:_MOST_PARTS])
     return one_line(f"scorer {label!r}: {score.value:.4g}{parts} for a synthetic sample, in {guard.probe_s:.3g} s")

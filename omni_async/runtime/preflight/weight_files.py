@@ -1,4 +1,4 @@
-"""Checks that the weights and vocabularies of a checkpoint's part are there under the names that are loaded, and whole.
+"""Checks that the weights and vocabularies of a checkpoint's part are complete, and have the names that libraries load.
 
 diffusers and transformers look for one file, or for an index of shards, of one fixed name. A variant (`fp16`), shards
 without an index and pickles are never loaded. Imports no torch.
@@ -41,7 +41,7 @@ def check_weights(part: Path, library: str) -> None:
     stems = _STEMS.get(library, _ANY_STEM)
     for stem in stems:
         index, alone = part / f"{stem}.safetensors.index.json", part / f"{stem}.safetensors"
-        # Of both, transformers loads the single file, diffusers the shards of the index.
+        # If both exist, transformers loads the single file, diffusers the shards of the index.
         if index.is_file() and not (library == "transformers" and alone.is_file()):
             return _check_shards(index)
         if alone.is_file():
@@ -53,7 +53,7 @@ def check_weights(part: Path, library: str) -> None:
 
 
 def check_vocabulary(part: Path, cls: str) -> None:
-    """Check the files from which the tokenizer or processor `cls` in the folder `part` is loaded. ConfigError."""
+    """Check the vocabulary files of the tokenizer or processor `cls` in the folder `part`. Raises ConfigError."""
     if cls.startswith(_WITHOUT_VOCABULARY):
         return
     for names in _VOCABULARIES:
@@ -82,7 +82,7 @@ def _check_vocabulary_file(file: Path) -> None:
 
 
 def _check_shards(index: Path) -> None:
-    """Check every shard that an index lists: it is there, is whole, and holds the tensors that the index expects."""
+    """Check that every shard of an index exists, is complete, and contains the tensors that the index lists."""
     where = read_model_json(index).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise ConfigError(f"model.path: {index}: expected a weight_map, tensors to files; copy it again")
@@ -103,7 +103,7 @@ def _check_shards(index: Path) -> None:
 
 
 def _instead(part: Path, stem: str) -> str:
-    """Return what a folder without the weights that are loaded has instead, and the way out."""
+    """Return the files that a folder without loadable weights has instead, and a remedy."""
     wanted = f"{stem}.safetensors"
     lacks = f"has no weights ({wanted}, or {wanted}.index.json and its shards)"
     indices = sorted(file.name for file in part.glob("*.safetensors.index*.json"))
@@ -137,7 +137,7 @@ _POINTER = "is a Git LFS pointer and not the file; fetch it with `git lfs pull`"
 
 
 def _tensors_of(file: Path) -> set[str]:
-    """Return the names of a safetensors file's tensors. ConfigError if it is not as long as its header says."""
+    """Return the names of a safetensors file's tensors. ConfigError if its length differs from its header's."""
     try:
         with open_file(file) as opened:
             size = file.stat().st_size
@@ -159,7 +159,7 @@ def _tensors_of(file: Path) -> set[str]:
 
 
 def _require_opened(file: Path) -> None:
-    """Open a file as it is opened for loading, which checks every tensor's type, shape and place."""
+    """Open a file as the loader does, which checks every tensor's type, shape and offset."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,5 +1,8 @@
-"""Searches, on the simulator, for the staleness, the buffers and the split of devices that a recipe should have.
+"""Searches, on the simulator, for the best staleness, buffers and split of devices for a recipe.
 
-`tuning.tune` searches and returns a `Tuned`; `command` is `omni-async tune`. Beneath them: `keys` (what is chosen),
-`search` (simulations, each once), and what is said and written: `report`, `plot`. Imports no torch and no Ray.
+- `tuning.tune` searches and returns a `Tuned`; `omni_async.commands.tune` is `omni-async tune`.
+- `keys` has the chosen keys and their values; `search` runs simulations, each once.
+- `report` and `plot` show the result.
+
+Imports no torch and no Ray.
 """

@@ -1,13 +1,17 @@
-"""Handles what tuning chooses: keys, as a mapping from key path to value, values worth trying, and splits of devices.
+"""Handles the tuned keys, as a mapping from key path to value, values worth trying, and splits of devices.
 
-A change of one key brings along what depends on it (`moved`), so that two settings differ in what is compared and not
-in a buffer that suddenly binds.
+A change of one key also changes its dependent keys (`moved`), so two settings differ only in the compared key, not in a
+buffer that suddenly binds.
 
-Devices are accelerators where the recipe places any role on them, else CPUs. A worker takes what `placement.<role>`
-says. A role whose workers take none keeps the recipe's number of workers; reward workers beside the devices are as many
-as keep scoring well below the bottleneck. CPUs fewer than a worker of each role takes are shared, as accelerators are
-not: then there is nothing to split. Of the splits, best first by the law, only what is close to the best needs to be
-simulated. Pure: no clock, no randomness.
+- Devices are accelerators if the recipe places any role on them, else CPUs. `placement.<role>` sets the devices of a
+  worker.
+- A role whose workers take no devices keeps the recipe's number of workers. For reward workers, the number is chosen
+  so that scoring stays well below the bottleneck.
+- CPUs are shared if there are fewer than one worker of each role takes; then there is nothing to split. Accelerators
+  are not shared.
+- The law ranks the splits; only splits close to the best need to be simulated.
+
+Pure: no clock, no randomness.
 """
 
 from __future__ import annotations
@@ -61,17 +65,17 @@ def keys_of(config: Config, paths: Iterable[str]) -> dict[str, Value]:
 
 
 def count(keys: Keys, path: str) -> int:
-    """Return the value of a key that is a number."""
+    """Return the value of a numeric key."""
     return int(keys[path])
 
 
 def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
-    """Return keys under which nothing but S and the split can bind.
+    """Return keys with no bound except S and the split.
 
     Every admitted group and sample has a slot, every version is published at once.
 
     Args:
-        config: the job, which gives the sizes of groups, updates and batches.
+        config: the job, which determines the sizes of groups, updates and batches.
         split: workers of each role.
         max_updates: the budget S."""
     groups = (max_updates + 1) * config.trainer.groups_per_update
@@ -88,16 +92,16 @@ def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
 
 
 def fewest_trajectories(config: Config, keys: Keys) -> int:
-    """Return the trajectory slots below which engines cannot fill their batches.
+    """Return the number of trajectory slots that engines need to fill their batches.
 
-    What smaller batches cost is not asked: a profile that was measured at one size cannot say."""
+    The cost of smaller batches is not considered: a profile measured at one size does not contain it."""
     batch = min(config.rollout.max_batch, count(keys, INFLIGHT))
     admitted = (count(keys, S) + 1) * config.trainer.groups_per_update * config.rollout.group_size
     return min(count(keys, ENGINES) * batch, admitted)
 
 
 def half_batch(config: Config, keys: Keys) -> int:
-    """Return half a batch of an engine: the unit in which trajectory slots are searched."""
+    """Return half a batch of an engine: the step of the search for trajectory slots."""
     return max(1, min(config.rollout.max_batch, count(keys, INFLIGHT)) // 2)
 
 
@@ -110,7 +114,7 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
     Args:
         config: the job.
         keys: all tuned keys, before the change.
-        path: the one to change.
+        path: the key to change.
         value: its new value."""
     after = {**keys, path: value}
     if value == keys[path]:
@@ -128,7 +132,7 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
 
 
 def dealt(config: Config, keys: Keys, split: Mapping[str, int]) -> dict[str, Value]:
-    """Return the keys with another split, and what depends on it as `moved` says.
+    """Return the keys with another split, and its dependent keys as in `moved`.
 
     Args:
         config: the job.
@@ -151,7 +155,7 @@ def values(config: Config, keys: Keys, path: str) -> list[Value]:
 
     Args:
         config: the recipe, whose `max_inflight` counts as the most modest.
-        keys: all tuned keys as they are set.
+        keys: all tuned keys and their values.
         path: the key.
 
     Raises:
@@ -159,13 +163,13 @@ def values(config: Config, keys: Keys, path: str) -> list[Value]:
     if path == SWAP:
         return ["step", "request", "drain"]
     if path == PUBLISH:
-        intervals = sorted({1, 2, 4, config.weights.publish_every})  # the recipe's own is one to compare with
+        intervals = sorted({1, 2, 4, config.weights.publish_every})  # the recipe's own is included for comparison
         return [k for k in intervals if k <= count(keys, S) + 1]
     if path == WINDOW:
         groups = config.trainer.groups_per_update
         return [1, *sorted({2, max(2, groups // 2), max(2, groups)})]
     if path == INFLIGHT:
-        # Slots cost nothing by themselves: the recipe's are as good as any.
+        # Slots alone cost nothing: the recipe's are as good as any.
         batch, here = config.rollout.max_batch, config.rollout.max_inflight
         return [here, *sorted({batch, 2 * batch} - {here})]
     if path == REWARDERS:
@@ -174,10 +178,10 @@ def values(config: Config, keys: Keys, path: str) -> list[Value]:
     raise ValueError(f"{path} has no short list of values")
 
 
-# Splits whose law is further off the best than this are not simulated; nor more than this many.
+# Splits are simulated only within this factor of the best by the law, and at most this many.
 _FAR_OFF = 1.10
 _MOST = 6
-# Scoring beside the devices may take this share of the bottleneck's time, with at most this many times the recipe's
+# Scoring without devices may take this share of the bottleneck's time, with at most this many times the recipe's
 # workers.
 _REWARD_SHARE = 0.8
 _REWARD_GROWTH = 4
@@ -187,7 +191,7 @@ _ROUNDING = 1e-9
 
 
 class Split(msgspec.Struct, frozen=True):
-    """Workers of each role, the stage times the law gives them with enough staleness, and the slowest of these."""
+    """Workers of each role, their stage times by the law with enough staleness, and the slowest stage time."""
 
     keys: dict[str, int]
     times: StageTimes
@@ -207,29 +211,28 @@ def devices_each(config: Config) -> dict[str, float]:
 
 
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
-    """Return whether the roles run on fewer CPUs than they take together, as an operating system lets them.
+    """Return whether the roles run on fewer CPUs than they take together; the operating system then shares them.
 
-    Their numbers are then the recipe's.
+    The numbers of workers are then the recipe's.
 
     Args:
         config: the job.
-        devices: how many CPUs, or accelerators, there are.
-        kept: keys that stay; each other role counts with the fewest workers it can have."""
+        devices: number of CPUs or accelerators.
+        kept: keys that stay; each other role counts with its smallest possible number of workers."""
     return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING
 
 
 def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) -> list[Split]:
-    """Return every split that uses the devices up, best first; the kept split alone where CPUs are shared.
+    """Return every split that uses up the devices, best first; only the kept split if CPUs are shared.
 
     Args:
         config: The job.
         profile: Its service times.
-        devices: How many there are.
+        devices: Number of devices.
         kept: Keys that stay; a role whose number of workers is kept may leave some devices idle.
 
     Raises:
-        ConfigError: There are too few accelerators.
-    """
+        ConfigError: There are too few accelerators."""
     by_law = partial(split_by_law, config, profile)
     if share_cpus(config, devices, kept):
         return [by_law(kept)]
@@ -245,7 +248,7 @@ def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) ->
 
 
 def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
-    """Return the first splits, without those that the schema refuses. Raises ConfigError if that leaves none."""
+    """Return the first splits that the schema accepts. Raises ConfigError if it accepts none."""
     problems = [check(with_keys(config, _roomy(config, split.keys))) for split in ranked]
     allowed = [split for split, problem in zip(ranked, problems, strict=True) if problem is None]
     if not allowed:
@@ -254,12 +257,12 @@ def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
 
 
 def split_by_law(config: Config, profile: Profile, keys: Keys) -> Split:
-    """Return the split with given numbers of workers, and the stage times that the law gives it.
+    """Return the split with given numbers of workers, and its stage times by the law.
 
     Args:
         config: the job.
         profile: its service times.
-        keys: all tuned keys, of which only the numbers of workers are read."""
+        keys: all tuned keys; only the numbers of workers are read."""
     workers = {path: count(keys, path) for path in SPLIT}
     # With a budget: at S = 0 the law counts whole rounds of jobs.
     times = times_of(with_keys(config, _roomy(config, workers)), profile, plan_updates(config))
@@ -271,7 +274,7 @@ def _roomy(config: Config, workers: dict[str, int]) -> dict[str, Value]:
 
 
 def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
-    """Return the devices of each role that takes any, with the kept number of workers or as few as can be."""
+    """Return the devices of each role that takes any, with the kept or the smallest possible number of workers."""
     fewest = {ENGINES: 1, REWARDERS: 1, RANKS: config.trainer.fewest_ranks}
     fewest |= {path: count(kept, path) for path in SPLIT if path in kept}
     return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
@@ -294,7 +297,7 @@ def _splits(config: Config, by_law: Callable[[Keys], Split], devices: int, kept:
 
 
 def _useful_ranks(config: Config, counts: range) -> Iterator[int]:
-    """Yield the numbers of ranks that training accepts and that leave the busiest rank less than fewer do."""
+    """Yield the numbers of ranks that training accepts and that reduce the busiest rank's load."""
     least = math.inf
     for ranks in counts:
         trainer = replace(config.trainer, workers=ranks)
@@ -306,9 +309,9 @@ def _useful_ranks(config: Config, counts: range) -> Iterator[int]:
 
 
 class PoolSize(msgspec.Struct, frozen=True):
-    """What a pool of scorers takes for an update, and how many workers keep it below the bottleneck.
+    """The time of a pool of scorers for an update, and the number of workers that keeps it below the bottleneck.
 
-    `others_s`: what the slowest of generation and training takes. `enough`: None if no number of workers is."""
+    `others_s`: the slower of generation and training. `enough`: None if no number of workers is enough."""
 
     name: str
     workers: int
@@ -318,7 +321,7 @@ class PoolSize(msgspec.Struct, frozen=True):
 
 
 def pool_sizes(config: Config, profile: Profile, keys: Keys) -> list[PoolSize]:
-    """Size the pools of `reward.pools` for a setting, by the law; their workers are not dealt with the devices.
+    """Size the pools of `reward.pools` for a setting, by the law; their workers take none of the devices to split.
 
     Args:
         config: the job.
@@ -344,7 +347,7 @@ def _counts(recipe: int, each: float, devices: float, kept: Value | None) -> ran
 
 
 def _enough_rewarders(config: Config, times: StageTimes) -> int:
-    """Return as many as stay below the bottleneck. `times`: with one of them."""
+    """Return the number of reward workers that stays below the bottleneck. `times`: with one worker."""
     others = max(times.generate + times.pause, times.train + times.blocked)
     needed = math.ceil(times.score / (_REWARD_SHARE * others)) if others > 0 else 1
     return max(1, min(needed, _REWARD_GROWTH * config.reward.workers))

@@ -1,4 +1,4 @@
-"""Plots a search: everything that was simulated, the front through it, and what was chosen."""
+"""Plots a search: every simulated point, the front through them, and the chosen point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_async.simulation.tune.keys import S, count
 from omni_async.simulation.tune.search import Point
 from omni_async.simulation.tune.tuning import Tuned
 
-# Okabe and Ito's, which colour-blind readers tell apart.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 _FRONT, _CHOSEN, _RECIPE, _OTHER = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 

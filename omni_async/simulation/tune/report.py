@@ -1,7 +1,7 @@
-"""Reports the result of a search: as text, and as a recipe that extends the one it was made for.
+"""Reports the result of a search: as text, and as a recipe that extends the searched one.
 
-The text has the front, the choice with its reasons, the recipe and the law beside it; the recipe has the chosen keys,
-with the reasons as comments.
+The text has the front, the choice with its reasons, and the recipe and the law for comparison. The recipe has the
+chosen keys, with the reasons as comments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COLUMNS = {
     "buffer.trajectories": "samples",
     "buffer.groups": "groups",
 }
-# Shown only where they differ within the table.
+# Shown only if they differ within the table.
 _RARE = {
     "buffer.window": "window",
     "weights.publish_every": "publish every",
@@ -167,7 +167,7 @@ def _pool(number: int, pool: PoolSize) -> str:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Format a head and rows as Markdown, aligned to be read as it is."""
+    """Format a head and rows as Markdown, aligned to be readable as plain text."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rule = ["-" * (width - 1) + ":" if width > 1 else "-" for width in widths]
     return "\n".join(
@@ -185,7 +185,7 @@ _WIDTH = 140
 
 
 def require_another_file(out: Path, recipe: Path) -> None:
-    """Raise ConfigError, before anything is searched, if the tuned recipe would replace the one that it extends."""
+    """Raise ConfigError, before the search, if the tuned recipe would replace the recipe that it extends."""
     if out.exists() and out.samefile(recipe):
         raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
 
@@ -196,13 +196,12 @@ def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str
     Args:
         out: The file.
         recipe: The recipe that it extends.
-        config: That recipe with the command line's overrides.
-        overrides: Those of the command line, which go into the file too.
-        tuned: What was found.
+        config: The extended recipe with the command line's overrides.
+        overrides: The overrides of the command line, which are written to the file too.
+        tuned: The result of the search.
 
     Raises:
-        OSError: It cannot be written.
-    """
+        OSError: It cannot be written."""
     base = os.path.relpath(real_path(recipe), real_path(out.parent))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(_tuned_yaml(base, config, overrides, tuned), encoding="utf-8")
@@ -240,9 +239,9 @@ def _tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tune
 
 
 def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the command line changed, as a tree of final values, without what tuning chose.
+    """Return the changes of the command line, as a tree of final values, without the keys chosen by tuning.
 
-    Of a section given as a whole, the rest of it."""
+    If a section was given as a whole, its remaining keys are included."""
     resolved: Any = msgspec.to_builtins(config)
     tree: dict[str, Any] = {}
     for override in overrides:

@@ -1,14 +1,15 @@
 """Searches for the recommended keys.
 
-First how far each split gets with how much staleness, then the smallest and plainest settings that get as far.
+First it finds the throughput of each split by staleness, then the smallest and plainest settings with the same
+throughput.
 
-    scan     the best splits with every budget S, and nothing else that could bind
+    scan     the best splits with every budget S, without any other bound
     refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as
              cost at most MODEST
     rescan   the refined keys with the other splits and with every S: is a smaller one enough by now?
 
-Nothing is recommended that makes fewer images per second than `trials.floor`, as long as anything makes as many.
-Deterministic: the order of simulations and every choice follow from the settings alone.
+No recommended point generates fewer images per second than `trials.floor`, unless no point reaches it. Deterministic:
+the order of simulations and every choice follow from the settings alone.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from omni_async.simulation.tune.keys import (
     with_keys,
 )
 
-# Throughput that a smaller S may cost, and that any other smaller or plainer value may cost, as fractions; more where
+# Throughput that a smaller S may cost, and that any other smaller or plainer value may cost, as fractions; more if
 # another seed changes more.
 LOSS = 0.02
 MODEST = 0.005
 _NOISES = 3.0
 
-# Splits whose budgets are scanned; budgets beyond this are only looked at where the law asks for them.
+# Number of splits whose budgets are scanned; larger budgets than this are simulated only if the law requires them.
 _SCANNED = 3
 _EVERY_BUDGET_TO = 6
 _ROUNDS = 3
@@ -59,11 +60,11 @@ BUFFER_NAMES = {key.TRAJECTORIES: "trajectories", key.GROUPS: "replay"}
 
 
 def search(trials: Trials, splits: Sequence[Split]) -> Point:
-    """Return the recommended point; `trials` then holds everything that was tried.
+    """Return the recommended point; `trials` then holds all simulated points.
 
     `splits`: the best by the law first."""
     variation = max(stage.variation for stage in trials.profile.stages().values())
-    # No budget is smaller than a kept publish interval allows.
+    # A kept publish interval bounds the budget from below.
     fewest = count(trials.kept, key.PUBLISH) - 1 if key.PUBLISH in trials.kept else 0
     budgets = budgets_to_scan(splits[0], variation, fewest) if key.S not in trials.kept else [count(trials.kept, key.S)]
     asked = [(budget, trials.refusal(roomy(trials.config, splits[0].keys, budget))) for budget in budgets]
@@ -85,10 +86,10 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
 
 
 def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int]:
-    """Return the budgets S to simulate, ascending: up to two more than the law asks for, of large ones only a few.
+    """Return the budgets S to simulate, ascending: up to two more than the law requires, with only a few large ones.
 
     Args:
-        split: the split whose stage times the law is asked about.
+        split: the split whose stage times the law uses.
         variation: the largest coefficient of variation of a stage.
         fewest: the smallest budget that is allowed."""
     needed = smallest_useful_budget(split.times, variation)
@@ -99,11 +100,11 @@ def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int
 
 
 def scan(trials: Trials, splits: Sequence[Split], budgets: Sequence[int]) -> None:
-    """Simulate every split with the largest budget, then the few that come close to the best with all budgets.
+    """Simulate every split with the largest budget, then the few splits close to the best with all budgets.
 
     Args:
-        trials: gets the points, and the noise measured at the fastest.
-        splits: those worth simulating.
+        trials: receives the points, and the noise measured at the fastest.
+        splits: the splits worth simulating.
         budgets: values of S, ascending."""
     config, top = trials.config, budgets[-1]
     reached = [(point.images_per_s, split) for split in splits if (point := trials.at(roomy(config, split.keys, top)))]
@@ -121,16 +122,16 @@ def fastest(points: Sequence[Point]) -> Point:
 
 
 def tolerated(noise: float, loss: float) -> float:
-    """Return the fraction of images per second that is given up for something smaller or plainer.
+    """Return the fraction of images per second that may be lost for a smaller or plainer setting.
 
-    It is no less than chance may take or give."""
+    It is at least the variation due to chance."""
     return max(loss, _NOISES * noise)
 
 
 def _recommendable(trials: Trials) -> float:
     """Return the images per second that a recommendation needs.
 
-    That is within LOSS of the best, and no fewer than the recipe makes, where anything makes as many."""
+    That is within LOSS of the best, and no fewer than the recipe's, if any point reaches those."""
     best = fastest(trials.points).images_per_s
     return max((1 - tolerated(trials.noise, LOSS)) * best, min(trials.floor, best))
 
@@ -143,7 +144,7 @@ def smallest_budget(trials: Trials) -> Point:
 
 
 def narrowed(trials: Trials) -> Point:
-    """Return `smallest_budget`, after simulating budgets between it and the next smaller one that was simulated."""
+    """Return `smallest_budget`, after simulating budgets between it and the next smaller simulated one."""
     while True:
         start = smallest_budget(trials)
         budget = _budget(start)
@@ -155,8 +156,8 @@ def narrowed(trials: Trials) -> Point:
 def refine(trials: Trials, start: Point) -> Point:
     """Move from `start` with roomy buffers to the most modest point that is nearly as fast.
 
-    It is at most MODEST slower than any found on the way. Ends when a whole round of keys changes nothing, so that all
-    of them were compared at the point that is returned."""
+    It is at most MODEST slower than any found on the way. Ends when a whole round of keys changes nothing, so all of
+    them were compared at the returned point."""
     here, seen = start, [start]
     for _ in range(_ROUNDS):
         before = here
@@ -183,14 +184,14 @@ def _short_lists(trials: Trials) -> list[str]:
 
 
 def _enough(trials: Trials, seen: Sequence[Point]) -> float:
-    """Return the images per second that a plainer setting has to make."""
+    """Return the images per second that a plainer setting must reach."""
     return max((1 - tolerated(trials.noise, MODEST)) * fastest(seen).images_per_s, _recommendable(trials))
 
 
 def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> Point:
     """Return the plainest point that is fast enough, else the fastest.
 
-    All of them differ from `here` by this key alone."""
+    All of them differ from `here` only by this key."""
     others = trials.compared(here, path)
     buffer = path in BUFFER_NAMES
     order = sorted([*others, here.keys[path]], key=int) if buffer else values(trials.config, here.keys, path)
@@ -202,7 +203,7 @@ def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> 
 def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enough: float) -> list[Point]:
     """Return the points tried on the ascending grid.
 
-    They are on the way to the smallest value that makes `enough` images per second."""
+    They are the path of a bisection for the smallest value that reaches `enough` images per second."""
     tried: list[Point] = []
     low, high = 0, len(grid) - 1
     while low <= high:
@@ -233,8 +234,8 @@ def _budget(point: Point) -> int:
     return count(point.keys, key.S)
 
 
-# Updates of the steady part of a run: enough that the mean of the stage that varies most is known to _PRECISION, within
-# these bounds.
+# Updates in the steady part of a run: enough to know the mean of the most variable stage to _PRECISION, within these
+# bounds.
 _FEWEST_UPDATES = 16
 _MOST_UPDATES = 160
 _PRECISION = 0.005
@@ -261,11 +262,11 @@ class Point(msgspec.Struct, frozen=True):
 
 @dataclass
 class Trials:
-    """The simulations of a search: each setting once, all with the same seed, at most as many as the budget says.
+    """The simulations of a search: each setting once, all with the same seed, at most as many as `budget` allows.
 
-    `kept`: keys that stay as they are, whatever is asked for. `progress` is called with the number of simulations
-    made, and the last one. `noise`: see `measure_noise`. `floor`: images per second that no recommendation may fall
-    short of, where anything reaches them."""
+    `kept`: keys that stay unchanged, overriding any request. `progress` is called with the number of finished
+    simulations, and the last one. `noise`: see `measure_noise`. `floor`: the fewest images per second of a
+    recommendation, if any point reaches them."""
 
     config: Config
     profile: Profile
@@ -292,7 +293,7 @@ class Trials:
         return [point for point in self._points.values() if point is not None]
 
     def moved(self, here: Point, path: str, value: Value) -> Point | None:
-        """Simulate a point with one key changed, and what depends on it.
+        """Simulate a point with one key changed, and its dependent keys.
 
         Args:
             here: the point to start from.
@@ -304,7 +305,7 @@ class Trials:
         return self.at(moved(self.config, here.keys, path, value))
 
     def compared(self, here: Point, path: str) -> dict[Value, Point]:
-        """Return everything simulated so far that differs from `here` by that key alone, by its value."""
+        """Return all simulated points that differ from `here` only by that key, by its value."""
         found = {}
         for point in self.points:
             value = point.keys[path]
@@ -330,7 +331,7 @@ class Trials:
     def refusal(self, keys: Keys) -> str | None:
         """Return why the schema refuses these keys, or why the algorithm cannot stream, which also depends on S.
 
-        It has to where `trainer.streaming: on` demands it."""
+        The latter is checked only if `trainer.streaming: on` requires it."""
         config = with_keys(self.config, {**keys, **self.kept})
         problem = check(config)
         if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
@@ -340,9 +341,9 @@ class Trials:
         return problem
 
     def measure_noise(self, point: Point) -> None:
-        """Measure the change that another seed makes, as a fraction of images per second: half the range over a few.
+        """Measure the effect of another seed, as a fraction of images per second: half the range over a few seeds.
 
-        Smaller differences mean nothing."""
+        Smaller differences are meaningless."""
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
             others = (self.run(config, point.keys, self.seed + i) for i in range(1, _SEEDS))
@@ -350,16 +351,16 @@ class Trials:
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
-        """Simulate any configuration of the same job, whatever the budget says.
+        """Simulate any configuration of the same job, even beyond the budget.
 
         Args:
-            config: what is simulated.
+            config: the configuration to simulate.
             keys: its tuned keys, for the point.
             seed: of the service times; None: the search's."""
         seed = self.seed if seed is None else seed
         updates = self._steady + 2 * (config.staleness.max_updates + 1)
         simulated = self.simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
-        simulated = replace(simulated, wall_s=0.0)  # what the search took is not what it found
+        simulated = replace(simulated, wall_s=0.0)  # the duration of the search is not part of its result
         point = Point(keys, simulated.images_per_s, simulated)
         self.made += 1
         if self.progress is not None:
@@ -368,9 +369,9 @@ class Trials:
 
 
 def steady_updates(config: Config, profile: Profile) -> int:
-    """Return the updates that a run needs.
+    """Return the number of updates that a run needs.
 
-    The more the service times vary and the fewer jobs average that out, the more."""
+    It grows with the variation of the service times, and falls with the number of jobs that average it out."""
     samples = config.trainer.groups_per_update * config.rollout.group_size
     jobs = (
         (profile.generate, samples / config.rollout.max_batch),

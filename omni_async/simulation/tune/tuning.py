@@ -1,8 +1,8 @@
-"""Tunes a recipe: what makes the most images, as fresh as they can be at that rate; and says why, key by key.
+"""Tunes a recipe for the most images per second with the least staleness, and gives a reason for every key.
 
 It chooses the split of N devices, the staleness budget and the buffers. The law ranks the splits, simulations of the
-real control plane find the rest; the reasons have the numbers of both. Pure computation: waits for nothing, and is the
-same for the same arguments.
+real control plane find the rest; the reasons have the numbers of both. Pure and deterministic computation, without
+waits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from omni_async.simulation.tune.keys import (
 )
 from omni_async.simulation.tune.search import BUFFER_NAMES, Point, Simulate, Trials, fastest, search
 
-# A search that cannot scan one split says nothing.
+# A search that cannot scan one split has no meaningful result.
 SMALLEST_BUDGET = 12
 IN_STEP: tuple[ScheduleName, ...] = ("sync", "sync_colocated")
 
@@ -60,13 +60,17 @@ IN_STEP: tuple[ScheduleName, ...] = ("sync", "sync_colocated")
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search. Seconds and rates are the profile's.
 
-    devices_each: devices that one worker of each role takes. keys: the keys to write into the recipe; reasons: a
-    sentence per key. chosen, fastest: the recommended point, and the one that makes the most images. points: every
-    point of the search; front: what more staleness buys, freshest first. recipe: the recipe as it is, on
-    `recipe_devices`. in_step: schedules without overlap on the chosen devices, by name. times: of the chosen split, by
-    the law. noise: the change that another seed makes, as a fraction of images/s. spent: the budget ended the search.
-    shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's. pools: what those of
-    `reward.pools` would need."""
+    - devices_each: devices that one worker of each role takes.
+    - keys: the keys to write into the recipe; reasons: a sentence per key.
+    - chosen, fastest: the recommended point, and the point with the most images per second.
+    - points: every point of the search; front: the gain from more staleness, freshest first.
+    - recipe: the unchanged recipe, on `recipe_devices`.
+    - in_step: schedules without overlap on the chosen devices, by name.
+    - times: of the chosen split, by the law.
+    - noise: the effect of another seed, as a fraction of images/s.
+    - spent: the budget ended the search.
+    - shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's.
+    - pools: the needs of the pools of `reward.pools`."""
 
     devices: int
     kind: str
@@ -110,16 +114,15 @@ def tune(
     Args:
         config: The recipe.
         profile: The service times of its devices.
-        devices: How many there are to deal.
+        devices: Number of devices to distribute.
         simulate: `omni_async.simulation.simulate.simulate`, or a stand-in for it.
         budget: Most simulations.
-        seed: Of the service times.
-        keep: Keys that stay as the recipe says.
-        progress: Called with the number of simulations made, and the last one.
+        seed: Seed of the service times.
+        keep: Keys that keep the recipe's values.
+        progress: Called with the number of finished simulations, and the last one.
 
     Raises:
-        ConfigError: There is nothing to tune.
-    """
+        ConfigError: There is nothing to tune."""
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so nothing overlaps and there is nothing to tune")
     if budget < SMALLEST_BUDGET:
@@ -136,7 +139,7 @@ def tune(
     recipe = _as_it_is(trials, config, fits=recipe_devices <= devices)
     chosen = search(trials, worth_simulating(base, ranked))
     spent = trials.spent
-    explained = Explainer(trials, chosen, ranked, devices).reasons()  # with what the search has simulated alone
+    explained = Explainer(trials, chosen, ranked, devices).reasons()  # only with the simulations of the search
     in_step = _in_step(trials, chosen, ("sync",) if shared else IN_STEP)
     return Tuned(
         devices=devices,
@@ -164,8 +167,8 @@ def tune(
 def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
     """Simulate the recipe.
 
-    If it fits on the devices, nothing slower may be recommended, and it is a candidate itself where nothing but tuned
-    keys sets it apart from the others."""
+    If it fits on the devices, no slower point may be recommended. It is a candidate itself if it differs from the
+    others only by tuned keys."""
     keys = keys_of(config, TUNED)
     point = (trials.at(keys) if fits and trials.config == config else None) or trials.run(config, keys)
     trials.floor = point.images_per_s if fits else 0.0
@@ -181,7 +184,7 @@ def overlapped(config: Config) -> Config:
 
 
 def _in_step(trials: Trials, chosen: Point, schedules: Collection[ScheduleName]) -> dict[str, Point]:
-    """Simulate the synchronous schedules on the chosen devices, where the schema allows them."""
+    """Simulate the synchronous schedules on the chosen devices, if the schema allows them."""
     found: dict[str, Point] = {}
     for schedule in schedules:
         config = apply_schedule(replace(with_keys(trials.config, chosen.keys), schedule=schedule))
@@ -209,8 +212,8 @@ _ROWS = 12
 def front(points: Sequence[Point], chosen: Point) -> list[Point]:
     """Return the front, freshest first.
 
-    Each point is faster than all before it whose staleness, mean and maximum, is no higher. `chosen` is always among
-    them."""
+    Each point is faster than all earlier points whose staleness, mean and maximum, is no higher. `chosen` is always
+    included."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.simulated.staleness_max, _mean(p), -p.images_per_s)):
         fresher = [other.images_per_s for other in kept if _mean(other) <= _mean(point)]
@@ -232,7 +235,7 @@ def _same(point: Point, chosen: Point) -> bool:
 
 
 def _thinned(points: list[Point], chosen: Point) -> list[Point]:
-    """Keep at most _ROWS points: as long as there are more, drops the one whose next faster neighbour is closest."""
+    """Keep at most _ROWS points: while there are more, drop the point whose next faster neighbour is closest."""
     points = sorted(points, key=lambda point: point.images_per_s)
     while len(points) > _ROWS:
         gaps = [after.images_per_s / before.images_per_s for before, after in pairwise(points)]
@@ -245,7 +248,7 @@ _NOTHING = 0.0025
 
 _STAGES = {"rollout": "generation", "reward": "scoring", "trainer": "training"}
 
-# What the plainest value of a key means, and what any other does.
+# Meanings of a key's plainest value, and of any other value.
 _PLAINEST = (1, "step")
 _MEANINGS = {
     WINDOW: ("strict admission order", "younger groups may overtake"),
@@ -273,7 +276,7 @@ class Explainer:
     def reasons(self) -> dict[str, str]:
         """Return a sentence for every key that was not kept.
 
-        There is one for `schedule` too, where the recipe's own would stop everything from overlapping."""
+        `schedule` is included if the recipe's own schedule would prevent all overlap."""
         sentences: dict[str, Callable[[], str]] = {
             **{path: partial(self._workers, path) for path in SPLIT},
             S: self._budget,
@@ -292,7 +295,7 @@ class Explainer:
         return f"{value} ({meaning if value in _PLAINEST else otherwise}), because {self._against(path)}"
 
     def _against(self, path: str) -> str:
-        """Compare with the nearest other values; of numbers one smaller and one larger."""
+        """Compare with the nearest other values; for numbers, one smaller and one larger."""
         others, here = self._trials.compared(self._chosen, path), self._keys[path]
         numbers = sorted(value for value in others if isinstance(value, int))
         near: list[Value] = [value for value in others if isinstance(value, str)]
